@@ -1,0 +1,35 @@
+# Each target sets up what it needs; nothing but Python 3.11 and a package index is assumed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Data sets are found through MBPA_DATA; a copy beside the checkout is used if there is one.
+export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+help:
+	@echo "make demo    a network meets digits it was not trained on: table, figure, explanation"
+	@echo "make test    formatting, types and all tests"
+	@echo "make check   formatting and types alone"
+	@echo "make clean   remove what the other targets made"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/mbpa demo
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/pytest -n auto
+
+clean:
+	rm -rf $(VENV) build dist demo .mypy_cache .ruff_cache .pytest_cache .hypothesis

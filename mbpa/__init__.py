@@ -1,0 +1,42 @@
+"""Memory-based Parameter Adaptation: an episodic memory that adapts a network, per query."""
+
+from mbpa import testing
+from mbpa.adaptation import Engine
+from mbpa.errors import CheckpointError, MissingExtraError
+from mbpa.explanation import Explanation
+from mbpa.kernels import exp_dot, gaussian, inverse_distance, uniform
+from mbpa.memory import ExactMemory, Memory, Neighbors
+from mbpa.model import MbPA
+from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric, Predictor
+from mbpa.rules import Adam, Gradient, RMSprop, Rule
+from mbpa.split import split
+from mbpa.stream import score_stream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adam",
+    "Adapted",
+    "CheckpointError",
+    "Engine",
+    "ExactMemory",
+    "Explanation",
+    "Gradient",
+    "MbPA",
+    "Memory",
+    "MissingExtraError",
+    "Mixture",
+    "NeighborVote",
+    "Neighbors",
+    "Parametric",
+    "Predictor",
+    "RMSprop",
+    "Rule",
+    "exp_dot",
+    "gaussian",
+    "inverse_distance",
+    "score_stream",
+    "split",
+    "testing",
+    "uniform",
+]

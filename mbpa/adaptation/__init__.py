@@ -1,0 +1,7 @@
+"""How adaptation is computed: several paths with one answer, and a plan that picks among them."""
+
+from mbpa.adaptation.engine import Engine
+from mbpa.adaptation.losses import CROSS_ENTROPY, SQUARED_ERROR, Loss
+from mbpa.adaptation.problem import Adaptation, Problem
+
+__all__ = ["CROSS_ENTROPY", "SQUARED_ERROR", "Adaptation", "Engine", "Loss", "Problem"]

@@ -1,0 +1,51 @@
+"""Losses of a neighbour's output against its value, one number a neighbour.
+
+For the two built-in losses the derivative by the output is known in closed form, which is what the
+fast paths live on; a user's own loss goes through autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.nn import functional
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+CROSS_ENTROPY, SQUARED_ERROR = "cross_entropy", "squared_error"
+
+
+def loss_per_neighbor(
+    loss: str | Loss, outputs: Float[Tensor, "K *C"], values: Shaped[Tensor, "K *V"]
+) -> Float[Tensor, "K"]:
+    """The loss of each of K outputs: −log p(value), ½‖output − value‖², or the user's own."""
+    if loss == CROSS_ENTROPY:
+        return functional.cross_entropy(outputs, values, reduction="none")
+    if loss == SQUARED_ERROR:
+        return (outputs - values).square().flatten(1).sum(1) / 2
+    assert callable(loss)  # checked where the loss came in
+    losses = loss(outputs, values)
+    if losses.shape != outputs.shape[:1]:
+        raise ValueError(
+            f"a loss must return one number a neighbour, shape {tuple(outputs.shape[:1])}, "
+            f"got {tuple(losses.shape)}"
+        )
+    return losses
+
+
+def residual(
+    loss: str, outputs: Float[Tensor, "*K C"], values: Shaped[Tensor, "*V"]
+) -> Float[Tensor, "*K C"]:
+    """Derivative of a built-in loss by the output: softmax − one-hot, or output − value."""
+    if loss == SQUARED_ERROR:
+        return outputs - values
+    return minus_one_hot(outputs.softmax(-1), values)
+
+
+def minus_one_hot(
+    probabilities: Float[Tensor, "*K C"], labels: Shaped[Tensor, "*K"]
+) -> Float[Tensor, "*K C"]:
+    ones = torch.ones_like(labels, dtype=probabilities.dtype)
+    return probabilities.scatter_add(-1, labels[..., None], -ones[..., None])

@@ -1,0 +1,84 @@
+"""Any rule: every query has parameters of its own for the length of a chunk, all moved at once.
+
+`functional` takes any head and loss, through autograd; `dense` takes a linear head, whose gradient
+is Σ_k w_k (residual of k) h_kᵀ in closed form. Both are one query's steps under `vmap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mbpa.adaptation.losses import loss_per_neighbor, residual
+from mbpa.adaptation.problem import Problem
+from mbpa.rules import Params
+from mbpa.split import _share
+
+Forward = Callable[[Params, Tensor], Tensor]
+Slope = Callable[[Params, Tensor, Tensor, Tensor], Params]
+
+
+def functional(problem: Problem, chunk: int) -> tuple[Float[Tensor, "B *C"], Float[Tensor, "B"]]:
+    """Adapted outputs and norms of the change, by autograd."""
+    shell = _shell_of(problem.head)
+    tensors = {
+        name: tensor.detach().to(problem.dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in [*shell.named_parameters(), *shell.named_buffers()]
+    }
+    start = {name: tensors.pop(name) for name in problem.adapting}
+
+    def forward(params: Params, inputs: Tensor) -> Tensor:
+        outputs: Tensor = torch.func.functional_call(shell, {**tensors, **params}, (inputs,))
+        return outputs
+
+    def objective(params: Params, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+        return weights @ loss_per_neighbor(problem.loss, forward(params, keys), values)
+
+    return _each_adapted(problem, start, forward, torch.func.grad(objective), chunk)
+
+
+def dense(problem: Problem, chunk: int) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"]]:
+    """Adapted outputs and norms of the change of a linear head, by its gradient in closed form."""
+    head = problem.linear
+    assert head is not None  # the plan sends nothing else here
+    loss = str(problem.loss)
+    start = {name: getattr(head, name) for name in problem.adapting}
+
+    def forward(params: Params, inputs: Tensor) -> Tensor:
+        weight, bias = params.get("weight", head.weight), params.get("bias", head.bias)
+        return nn.functional.linear(inputs, weight, bias)
+
+    def slope(params: Params, keys: Tensor, values: Tensor, weights: Tensor) -> Params:
+        slopes = weights[:, None] * residual(loss, forward(params, keys), values)  # K C
+        closed = {"weight": slopes.T @ keys, "bias": slopes.sum(0)}
+        return {name: closed[name] for name in params}
+
+    return _each_adapted(problem, start, forward, slope, chunk)
+
+
+def _each_adapted(
+    problem: Problem, start: Params, forward: Forward, slope: Slope, chunk: int
+) -> tuple[Tensor, Tensor]:
+    def adapted(query: Tensor, keys: Tensor, values: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        params, state = start, None
+        for _ in range(problem.rule.steps):
+            grads = slope(params, keys, values, weights)
+            params, state = problem.rule.update(params, grads, start, state)
+        squares = [(params[name] - start[name]).square().sum() for name in start]
+        return forward(params, query[None])[0], torch.stack(squares).sum().sqrt()
+
+    batched = torch.vmap(adapted, chunk_size=chunk)
+    outputs, change = batched(problem.queries, problem.keys, problem.values, problem.weights)
+    return outputs, change
+
+
+def _shell_of(head: nn.Module) -> nn.Module:
+    """A copy of the head for this call alone: `functional_call` swaps parameters in the module it
+    is given, which must be neither the user's nor another thread's."""
+    shell = _share(head, {})
+    for module in shell.modules():
+        module._parameters, module._buffers = dict(module._parameters), dict(module._buffers)
+    return shell

@@ -1,0 +1,12 @@
+"""The few errors somebody would catch. Bad arguments raise `ValueError`, not one of these."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be read: a file is missing, truncated, altered, or of a newer format."""
+
+
+class MissingExtraError(ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} is not installed: pip install 'mbpa[{extra}]'")

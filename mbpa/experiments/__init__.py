@@ -1,0 +1,1 @@
+"""One readable file an experiment; each has a `run(config)`. Nothing else in mbpa imports these."""

@@ -1,0 +1,123 @@
+"""Why a prediction came out as it did: neighbours, weights, before and after; readable in print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mbpa.memory import Neighbors
+from mbpa.predictors import Part
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """What `MbPA.explain` found out about B queries; index or iterate for one query at a time.
+
+    Print it to read it. Class names given to `explain` stand in for label numbers.
+    """
+
+    before: Float[Tensor, "B *C"]
+    """The parametric prediction: log-probabilities, or values."""
+    after: Float[Tensor, "B *C"]
+    """The prediction."""
+    neighbors: Neighbors
+    parts: tuple[Part, ...]
+    """What the prediction is made of; one part unless the predictor is a mixture."""
+    has_labels: bool
+    labels: tuple[str, ...] | None = None
+
+    @property
+    def weights(self) -> Float[Tensor, "B K"] | None:
+        """Of the neighbours: in the adaptation if there was one, else in the vote."""
+        found = [part for part in self.parts if part.weights is not None]
+        found.sort(key=lambda part: part.adaptation is None)
+        return found[0].weights if found else None
+
+    @property
+    def change(self) -> Float[Tensor, "B"] | None:
+        """‖θˣ − θ‖, how far the parameters moved; `None` if nothing adapted."""
+        changes = [part.adaptation.change for part in self.parts if part.adaptation]
+        return changes[0] if changes else None
+
+    @property
+    def path(self) -> str | None:
+        """How the adaptation was computed; `None` if nothing adapted."""
+        paths = [part.adaptation.path for part in self.parts if part.adaptation]
+        return paths[0] if paths else None
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+    def __getitem__(self, query: int) -> Explanation:
+        if not -len(self) <= query < len(self):
+            raise IndexError(f"query must be below {len(self)}, got {query}")
+        start = query % len(self)
+        rows = slice(start, start + 1)
+        return replace(
+            self,
+            before=self.before[rows],
+            after=self.after[rows],
+            neighbors=self.neighbors.rows(rows),
+            parts=tuple(part.rows(rows) for part in self.parts),
+        )
+
+    def __iter__(self) -> Iterator[Explanation]:
+        return (self[query] for query in range(len(self)))
+
+    def __str__(self) -> str:
+        if len(self) == 1:
+            return "\n".join(_lines(self))
+        return "\n\n".join(f"query {i}\n{one}" for i, one in enumerate(self))
+
+
+SHOWN = 5  # classes and neighbours that are printed
+
+
+def _lines(one: Explanation) -> Iterator[str]:
+    yield f"before  {_prediction(one, one.before[0])}"
+    yield f"after   {_prediction(one, one.after[0])}"
+    for part in one.parts:
+        share = "" if len(one.parts) == 1 else f"{part.share:.0%} "
+        how = ""
+        if part.adaptation is not None:
+            assert part.adaptation.change is not None  # explain asks for it
+            moved = float(part.adaptation.change[0])
+            how = f", parameters moved by {moved:.3g} (path: {part.adaptation.path})"
+        if len(one.parts) > 1 or how:
+            yield f"{share}{part.name}{how}"
+    found = int(one.neighbors.mask.sum())
+    if not found:
+        yield "no neighbours: this is the parametric prediction"
+        return
+    yield f"neighbours ({min(SHOWN, found)} of {found})"
+    weights = one.weights
+    for i in range(min(SHOWN, found)):
+        weight = "" if weights is None else f"  weight {float(weights[0, i]):.3f}"
+        yield (
+            f"  id {int(one.neighbors.ids[0, i])}: {_value(one, one.neighbors.values[0, i])}"
+            f"{weight}  distance {float(one.neighbors.distances[0, i]) ** 0.5:.3g}"
+        )
+
+
+def _prediction(one: Explanation, prediction: Tensor) -> str:
+    if not one.has_labels:
+        return _value(one, prediction)
+    top = prediction.exp().topk(min(3, len(prediction)))
+    return ", ".join(
+        f"{_name(one.labels, int(label))} {float(share):.1%}"
+        for share, label in zip(top.values, top.indices, strict=True)
+    )
+
+
+def _value(one: Explanation, value: Tensor) -> str:
+    if one.has_labels:
+        return _name(one.labels, int(value))
+    numbers = ", ".join(f"{number:.4g}" for number in value.flatten()[:8].tolist())
+    return f"[{numbers}{', …' if value.numel() > 8 else ''}]"
+
+
+def _name(labels: Sequence[str] | None, label: int) -> str:
+    return labels[label] if labels is not None and label < len(labels) else f"class {label}"

@@ -1,0 +1,468 @@
+"""The contract of a memory, and everything about it that is the same for every backend.
+
+The base validates, keeps ring and ids, moves between devices and dtypes, and ranks: a backend only
+proposes candidates, whose distances are recomputed as Σ(h−q)², so that order and kernel never see
+the rounding of ‖h‖² − 2q·h. Where something left out might be nearer, the base asks for more.
+
+Shapes: B queries, N written, K neighbours, J candidates, M live entries; D the key's shape.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from mbpa.memory.neighbors import Candidates, Entries, Neighbors
+from mbpa.memory.ranking import SCRATCH_BYTES, Block, matmul_roundoff, nearest_first
+from mbpa.memory.ring import Ints, Ring
+
+KEY_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Memory(abc.ABC):
+    """Pairs of keys and values in a ring of fixed capacity; safe to use from several threads.
+
+    A backend implements four hooks: `_clear`, `_put`, `_get`, `_nearest`; and `_delete` if it can
+    drop entries (it should: what stays behind is filtered out, but is still stored). Hooks see
+    flat keys (N, D) of `dtype` on `device`, are called under the lock, and are given valid
+    arguments only. `__init__` calls `_clear`, so a backend's own attributes are set before it
+    calls `super().__init__`.
+
+    Args:
+        capacity: most entries held at once; the oldest are overwritten first.
+        key_dim: size of a key, or its shape; search flattens, neighbours have the shape.
+        value_shape: shape of one value; `()` for class labels.
+        value_dtype: an integer dtype for class labels, a floating one for regression targets.
+        dtype: precision in which keys are kept; distances are computed in it, in float32 at least.
+        device: where the keys are kept and queries are answered.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        key_dim: int | Sequence[int],
+        *,
+        value_shape: Sequence[int] = (),
+        value_dtype: torch.dtype = torch.int64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (key_dim,) if isinstance(key_dim, int) else tuple(key_dim)
+        if not shape or min(shape) < 1:
+            raise ValueError(f"key_dim must be at least 1 in every dimension, got {key_dim}")
+        if dtype not in KEY_DTYPES:
+            raise ValueError(f"dtype must be one of {KEY_DTYPES}, got {dtype}")
+        if value_dtype.is_complex or value_dtype == torch.bool:
+            raise ValueError(f"value_dtype must be an integer or floating dtype, got {value_dtype}")
+        self._lock = threading.RLock()
+        self._ring = Ring(_checked_capacity(capacity))
+        self.key_shape = shape
+        self.value_shape = tuple(value_shape)
+        self.value_dtype = value_dtype
+        self.dtype = dtype
+        self._device = torch.empty(0, device=device).device  # "cuda" → "cuda:0"
+        self._reset(self._ring)
+
+    # The hooks of a backend
+
+    @abc.abstractmethod
+    def _clear(self) -> None:
+        """Become empty, for `self.capacity` slots on `self.device`."""
+
+    @abc.abstractmethod
+    def _put(
+        self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]
+    ) -> None:
+        """Store entries in distinct slots, replacing what is there."""
+
+    @abc.abstractmethod
+    def _get(self, slots: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
+        """Keys and values of these slots; anything finite for a slot that is empty."""
+
+    @abc.abstractmethod
+    def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
+        """Slots of at least the `k` nearest entries, and what lies beyond.
+
+        1 ≤ k ≤ the entries it has: `len(self)`, and without `_delete` those that stayed behind.
+        """
+
+    def _delete(self, slots: Int[Tensor, "N"]) -> None:  # noqa: B027 (optional, not forgotten)
+        """Drop the entries in these slots."""
+
+    # What it holds
+
+    @property
+    def capacity(self) -> int:
+        return self._ring.capacity
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def key_size(self) -> int:
+        return math.prod(self.key_shape)
+
+    @property
+    def distance_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def holds_labels(self) -> bool:
+        """Whether the values are class labels, not regression targets."""
+        return not self.value_dtype.is_floating_point
+
+    @property
+    def _drops_entries(self) -> bool:
+        """Whether the backend forgets what is deleted, or goes on proposing it."""
+        return type(self)._delete is not Memory._delete
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held during every call; hold it to make several calls one."""
+        return self._lock
+
+    def __len__(self) -> int:
+        return self._ring.live
+
+    def __repr__(self) -> str:
+        key = self.key_shape[0] if len(self.key_shape) == 1 else self.key_shape
+        kind = "labels" if self.holds_labels else f"targets of shape {self.value_shape}"
+        return (
+            f"{type(self).__name__}({len(self)} of {self.capacity} entries, key_dim={key}, "
+            f"{kind}, {self.dtype}, {self.device})"
+        )
+
+    def entries(self) -> Entries:
+        """Everything it holds, oldest first."""
+        with self._lock:
+            slots = self._ring.oldest(len(self))
+            keys, values = self._get(self._tensor(slots))
+            ids = torch.from_numpy(self._ring.ids(slots))
+            return Entries(ids, keys.reshape(-1, *self.key_shape), values)
+
+    def holds(self, ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
+        """Which of these ids are of live entries."""
+        with self._lock:
+            return torch.from_numpy(self._ring.find(ids.cpu().numpy()) >= 0)
+
+    # Writing
+
+    def write(
+        self, keys: Float[Tensor, "N *D"], values: Shaped[Tensor, "N *V"] | Sequence[Any]
+    ) -> Int[Tensor, "N"]:
+        """Add entries, overwriting the oldest when full; return their ids, which never change."""
+        flat, values = self._checked_keys(keys, "keys"), self._checked_values(values)
+        if len(flat) != len(values):
+            raise ValueError(f"keys and values must be as many, got {len(flat)} and {len(values)}")
+        with self._lock:
+            kept = min(len(flat), self.capacity)
+            first_id = self._ring.next_id
+            self._ring.next_id += len(flat) - kept  # what would be overwritten by the same call
+            plan = self._ring.plan(kept)
+            slots = self._tensor(plan.slots)
+            self._put(slots, flat[len(flat) - kept :], values[len(flat) - kept :])
+            self._ring.commit(plan)
+            self._slot_ids[slots] = self._tensor(plan.ids)
+            return torch.arange(first_id, first_id + len(flat))
+
+    def replace_keys(
+        self, ids: Int[Tensor, "N"] | Iterable[int], keys: Float[Tensor, "N *D"]
+    ) -> None:
+        """Give entries new keys (the embedding has moved on); ids, values and ages stay."""
+        flat = self._checked_keys(keys, "keys")
+        with self._lock:
+            slots = self._tensor(self._find(ids))
+            if len(slots) != len(flat):
+                raise ValueError(f"ids and keys must be as many, got {len(slots)} and {len(flat)}")
+            self._put(slots, flat, self._get(slots)[1])
+            self._revision += 1
+
+    def delete(self, ids: Int[Tensor, "N"] | Iterable[int]) -> None:
+        """Remove entries; unknown ids (never given, overwritten, deleted) are a `ValueError`."""
+        with self._lock:
+            slots = self._find(ids)
+            self._delete(self._tensor(slots))
+            self._ring.free(slots)
+            self._slot_ids[self._tensor(slots)] = -1
+
+    def clear(self) -> None:
+        """Remove every entry; ids go on from where they were."""
+        with self._lock:
+            self._reset(Ring(self.capacity, next_id=self._ring.next_id))
+
+    def resize(self, capacity: int) -> Self:
+        """Change the capacity, keeping the newest entries that fit."""
+        with self._lock:
+            _checked_capacity(capacity)
+            self._refill(self.entries(), capacity, self._ring.next_id)
+        return self
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move to a device."""
+        with self._lock:
+            entries = self.entries()
+            self._device = torch.empty(0, device=device).device
+            self._refill(entries, self.capacity, self._ring.next_id)
+        return self
+
+    def restore(self, entries: Entries, next_id: int) -> None:
+        """Become a copy of a memory that held `entries` (what `entries()` gave) and went on to
+        give `next_id`; whatever was here before is gone."""
+        keys = self._checked_keys(entries.keys, "keys")
+        values = self._checked_values(entries.values)
+        if entries.ids.dtype != torch.int64 or entries.ids.ndim != 1:
+            raise ValueError(
+                f"ids must be a row of torch.int64, got {entries.ids.dtype} "
+                f"of shape {tuple(entries.ids.shape)}"
+            )
+        ids = entries.ids.cpu().numpy()
+        if not len(ids) == len(keys) == len(values) <= self.capacity:
+            raise ValueError(
+                f"entries must be at most capacity={self.capacity} of each, "
+                f"got {len(ids)} ids, {len(keys)} keys, {len(values)} values"
+            )
+        if (np.diff(ids, prepend=-1, append=next_id) <= 0).any():
+            raise ValueError(f"ids must ascend from 0 to below next_id={next_id}")
+        with self._lock:
+            self._refill(Entries(entries.ids, keys, values), self.capacity, next_id)
+
+    @property
+    def next_id(self) -> int:
+        """The id the next entry will get."""
+        return self._ring.next_id
+
+    # Reading
+
+    def read(
+        self, queries: Float[Tensor, "B *D"], k: int, *, keys_for: int | None = None
+    ) -> Neighbors:
+        """The `k` entries nearest to each query; all of them where there are fewer.
+
+        Args:
+            keys_for: return the keys of only this many of the nearest (default: all).
+        """
+        flat = self._checked_keys(queries, "queries").to(self.distance_dtype)
+        _checked_counts(k, keys_for)
+        with self._lock, torch.autocast(self.device.type, enabled=False):
+            since = torch.zeros(len(flat), dtype=torch.int64, device=self.device)
+            needed = torch.full_like(since, min(k, len(self)))
+            return self._shaped(self._read(flat, k, keys_for, since, needed))
+
+    def read_causally(
+        self,
+        keys: Float[Tensor, "N *D"],
+        values: Shaped[Tensor, "N *V"] | Sequence[Any],
+        k: int,
+        *,
+        keys_for: int | None = None,
+    ) -> Neighbors:
+        """What each of these entries would find if they were read and written one by one.
+
+        Entry t sees what the memory holds now and the entries before t, less what writing those
+        would overwrite. Nothing is written.
+        """
+        flat, values = self._checked_keys(keys, "keys"), self._checked_values(values)
+        if len(flat) != len(values):
+            raise ValueError(f"keys and values must be as many, got {len(flat)} and {len(values)}")
+        _checked_counts(k, keys_for)
+        with self._lock, torch.autocast(self.device.type, enabled=False):
+            queries, count, live = flat.to(self.distance_dtype), len(flat), len(self)
+            gone = np.maximum(live + np.arange(count) - self.capacity, 0)
+            new_ids = self._ring.next_id + np.arange(count)
+            old_ids = self._ring.ids(self._ring.oldest(min(live, count)))  # gone < count: enough
+            since = self._tensor(np.concatenate([old_ids, new_ids])[gone])
+            needed = self._tensor(np.clip(live - gone, 0, k))
+            past = self._read(queries, k, keys_for, since, needed)
+            own = Block(queries, values, self._tensor(new_ids), since)
+            return self._shaped(own.merged_into(past, k, keys_for))
+
+    def _read(
+        self,
+        queries: Float[Tensor, "B D"],
+        k: int,
+        keys_for: int | None,
+        since: Int[Tensor, "B"],
+        needed: Int[Tensor, "B"],
+        reach: int = 0,
+    ) -> Neighbors:
+        """Rank `reach` candidates a query, in chunks; ask again where that was not enough.
+
+        Args:
+            since: id of the oldest entry that each query may see.
+            needed: how many neighbours each query must find.
+        """
+        width = min(k, len(self))
+        stored = len(self) if self._drops_entries else self._ring.used
+        reach = min(stored, max(reach, k + k // 8 + 8))
+        row_bytes = max(1, reach * self.key_size * self.distance_dtype.itemsize)
+        rows = max(1, SCRATCH_BYTES // row_bytes)
+        parts = []
+        for chunk, low, need in zip(
+            queries.split(rows), since.split(rows), needed.split(rows), strict=True
+        ):
+            ranked, beyond = self._ranked(chunk, width, keys_for, low, reach)
+            if width and reach < stored:
+                unsure = self._unsure(chunk, ranked.distances, need, beyond).nonzero()[:, 0]
+                if len(unsure):
+                    wider = self._read(
+                        chunk[unsure], k, keys_for, low[unsure], need[unsure], 4 * reach
+                    )
+                    ranked = ranked.with_rows(unsure, wider)
+            parts.append(ranked)
+        return Neighbors.concatenated(parts)
+
+    def _ranked(
+        self,
+        queries: Float[Tensor, "B D"],
+        width: int,
+        keys_for: int | None,
+        since: Int[Tensor, "B"],
+        reach: int,
+    ) -> tuple[Neighbors, Float[Tensor, "B"] | None]:
+        """The `width` nearest of `reach` candidates, by recomputed distance, newer first."""
+        slots, beyond = self._found(queries, reach, width)
+        present = slots.clamp_min(0)
+        ids = torch.where(slots >= 0, self._slot_ids[present], -1)
+        hidden = ids < since[:, None]
+        keys, values = self._get(present.flatten())
+        keys = keys.to(self.distance_dtype).unflatten(0, slots.shape)  # B J D
+        distances = (keys - queries[:, None]).square_().sum(-1).masked_fill_(hidden, math.inf)
+        dots = torch.einsum("bjd,bd->bj", keys, queries)
+        order = nearest_first(distances, ids)[:, :width]
+        rows = torch.arange(len(queries), device=self.device)[:, None]
+        mask = ~hidden[rows, order]
+        return Neighbors(
+            values=values.unflatten(0, slots.shape)[rows, order],
+            distances=distances[rows, order],
+            dots=dots[rows, order],
+            mask=mask,
+            ids=torch.where(mask, ids[rows, order], -1),
+            slots=torch.where(mask, slots[rows, order], -1),
+            keys=keys[rows, order[:, :keys_for]],
+            revision=self._revision,
+        ), beyond
+
+    def _found(self, queries: Float[Tensor, "B D"], reach: int, width: int) -> Candidates:
+        """The backend's candidates, padded with −1 to the width that is asked for."""
+        if not width or not len(queries):
+            empty = torch.empty(len(queries), width, dtype=torch.int64, device=self.device)
+            return Candidates(empty, None)
+        slots, beyond = self._nearest(queries, reach)
+        missing = width - slots.shape[1]
+        if missing > 0:
+            slots = torch.nn.functional.pad(slots, (0, missing), value=-1)
+        return Candidates(slots, beyond)
+
+    def _unsure(
+        self,
+        queries: Float[Tensor, "B D"],
+        distances: Float[Tensor, "B K"],
+        needed: Int[Tensor, "B"],
+        beyond: Float[Tensor, "B"] | None,
+    ) -> Tensor:
+        """Which rows may have missed a neighbour: too few found, or something left out is as near.
+
+        An entry left out at distance d ≤ d_K has ‖h‖ ≤ ‖q‖ + √d_K, so its ‖h‖² − 2q·h + ‖q‖² was
+        off by at most γ(2‖q‖ + √d_K)², γ = (D + 8)u the bound for sums of D rounded products.
+        """
+        farthest = distances.gather(1, (needed - 1).clamp_min(0)[:, None])[:, 0]
+        unsure = farthest.isinf()
+        if beyond is not None:
+            gamma = (self.key_size + 8) * matmul_roundoff(self.distance_dtype, self.device)
+            slack = gamma * (2 * queries.norm(dim=1) + farthest.sqrt()).square()
+            unsure |= farthest + slack >= beyond
+        return unsure & (needed > 0)
+
+    # Validation and bookkeeping
+
+    def _checked_keys(self, keys: Tensor, name: str) -> Float[Tensor, "N D"]:
+        if not isinstance(keys, Tensor) or not keys.is_floating_point():
+            got = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
+            raise ValueError(f"{name} must be a tensor of a floating dtype, got {got}")
+        if keys.shape[1:] != self.key_shape or keys.ndim == 0:
+            expected = ", ".join(map(str, ("N", *self.key_shape)))
+            raise ValueError(f"{name} must have shape ({expected}), got {tuple(keys.shape)}")
+        if keys.device != self.device:
+            raise ValueError(
+                f"{name} must be on the memory's device {self.device}, got {keys.device}"
+            )
+        flat = keys.detach().reshape(len(keys), self.key_size).to(self.dtype)
+        limit = torch.finfo(self.distance_dtype).max / 8  # so that no distance overflows
+        if not (flat.to(self.distance_dtype).square().sum(1) < limit).all():
+            raise ValueError(
+                f"{name} must be finite in {self.dtype}, with squared norms below {limit:.0e}; "
+                "got NaN, infinite or larger ones"
+            )
+        return flat
+
+    def _checked_values(self, values: Tensor | Sequence[Any]) -> Tensor:
+        values = torch.as_tensor(values)
+        if values.shape[1:] != self.value_shape or values.ndim == 0:
+            expected = ", ".join(map(str, ("N", *self.value_shape)))
+            raise ValueError(f"values must have shape ({expected}), got {tuple(values.shape)}")
+        if self.holds_labels:
+            if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+                raise ValueError(f"values must be labels of an integer dtype, got {values.dtype}")
+            labels, most = values.to(torch.int64), torch.iinfo(self.value_dtype).max
+            if labels.numel() and (least := int(labels.min())) < 0:
+                raise ValueError(f"labels must not be negative, got {least}")
+            if labels.numel() and (largest := int(labels.max())) > most:
+                raise ValueError(f"labels must fit {self.value_dtype}, got {largest} > {most}")
+        elif not values.is_floating_point() or not values.to(self.value_dtype).isfinite().all():
+            raise ValueError(f"values must be finite floating targets, got {values.dtype}")
+        return values.detach().to(self.device, self.value_dtype)
+
+    def _find(self, ids: Tensor | Iterable[int]) -> Ints:
+        wanted = torch.as_tensor(ids if isinstance(ids, Tensor) else list(ids)).flatten().cpu()
+        array = wanted.numpy().astype(np.int64)
+        if (wanted.is_floating_point() and len(array)) or len(np.unique(array)) != len(array):
+            raise ValueError(f"ids must be distinct integers, got {wanted.tolist()[:8]}")
+        slots = self._ring.find(array)
+        if (slots < 0).any():
+            raise ValueError(
+                f"ids must be of live entries, unknown: {array[slots < 0][:8].tolist()}"
+            )
+        return slots
+
+    def _tensor(self, array: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
+
+    def _shaped(self, neighbors: Neighbors) -> Neighbors:
+        return neighbors.with_keys(neighbors.keys.unflatten(2, self.key_shape))
+
+    def _refill(self, entries: Entries, capacity: int, next_id: int) -> None:
+        first = max(0, len(entries.ids) - capacity)
+        ids = entries.ids[first:].cpu().numpy()
+        self._reset(Ring(capacity, ids, next_id))
+        slots = torch.arange(len(ids), device=self.device)
+        keys = entries.keys[first:].flatten(1).to(self.device)
+        self._put(slots, keys, entries.values[first:].to(self.device))
+        self._slot_ids[slots] = entries.ids[first:].to(self.device)
+
+    def _reset(self, ring: Ring) -> None:
+        self._ring = ring
+        self._slot_ids = torch.full((ring.capacity,), -1, dtype=torch.int64, device=self.device)
+        self._revision = getattr(self, "_revision", -1) + 1
+        self._clear()
+
+
+def _checked_capacity(capacity: int) -> int:
+    if capacity < 1:
+        raise ValueError(f"capacity must be at least 1, got {capacity}")
+    return capacity
+
+
+def _checked_counts(k: int, keys_for: int | None) -> None:
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    if keys_for is not None and keys_for < 0:
+        raise ValueError(f"keys_for must not be negative, got {keys_for}")

@@ -1,0 +1,92 @@
+"""Which slot holds which entry: the bookkeeping of a fixed-capacity ring, without the entries.
+
+Every entry gets the next integer as its id, for good. A write takes slots freed by deletion first,
+then slots never used, then those of the oldest entries; so an entry is lost only when the memory is
+full, and a memory from which something was deleted is as if it had never been written. Writes cost
+O(batch) however full the ring is; deletion costs O(live entries).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """Where the next entries would go; nothing has changed until it is committed."""
+
+    ids: Ints
+    slots: Ints
+    reused: int
+    """How many of the slots were freed by a deletion."""
+    evicted: int
+    """How many of the slots are still held by the oldest entries."""
+
+
+class Ring:
+    """Slots `0 … capacity−1`, each empty (id −1) or holding one entry, in order of age."""
+
+    def __init__(self, capacity: int, ids: Ints | None = None, next_id: int = 0) -> None:
+        """An empty ring, or one whose slots `0, 1, …` hold entries of these ascending ids."""
+        ids = np.zeros(0, np.int64) if ids is None else ids
+        self.capacity = capacity
+        self.next_id = next_id
+        self.live = self.used = len(ids)  # slots used … capacity−1 have never held an entry
+        self._ids: Ints = np.full(capacity, -1, np.int64)
+        self._ids[: len(ids)] = ids
+        self._order: Ints = np.arange(capacity)  # circular: slots, oldest first
+        self._head = 0
+        self._free: Ints = np.zeros(0, np.int64)
+
+    def plan(self, count: int) -> Allocation:
+        """Slots and ids for `count` (at most `capacity`) new entries, oldest first."""
+        reused = min(count, len(self._free))
+        fresh = min(count - reused, self.capacity - self.used)
+        evicted = count - reused - fresh
+        slots = np.concatenate(
+            [self._free[:reused], np.arange(self.used, self.used + fresh), self.oldest(evicted)]
+        )
+        return Allocation(np.arange(self.next_id, self.next_id + count), slots, reused, evicted)
+
+    def commit(self, allocation: Allocation) -> None:
+        count = len(allocation.slots)
+        fresh = count - allocation.reused - allocation.evicted
+        self._free = self._free[allocation.reused :]
+        self.used += fresh
+        self._head = (self._head + allocation.evicted) % self.capacity
+        self.live -= allocation.evicted
+        tail = self._head + self.live + np.arange(count)
+        self._order[tail % self.capacity] = allocation.slots
+        self._ids[allocation.slots] = allocation.ids
+        self.live += count
+        self.next_id += count
+
+    def oldest(self, count: int) -> Ints:
+        """Slots of the `count` oldest entries, oldest first."""
+        return self._order[(self._head + np.arange(count)) % self.capacity]
+
+    def ids(self, slots: Ints) -> Ints:
+        return self._ids[slots]
+
+    def find(self, ids: Ints) -> Ints:
+        """Slots of the entries with these ids; −1 where there is no such entry."""
+        slots = self.oldest(self.live)
+        if not len(slots):
+            return np.full(len(ids), -1, np.int64)
+        live_ids = self._ids[slots]  # ascending: order of age is order of id
+        places = np.minimum(np.searchsorted(live_ids, ids), len(slots) - 1)
+        return np.where(live_ids[places] == ids, slots[places], -1)
+
+    def free(self, slots: Ints) -> None:
+        """Empty these slots, all of which must hold an entry."""
+        order = self.oldest(self.live)
+        self._ids[slots] = -1
+        kept = order[self._ids[order] >= 0]
+        self._order[: len(kept)] = kept
+        self._head, self.live = 0, len(kept)
+        self._free = np.concatenate([self._free, slots])

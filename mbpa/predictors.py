@@ -1,0 +1,290 @@
+"""Predictors: what is said of a query, given the head and the query's neighbours.
+
+Each returns log-probabilities (B, C) where the memory holds labels, and values where it holds
+regression targets. A query without neighbours gets the parametric prediction, to the bit.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mbpa.adaptation import CROSS_ENTROPY, SQUARED_ERROR, Adaptation, Engine, Loss, Problem
+from mbpa.kernels import Kernel, inverse_distance, neighbor_weights
+from mbpa.memory import Memory, Neighbors
+from mbpa.rules import Rule, check_rule
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What a predictor may look at: B queries, what the head says of them, and their neighbours."""
+
+    head: nn.Module
+    engine: Engine
+    capacity: int
+    """Of the memory that the neighbours come from."""
+    has_labels: bool
+    queries: Float[Tensor, "B *D"]
+    outputs: Float[Tensor, "B *C"]
+    """The head's outputs at the queries, in float32 at least."""
+    parametric: Float[Tensor, "B *C"]
+    """The prediction without a memory."""
+    neighbors: Neighbors
+
+    def finished(self, outputs: Float[Tensor, "B *C"]) -> Float[Tensor, "B *C"]:
+        """A prediction from outputs of a head."""
+        return outputs.log_softmax(1) if self.has_labels else outputs
+
+    def nearest(self, k: int) -> Context:
+        """The same with only the first k neighbours."""
+        return replace(self, neighbors=self.neighbors.first(k))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """How one predictor came to its prediction; `explain` shows these."""
+
+    name: str
+    share: float
+    """Its weight in the prediction."""
+    prediction: Float[Tensor, "B *C"]
+    weights: Float[Tensor, "B K"] | None = None
+    """Of the neighbours, nearest first."""
+    adaptation: Adaptation | None = None
+
+    def rows(self, rows: slice) -> Part:
+        """The same for some of the queries."""
+        weights = None if self.weights is None else self.weights[rows]
+        adaptation = None if self.adaptation is None else self.adaptation.rows(rows)
+        return Part(self.name, self.share, self.prediction[rows], weights, adaptation)
+
+
+class Predictor(abc.ABC):
+    """The base of the predictors; call one on a `Context`, or leave that to `MbPA`."""
+
+    k: int
+    """How many neighbours it wants."""
+
+    @property
+    def keys_for(self) -> int:
+        """How many of the neighbours it wants with their keys."""
+        return 0
+
+    def check(self, head: nn.Module, memory: Memory) -> None:  # noqa: B027 (most accept any)
+        """Raise `ValueError` if it cannot work with this head and this memory."""
+
+    def __call__(self, context: Context) -> Float[Tensor, "B *C"]:
+        found = context.neighbors.mask.any(1)
+        if not found.any():
+            return context.parametric
+        prediction = self._predict(context)
+        if found.all():
+            return prediction
+        return torch.where(
+            found.reshape(-1, *(1,) * (prediction.ndim - 1)), prediction, context.parametric
+        )
+
+    @abc.abstractmethod
+    def _predict(self, context: Context) -> Float[Tensor, "B *C"]:
+        """The prediction for queries that have neighbours; for the others anything finite."""
+
+    @abc.abstractmethod
+    def parts(self, context: Context) -> list[Part]:
+        """What the prediction is made of, with everything there is to tell about it."""
+
+
+@dataclass(frozen=True)
+class Parametric(Predictor):
+    """The head as it is."""
+
+    k = 0
+
+    def _predict(self, context: Context) -> Float[Tensor, "B *C"]:
+        return context.parametric
+
+    def parts(self, context: Context) -> list[Part]:
+        return [Part("parametric", 1.0, context.parametric)]
+
+
+@dataclass(frozen=True)
+class Adapted(Predictor):
+    """The head after local adaptation to the neighbours: memory-based parameter adaptation.
+
+    Args:
+        rule: how the parameters move: `Gradient`, `RMSprop`, `Adam`, or your own `Rule`.
+        k: number of neighbours (the paper: performance saturates after 50).
+        kernel: how much each neighbour counts.
+        loss: "cross_entropy", "squared_error", or a function of outputs (K, …) and values (K, …)
+            that returns (K,); default: the first for labels, the second for regression targets.
+        params: names of the head's parameters that adapt (default: all).
+    """
+
+    rule: Rule
+    k: int = 50
+    kernel: Kernel = field(default_factory=inverse_distance)
+    loss: str | Loss | None = None
+    params: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_rule(self.rule)
+        _check_k(self.k)
+        names = (CROSS_ENTROPY, SQUARED_ERROR)
+        if self.loss is not None and self.loss not in names and not callable(self.loss):
+            raise ValueError(f"loss must be one of {names} or a function, got {self.loss!r}")
+        if isinstance(self.params, str):
+            raise ValueError(f"params must be a sequence of names, got the string {self.params!r}")
+        if self.params is not None:
+            object.__setattr__(self, "params", tuple(self.params))
+            if not self.params:
+                raise ValueError("params must name at least one parameter; None means all")
+
+    @property
+    def keys_for(self) -> int:
+        return self.k
+
+    def check(self, head: nn.Module, memory: Memory) -> None:
+        names = [name for name, _ in head.named_parameters()]
+        for name in self.params or ():
+            if name not in names:
+                raise ValueError(
+                    f"params must be among the head's parameters {names}, got {name!r}"
+                )
+        if not names:
+            raise ValueError(f"the head must have parameters to adapt, {head} has none")
+        if self.loss == CROSS_ENTROPY and not memory.holds_labels:
+            raise ValueError(f"loss {CROSS_ENTROPY!r} needs labels, the memory holds targets")
+        if self.loss == SQUARED_ERROR and memory.holds_labels:
+            raise ValueError(f"loss {SQUARED_ERROR!r} needs targets, the memory holds labels")
+
+    def _predict(self, context: Context) -> Float[Tensor, "B *C"]:
+        return context.finished(self._adapt(context)[1].outputs)
+
+    def parts(self, context: Context) -> list[Part]:
+        weights, adaptation = self._adapt(context, want_change=True)
+        return [Part("adapted", 1.0, context.finished(adaptation.outputs), weights, adaptation)]
+
+    def _adapt(self, context: Context, want_change: bool = False) -> tuple[Tensor, Adaptation]:
+        neighbors, dtype = context.neighbors, context.outputs.dtype
+        default = CROSS_ENTROPY if context.has_labels else SQUARED_ERROR
+        weights = neighbor_weights(self.kernel, neighbors).to(dtype)
+        values = neighbors.values if context.has_labels else neighbors.values.to(dtype)
+        problem = Problem(
+            head=context.head,
+            rule=self.rule,
+            loss=self.loss or default,
+            adapting=self.params or tuple(name for name, _ in context.head.named_parameters()),
+            queries=context.queries.to(dtype),
+            outputs=context.outputs,
+            keys=neighbors.keys.to(dtype),
+            values=values,
+            weights=weights,
+        )
+        return weights, context.engine.adapt(problem, neighbors, context.capacity, want_change)
+
+
+@dataclass(frozen=True)
+class NeighborVote(Predictor):
+    """The neighbours' values, weighted: attention over the memory.
+
+    With `inverse_distance` it is the paper's memory-only prediction, with `exp_dot` attention, with
+    `exp_dot` and k the whole memory the neural cache.
+
+    Args:
+        kernel: how much each neighbour counts.
+        k: number of neighbours.
+        smoothing: share of the probability spread evenly over all classes. Without it a class
+            that no neighbour has gets probability zero, and a vote's perplexity is infinite.
+    """
+
+    kernel: Kernel = field(default_factory=inverse_distance)
+    k: int = 50
+    smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_k(self.k)
+        if not 0 <= self.smoothing <= 1:
+            raise ValueError(f"smoothing must be between 0 and 1, got {self.smoothing}")
+
+    def check(self, head: nn.Module, memory: Memory) -> None:
+        if self.smoothing and not memory.holds_labels:
+            raise ValueError("smoothing is for labels, the memory holds regression targets")
+
+    def _predict(self, context: Context) -> Float[Tensor, "B *C"]:
+        return self._vote(context)[1]
+
+    def parts(self, context: Context) -> list[Part]:
+        weights, prediction = self._vote(context)
+        return [Part("vote", 1.0, prediction, weights)]
+
+    def _vote(self, context: Context) -> tuple[Tensor, Tensor]:
+        weights = neighbor_weights(self.kernel, context.neighbors).to(context.outputs.dtype)
+        values = context.neighbors.values
+        if not context.has_labels:
+            return weights, torch.einsum("bk,bk...->b...", weights, values.to(weights.dtype))
+        shares = torch.zeros_like(context.outputs).scatter_add_(1, values, weights)
+        if self.smoothing:
+            shares = (1 - self.smoothing) * shares + self.smoothing / shares.shape[1]
+        return weights, shares.log()
+
+
+@dataclass(frozen=True, init=False)
+class Mixture(Predictor):
+    """`p = Σ_m λ_m p_m`, in log space; for regression the weighted sum of values.
+
+    One read of the memory serves all parts: each takes its own k of the neighbours.
+    """
+
+    mixed: tuple[Predictor, ...]
+    weights: tuple[float, ...]
+
+    def __init__(self, *mixed: Predictor, weights: Sequence[float]) -> None:
+        if not mixed or len(mixed) != len(weights):
+            raise ValueError(
+                f"a mixture needs one weight a predictor, got {len(mixed)} predictors "
+                f"and {len(weights)} weights"
+            )
+        total = math.fsum(weights)
+        if min(weights) < 0 or not abs(total - 1) <= 1e-6:
+            raise ValueError(
+                f"weights must not be negative and sum to 1, got {tuple(weights)}, sum {total}"
+            )
+        object.__setattr__(self, "mixed", tuple(mixed))
+        object.__setattr__(self, "weights", tuple(float(weight) for weight in weights))
+
+    @property
+    def k(self) -> int:  # type: ignore[override]  # derived where the others store it
+        return max(part.k for part in self.mixed)
+
+    @property
+    def keys_for(self) -> int:
+        return max(part.keys_for for part in self.mixed)
+
+    def check(self, head: nn.Module, memory: Memory) -> None:
+        for part in self.mixed:
+            part.check(head, memory)
+
+    def _predict(self, context: Context) -> Float[Tensor, "B *C"]:
+        predictions = [part(context.nearest(part.k)) for part in self.mixed]
+        shares = context.outputs.new_tensor(self.weights)
+        stacked = torch.stack(predictions)  # M B *C
+        if not context.has_labels:
+            return torch.einsum("m,m...->...", shares, stacked)
+        return (stacked + shares.log()[:, None, None]).logsumexp(0)
+
+    def parts(self, context: Context) -> list[Part]:
+        return [
+            replace(part, share=share * part.share)
+            for predictor, share in zip(self.mixed, self.weights, strict=True)
+            for part in predictor.parts(context.nearest(predictor.k))
+        ]
+
+
+def _check_k(k: int) -> None:
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")

@@ -1,0 +1,167 @@
+"""Rules: what one adaptation does to the parameters, θ → θˣ, given gradients of the weighted loss.
+
+A rule is written for ONE query and batched by the library. Symbols as in the paper: α is `lr`,
+β is `decay`, the pull of θˣ back to θ, which is applied beside the step and not through it:
+
+    θˣ ← θˣ − α · direction(∇) − β (θˣ − θ)        `steps` times, from θˣ = θ
+
+The pull-back is zero at θˣ = θ, so `decay` does nothing when `steps` is 1.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Params = Mapping[str, Tensor]
+
+
+class Rule(abc.ABC):
+    """How parameters change over `steps` steps. Extend it with one method, `update`.
+
+    Example:
+        >>> import mbpa
+        >>> class SignDescent(mbpa.Rule):
+        ...     steps = 3
+        ...     def update(self, params, grads, start, state):
+        ...         return {name: p - 0.1 * grads[name].sign() for name, p in params.items()}, None
+    """
+
+    steps: int
+
+    @abc.abstractmethod
+    def update(
+        self, params: Params, grads: Params, start: Params, state: Any
+    ) -> tuple[Params, Any]:
+        """One step for one query.
+
+        Pure: it returns new tensors, draws no random numbers, and must not branch on the values
+        of tensors, since many queries run through it at once.
+
+        Args:
+            params: the adapted parameters so far, by name.
+            grads: gradient of the weighted loss at `params`.
+            start: the parameters before adaptation.
+            state: what the previous step returned; `None` at the first.
+
+        Returns:
+            The new parameters and the state for the next step.
+        """
+
+
+@dataclass(frozen=True)
+class Gradient(Rule):
+    """Gradient steps: `v ← μv + ∇`, `θˣ ← θˣ − αv − β(θˣ − θ)`. The paper's rule has μ = 0."""
+
+    lr: float
+    steps: int = 1
+    decay: float = 0.0
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_rates(self, "lr", "decay", "momentum")
+
+    def update(
+        self, params: Params, grads: Params, start: Params, state: Any
+    ) -> tuple[Params, Any]:
+        velocity = grads
+        if self.momentum and state is not None:
+            velocity = {name: self.momentum * state[name] + grads[name] for name in grads}
+        return _moved(params, velocity, start, self.lr, self.decay), velocity
+
+
+@dataclass(frozen=True)
+class RMSprop(Rule):
+    """RMSprop as in `torch.optim`, with the decoupled pull-back.
+
+    Args:
+        smoothing: of the second moment (`alpha` in torch).
+        initial_square: where the second moment starts: 0 as in torch, or 1 as in TensorFlow 1,
+            which makes the first steps smaller by orders of magnitude.
+    """
+
+    lr: float
+    steps: int = 1
+    decay: float = 0.0
+    smoothing: float = 0.99
+    epsilon: float = 1e-8
+    initial_square: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_rates(self, "lr", "decay", "smoothing", "epsilon", "initial_square")
+
+    def update(
+        self, params: Params, grads: Params, start: Params, state: Any
+    ) -> tuple[Params, Any]:
+        if state is None:
+            state = {name: torch.full_like(g, self.initial_square) for name, g in grads.items()}
+        squares = {
+            name: self.smoothing * state[name] + (1 - self.smoothing) * g.square()
+            for name, g in grads.items()
+        }
+        scaled = {name: g / (squares[name].sqrt() + self.epsilon) for name, g in grads.items()}
+        return _moved(params, scaled, start, self.lr, self.decay), squares
+
+
+@dataclass(frozen=True)
+class Adam(Rule):
+    """Adam as in `torch.optim`, with the decoupled pull-back (towards θ, not towards zero)."""
+
+    lr: float
+    steps: int = 1
+    decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _check_rates(self, "lr", "decay", "beta1", "beta2", "epsilon")
+        if not (self.beta1 < 1 and self.beta2 < 1):
+            raise ValueError(f"beta1 and beta2 must be below 1, got {self.beta1}, {self.beta2}")
+
+    def update(
+        self, params: Params, grads: Params, start: Params, state: Any
+    ) -> tuple[Params, Any]:
+        if state is None:
+            zeros = {name: torch.zeros_like(g) for name, g in grads.items()}
+            state = 0, zeros, zeros
+        step, means, squares = state[0] + 1, state[1], state[2]
+        means = {n: self.beta1 * means[n] + (1 - self.beta1) * g for n, g in grads.items()}
+        squares = {
+            n: self.beta2 * squares[n] + (1 - self.beta2) * g.square() for n, g in grads.items()
+        }
+        rescale = (1 - self.beta2**step) ** 0.5
+        scaled = {
+            name: (mean / (1 - self.beta1**step)) / (squares[name].sqrt() / rescale + self.epsilon)
+            for name, mean in means.items()
+        }
+        return _moved(params, scaled, start, self.lr, self.decay), (step, means, squares)
+
+
+def check_rule(rule: Rule) -> None:
+    """Raise `ValueError` unless this is a rule with at least one step."""
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule must be a mbpa.Rule, got {type(rule).__name__}")
+    steps = getattr(rule, "steps", None)
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be an integer of at least 1, got {steps}")
+
+
+def _moved(params: Params, direction: Params, start: Params, lr: float, decay: float) -> Params:
+    moved = {name: p - lr * direction[name] for name, p in params.items()}
+    if decay:
+        moved = {name: p - decay * (params[name] - start[name]) for name, p in moved.items()}
+    return moved
+
+
+def _check_rates(rule: Rule, *names: str) -> None:
+    check_rule(rule)
+    for name in names:
+        rate = getattr(rule, name)
+        if not 0 <= rate < float("inf"):
+            raise ValueError(f"{name} must be a finite number, not negative, got {rate}")

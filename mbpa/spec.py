@@ -1,0 +1,64 @@
+"""Predictors, kernels and rules as JSON, for a checkpoint's manifest, and back.
+
+Only what the library ships has a name there; anything of the user's own is recorded as such, so
+that loading can ask for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from mbpa.kernels import exp_dot, gaussian, inverse_distance, uniform
+from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric
+from mbpa.rules import Adam, Gradient, RMSprop
+
+_OURS: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        *(Parametric, Adapted, NeighborVote, Mixture),
+        *(Gradient, RMSprop, Adam),
+        *(inverse_distance, gaussian, exp_dot, uniform),
+    )
+}
+
+
+def describe(thing: Any) -> Any:
+    """A JSON value that `build` turns into the same thing, if it is ours all through."""
+    if thing is None or isinstance(thing, bool | int | float | str):
+        return thing
+    if isinstance(thing, tuple):
+        return [describe(item) for item in thing]
+    if _OURS.get(type(thing).__name__) is type(thing) and is_dataclass(thing):
+        values = {field.name: describe(getattr(thing, field.name)) for field in fields(thing)}
+        return {"type": type(thing).__name__, **values}
+    return {"custom": getattr(thing, "__qualname__", type(thing).__qualname__)}
+
+
+def custom_parts(description: Any) -> list[str]:
+    """Names of the user's own parts in a description."""
+    if isinstance(description, list):
+        return [name for item in description for name in custom_parts(item)]
+    if not isinstance(description, dict):
+        return []
+    if "custom" in description:
+        return [description["custom"]]
+    return [name for value in description.values() for name in custom_parts(value)]
+
+
+def build(description: Any) -> Any:
+    """The thing described; `ValueError` if its type or fields are not known here."""
+    if isinstance(description, list):
+        return tuple(build(item) for item in description)
+    if not isinstance(description, dict):
+        return description
+    values = {name: build(value) for name, value in description.items() if name != "type"}
+    cls = _OURS.get(description.get("type", ""))
+    if cls is None:
+        raise ValueError(f"unknown part {description.get('type')!r}")
+    try:
+        if cls is Mixture:
+            return Mixture(*values["mixed"], weights=values["weights"])
+        return cls(**values)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{cls.__name__} does not take {sorted(values)}") from error

@@ -1,0 +1,55 @@
+"""Streams are scored before they are learnt: predict item t from those before it, then write it.
+
+Blocks make this as fast as a batch: within a block every item sees exactly what it would have seen
+one at a time, the items before it in the block included, those they overwrite excluded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from mbpa.model import MbPA
+
+
+def score_stream(
+    model: MbPA,
+    inputs: Float[Tensor, "T ..."],
+    targets: Int[Tensor, "T"],
+    *,
+    block: int = 64,
+    progress: bool = False,
+) -> Float[Tensor, "T"]:
+    """Log-probability of each target, predicted before it is written to the memory.
+
+    Item t sees what the memory held at the start and the items before t, at most `capacity` of
+    them. Afterwards the memory holds the stream; if a block fails, everything before it.
+
+    Args:
+        inputs: in order of time; embedded block by block.
+        targets: the label of each.
+        block: how many items are scored at once; the scores do not depend on it.
+        progress: show a bar on standard error.
+    """
+    if block < 1:
+        raise ValueError(f"block must be at least 1, got {block}")
+    if not model.memory.holds_labels:
+        raise ValueError("score_stream scores labels, the memory holds regression targets")
+    if targets.shape != inputs.shape[:1]:
+        raise ValueError(
+            f"targets must have shape {tuple(inputs.shape[:1])}, got {tuple(targets.shape)}"
+        )
+    model.check_labels(targets)
+    starts: Iterable[int] = range(0, len(targets), block)
+    if progress:
+        starts = tqdm(starts, desc="scoring", unit="block", file=sys.stderr)
+    scores = [
+        model.score_then_write(inputs[start : start + block], targets[start : start + block])
+        for start in starts
+    ]
+    return torch.cat(scores) if scores else torch.empty(0, device=targets.device)

@@ -1,0 +1,281 @@
+"""The contract of a memory, part by part."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mbpa.memory import Entries, Memory, Neighbors
+from mbpa.testing.claims import require, same
+from mbpa.testing.twins import KEY_DIM, MakeMemory, Twins
+
+
+def check_memory(make: MakeMemory, *, exact: bool = True) -> None:
+    """Check that a backend keeps the contract of `Memory`.
+
+    Args:
+        make: gives a new memory for a capacity and a key_dim; its dtypes, device and shape of
+            values are as you like.
+        exact: whether it finds the true nearest. If not, what it finds must still be live, with
+            the right distance, in order, once; and be half of the true nearest on an easy problem.
+
+    Raises:
+        AssertionError: a part of the contract is broken, the message says which.
+
+    Example:
+        >>> import mbpa
+        >>> mbpa.testing.check_memory(lambda capacity, key_dim: mbpa.ExactMemory(capacity, key_dim))
+    """
+    for part in (
+        _starts_empty,
+        _overwrites_the_oldest,
+        _ranks_ties_newest_first,
+        _measures_from_the_query,
+        _deletes_and_reuses_room,
+        _forgets_what_is_deleted,
+        _clears_and_resizes,
+        _restores,
+        _replaces_keys,
+        _reads_causally,
+        _refuses_bad_input,
+        _keeps_its_word_in_threads,
+        _finds_the_nearest,
+    ):
+        try:
+            part(make, exact)
+        except Exception as error:
+            error.add_note(f"in check_memory, part {part.__name__.strip('_')!r}")
+            raise
+
+
+def _starts_empty(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 5, exact)
+    same("key_shape of a new memory", (KEY_DIM,), twins.memory.key_shape)
+    twins.agree("being made")
+    twins.read(twins.keys(2), 3)
+    twins.read(twins.keys(0), 3)
+
+
+def _overwrites_the_oldest(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 6, exact)
+    for size in (1, 3, 0, 4, 2, 14, 5, 6):
+        twins.write(twins.keys(size))
+        for k in (1, 4, 6, 9):
+            twins.read(twins.keys(3), k)
+    held, found = twins.memory.entries(), twins.memory.read(twins.keys(3), 6)
+    before = held.keys.tolist(), held.values.tolist(), found.values.tolist(), found.keys.tolist()
+    twins.write(twins.keys(6))
+    after = held.keys.tolist(), held.values.tolist(), found.values.tolist(), found.keys.tolist()
+    same("what was returned stays as it was after a write", before, after)
+
+
+def _ranks_ties_newest_first(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 70, exact)
+    twins.write(twins.keys(1).expand(50, -1).clone())  # more than any reader asks for at first
+    twins.write(twins.keys(30))
+    for k in (1, 3, 20, 70):
+        twins.read(torch.cat([twins.memory.entries().keys[:2], twins.keys(2)]), k)
+
+
+def _measures_from_the_query(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 40, exact)
+    twins.write(twins.keys(40, real=True))
+    for keys_for in (None, 0, 2, 9):
+        twins.read(twins.keys(5, real=True), 5, keys_for)
+
+
+def _deletes_and_reuses_room(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 8, exact)
+    twins.write(twins.keys(7))
+    twins.delete([1, 4, 5])
+    for size in (3, 1, 2, 9):  # up to the fourth entry nothing older has to go
+        twins.read(twins.keys(4), 6)
+        twins.write(twins.keys(size))
+    twins.read(twins.keys(4), 6)
+    oldest = twins.ids()[0]
+    for what, ids in (
+        ("was never given", [twins.next_id]),
+        ("is negative", [-1]),
+        ("was overwritten", [oldest - 1]),
+        ("was deleted", [1]),
+        ("comes twice", [oldest, oldest]),
+    ):
+        _refused(
+            twins, f"delete of an id that {what}", partial(twins.memory.delete, torch.tensor(ids))
+        )
+    twins.delete([])
+    twins.delete(twins.ids())
+    twins.read(twins.keys(2), 3)
+    twins.write(twins.keys(3))
+    twins.read(twins.keys(2), 3)
+
+
+def _forgets_what_is_deleted(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 60, exact)
+    twins.write(twins.keys(60))
+    query = twins.keys(1)
+    twins.delete(twins.nearest(query[0], 55))  # every other entry is farther than any of these
+    for k in (1, 3, 5, 9):
+        twins.read(query, k)
+
+
+def _clears_and_resizes(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 6, exact)
+    twins.write(twins.keys(9))
+    twins.delete(twins.ids()[2:4])
+    for capacity in (9, 3, 1, 4):
+        twins.resize(capacity)
+        twins.read(twins.keys(3), 3)
+        twins.write(twins.keys(2))
+        twins.read(twins.keys(3), 3)
+    twins.memory.clear()
+    twins.entries.clear()
+    twins.agree("clear")
+    twins.read(twins.keys(2), 3)
+    twins.write(twins.keys(6))
+    twins.read(twins.keys(2), 3)
+
+
+def _restores(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 6, exact)
+    twins.write(twins.keys(9))
+    twins.delete(twins.ids()[1:3])
+    held, fresh = twins.memory.entries(), make(6, KEY_DIM)
+    fresh.write(twins.keys(2), twins.values(2))  # to be forgotten
+    fresh.restore(held, twins.next_id)
+    twins.memory = fresh
+    twins.agree("restore")
+    twins.read(twins.keys(3), 3)
+    twins.write(twins.keys(4))
+    twins.read(twins.keys(3), 3)
+
+
+def _replaces_keys(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 6, exact)
+    twins.write(twins.keys(8))
+    moved, keys = twins.ids()[1::2], twins.keys(3)
+    revision = twins.read(twins.keys(3), 4).revision
+    twins.memory.replace_keys(torch.tensor(moved), keys)
+    new = dict(zip(moved, keys.cpu(), strict=True))
+    twins.entries = [(id_, new.get(id_, key), value) for id_, key, value in twins.entries]
+    twins.agree("replace_keys")
+    found = twins.read(torch.cat([keys, twins.keys(3)]), 4)
+    require(
+        found.revision > revision, "replace_keys raises the revision", f"> {revision}", revision
+    )
+
+
+def _reads_causally(make: MakeMemory, exact: bool) -> None:
+    for written, k, keys_for in ((0, 3, None), (3, 1, 0), (3, 4, 2), (7, 3, None), (7, 9, None)):
+        twins = Twins(make, 5, exact)
+        twins.write(twins.keys(written))
+        keys, values = twins.keys(12), twins.values(12)
+        found = twins.memory.read_causally(keys, values, k, keys_for=keys_for)
+        twins.agree("read_causally")
+        for row in range(12):
+            twins.check_row(found, row, keys[row], k, keys_for)
+            twins.append(keys[row : row + 1], values[row : row + 1])
+
+
+def _refuses_bad_input(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 4, exact)
+    twins.write(twins.keys(3))
+    memory, keys, values = twins.memory, twins.keys(2), twins.values(2)
+    ids = memory.entries().ids
+    for what, bad in (
+        ("NaN", torch.full_like(keys, math.nan)),
+        ("infinite", torch.full_like(keys, math.inf)),
+        ("of the wrong size", keys[:, 1:]),
+    ):
+        _refused(twins, f"write of keys {what}", partial(memory.write, bad, values))
+        _refused(twins, f"read of queries {what}", partial(memory.read, bad, 1))
+        _refused(twins, f"replacing by keys {what}", partial(memory.replace_keys, ids[:2], bad))
+    wrong = -values - 1 if memory.holds_labels else torch.full_like(values, math.nan)
+    _refused(twins, "write of negative labels or NaN", lambda: memory.write(keys, wrong))
+    _refused(twins, "read with k = 0", lambda: memory.read(keys, 0))
+    _refused(twins, "replacing keys of an unknown id", lambda: memory.replace_keys([-1], keys[:1]))
+    _refused(twins, "resize to nothing", lambda: memory.resize(0))
+    _refused(twins, "a capacity of 0", lambda: make(0, KEY_DIM))
+    backwards = Entries(ids.flip(0), memory.entries().keys, memory.entries().values)
+    _refused(twins, "restore of descending ids", lambda: memory.restore(backwards, twins.next_id))
+
+
+def _refused(twins: Twins, what: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except ValueError:
+        twins.agree(f"refusing {what}")
+    else:
+        raise AssertionError(f"{what}: expected a ValueError, got none")
+
+
+def _keeps_its_word_in_threads(make: MakeMemory, exact: bool) -> None:
+    """Every value is what its key is made of, so that half an entry would show."""
+    memory = make(16, KEY_DIM)
+    written: dict[int, int] = {}
+    answers: list[Neighbors] = []
+    errors: list[Exception] = []
+
+    def write(turn: int) -> None:
+        labels = (torch.arange(7) + 3 * turn) % 100
+        written.update(zip(_write_labels(memory, labels), labels.tolist(), strict=True))
+
+    def delete(turn: int) -> None:
+        with memory.lock:
+            memory.delete(memory.entries().ids[turn % 3 :: 5])
+
+    def read(turn: int) -> None:
+        queries = torch.full((2, KEY_DIM), float(turn), dtype=memory.dtype, device=memory.device)
+        answers.append(memory.read(queries, 5))
+
+    def repeat(act: Callable[[int], None]) -> None:
+        try:
+            for turn in range(30):
+                act(turn)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(act,)) for act in (write, read, delete) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise AssertionError(
+            f"calls from several threads: expected no error, got {errors[0]!r}"
+        ) from errors[0]
+    for found in answers:
+        _check_labels_are_keys(found, written)
+
+
+def _write_labels(memory: Memory, labels: Tensor) -> list[int]:
+    keys = labels[:, None].expand(-1, KEY_DIM).to(memory.device, memory.dtype)
+    values = labels.reshape(-1, *(1,) * len(memory.value_shape)).expand(-1, *memory.value_shape)
+    ids: list[int] = memory.write(keys, values.to(memory.device, memory.value_dtype)).tolist()
+    return ids
+
+
+def _check_labels_are_keys(found: Neighbors, written: Mapping[int, int]) -> None:
+    for row, place in found.mask.nonzero().tolist():
+        label = written[int(found.ids[row, place])]
+        for part in (found.keys, found.values):
+            actual = sorted(set(part[row, place].flatten().tolist()))
+            same("keys and values read while others write belong together", [label], actual)
+
+
+def _finds_the_nearest(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 300, exact)
+    twins.write(twins.keys(300, real=True))
+    queries = twins.keys(10, real=True)
+    found = twins.read(queries, 10).ids.tolist()
+    hits = [
+        len(set(twins.nearest(q, 10)) & set(ids)) for q, ids in zip(queries, found, strict=True)
+    ]
+    require(
+        sum(hits) >= 50, "neighbours found among the 10 nearest of 10 queries", "≥ 50", sum(hits)
+    )

@@ -1,0 +1,183 @@
+"""The contract of a rule: pure, and batched to what a loop over the queries gives."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from mbpa.kernels import inverse_distance, neighbor_weights
+from mbpa.memory import ExactMemory
+from mbpa.model import MbPA
+from mbpa.predictors import Adapted
+from mbpa.rules import Params, Rule
+from mbpa.testing.claims import require, same
+
+
+def check_rule(rule: Rule) -> None:
+    """Check that a rule, written for one query, is batched to the same results.
+
+    On a linear and a two-layer head, with cross-entropy and squared error, in float64 (to 1e-9)
+    and in float32: what `MbPA` computes is what a loop of autograd computes for each query alone.
+
+    Raises:
+        AssertionError: a part of the contract is broken, the message says which.
+
+    Example:
+        >>> import mbpa
+        >>> mbpa.testing.check_rule(mbpa.Gradient(lr=0.1, steps=5, decay=0.1))
+    """
+    for dtype in (torch.float64, torch.float32):
+        _is_pure(rule, dtype)
+        _survives_zero_gradients(rule, dtype)
+    for layers in (1, 2):
+        for has_labels in (True, False):
+            task = _Task(layers, has_labels, torch.float64)
+            rounded = _Task(layers, has_labels, torch.float32)
+            exact, inexact = task.looped(rule), rounded.looped(rule)
+            require(bool(exact.isfinite().all()), "prediction of the loop", "finite", exact)
+            # A rule that magnifies rounding (1e-7 here, 1e-16 there) may do so when batched, too.
+            drift = _relative_difference(inexact, exact)
+            _agrees_with_the_loop(rule, task, exact, tolerance=max(1e-9, 1e-7 * drift))
+            _agrees_with_the_loop(rule, rounded, inexact, tolerance=max(1e-4, 3 * drift))
+
+
+class _Task:
+    """A small problem: a head of one or two layers, 20 entries, 5 queries of 6 neighbours each."""
+
+    neighbors = 6
+
+    def __init__(self, layers: int, has_labels: bool, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(layers)
+
+        def draw(*shape: int) -> Tensor:
+            # In float64 first, so that the problem is the same in either dtype.
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.has_labels = has_labels
+        modules = []
+        for before, after in pairwise((4, 3) if layers == 1 else (4, 5, 3)):
+            linear = nn.utils.skip_init(nn.Linear, before, after, dtype=dtype)
+            linear.load_state_dict({"weight": draw(after, before), "bias": draw(after)})
+            modules += [linear, nn.Tanh()]
+        self.head = modules[0] if layers == 1 else nn.Sequential(*modules[:-1])
+        labels = torch.randint(0, 3, (20,), generator=generator)
+        values = labels if has_labels else draw(20, 3)
+        self.memory = ExactMemory(
+            20, 4, value_shape=values.shape[1:], value_dtype=values.dtype, dtype=dtype
+        )
+        self.memory.write(draw(20, 4), values)
+        self.queries = draw(5, 4)
+
+    def model(self, rule: Rule) -> MbPA:
+        return MbPA(head=self.head, memory=self.memory, predictor=Adapted(rule, k=self.neighbors))
+
+    def looped(self, rule: Rule) -> Tensor:
+        """What the rule makes of each query, one after the other."""
+        found = self.memory.read(self.queries, self.neighbors)
+        weights = neighbor_weights(inverse_distance(), found)
+        rows = zip(self.queries, found.keys, found.values, weights, strict=True)
+        outputs = torch.stack([self._adapted(rule, *row) for row in rows])
+        return outputs.log_softmax(1) if self.has_labels else outputs
+
+    def _adapted(
+        self, rule: Rule, query: Tensor, keys: Tensor, values: Tensor, weights: Tensor
+    ) -> Tensor:
+        start = {name: p.detach().clone() for name, p in self.head.named_parameters()}
+        params: Params = start
+        state = None
+        for _ in range(rule.steps):
+            leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+            outputs = torch.func.functional_call(self.head, leaves, (keys,))
+            if self.has_labels:
+                losses = nn.functional.cross_entropy(outputs, values, reduction="none")
+            else:
+                losses = (outputs - values).square().sum(1) / 2
+            slopes = torch.autograd.grad(weights @ losses, list(leaves.values()))
+            grads = dict(zip(leaves, slopes, strict=True))
+            params, state = rule.update(_detached(leaves), grads, start, state)
+        adapted: Tensor = torch.func.functional_call(self.head, dict(params), (query[None],))
+        return adapted[0].detach()
+
+
+def _agrees_with_the_loop(rule: Rule, task: _Task, expected: Tensor, tolerance: float) -> None:
+    model, queries = task.model(rule), task.queries
+    before = _listed(task.head.state_dict())
+    try:
+        batched, again = model(queries), model(queries)
+        alone, flipped = model(queries[:1]), model(queries.flip(0)).flip(0)
+    except RuntimeError as error:
+        raise AssertionError(
+            "batching: expected a rule that runs for many queries at once, without branching on "
+            f"the values of tensors or drawing random numbers, got {type(error).__name__}: {error}"
+        ) from error
+    same("the head's parameters after adaptation", before, _listed(task.head.state_dict()))
+    same("dtype of the prediction", expected.dtype, batched.dtype)
+    # As text, in which NaN equals NaN.
+    fresh = "the same call again, state being fresh for every query"
+    same(fresh, str(batched.tolist()), str(again.tolist()))
+    for what, actual in (("5 queries", batched), ("1 query", alone), ("5, last first", flipped)):
+        wanted = expected[: len(actual)]
+        part = f"prediction in a batch of {what}, against the loop, to {tolerance:.0e}"
+        close = _relative_difference(wanted, actual) <= tolerance
+        require(close, part, wanted.tolist(), actual.tolist())
+
+
+def _relative_difference(some: Tensor, others: Tensor) -> float:
+    difference = (some - others).abs() / (1 + others.abs())
+    # The loop's float32 may overflow where its float64 does not; that says nothing.
+    return float(torch.where(some.isfinite(), difference, 0).max())
+
+
+def _is_pure(rule: Rule, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start: Params = {
+        "weight": torch.randn(3, 4, generator=generator, dtype=dtype),
+        "bias": torch.randn(3, generator=generator, dtype=dtype),
+    }
+    params, state = _detached(start), None
+    for _ in range(min(rule.steps, 3)):
+        grads = {
+            name: torch.randn(p.shape, generator=generator, dtype=dtype)
+            for name, p in params.items()
+        }
+        given = [_listed(tensors) for tensors in (params, grads, start)]
+        drawn = torch.get_rng_state()
+        moved, next_state = rule.update(params, grads, start, state)
+        again, _ = rule.update(params, grads, start, state)
+        kept = [_listed(tensors) for tensors in (params, grads, start)]
+        for what, old, new in zip(("params", "grads", "start"), given, kept, strict=True):
+            same(f"update leaves {what} as they are", old, new)
+        unchanged = torch.equal(drawn, torch.get_rng_state())
+        require(unchanged, "update draws no random numbers", "the same RNG state", "another")
+        same(
+            "update returns every parameter, of the same shape and dtype",
+            _forms(params),
+            _forms(moved),
+        )
+        same("update with the same arguments again", _listed(moved), _listed(again))
+        params, state = dict(moved), next_state
+
+
+def _survives_zero_gradients(rule: Rule, dtype: torch.dtype) -> None:
+    start: Params = {"weight": torch.ones(3, 4, dtype=dtype), "bias": torch.zeros(3, dtype=dtype)}
+    params, state = start, None
+    for _ in range(rule.steps):
+        zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+        params, state = rule.update(params, zeros, start, state)
+    finite = all(bool(p.isfinite().all()) for p in params.values())
+    require(finite, "parameters after gradients of zero", "finite ones", _listed(params))
+
+
+def _detached(params: Params) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in params.items()}
+
+
+def _listed(params: Params) -> dict[str, str]:
+    # As text, in which NaN equals NaN; `tolist` keeps every bit.
+    return {name: str(p.tolist()) for name, p in params.items()}
+
+
+def _forms(params: Params) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(p.shape), p.dtype) for name, p in params.items()}

@@ -1,0 +1,150 @@
+"""A memory beside a list: both get the same calls, and every answer is compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from mbpa.memory import Memory, Neighbors
+from mbpa.memory.ranking import matmul_roundoff
+from mbpa.testing.claims import require, same
+
+MakeMemory = Callable[[int, int], Memory]
+KEY_DIM = 3
+
+
+class Twins:
+    """A memory and a list of (id, key, value), oldest first, that get the same calls and must
+    agree. Keys are small integers unless said otherwise: ties are frequent, distances exact."""
+
+    def __init__(self, make: MakeMemory, capacity: int, exact: bool) -> None:
+        self.make, self.exact = make, exact
+        self.memory = make(capacity, KEY_DIM)
+        self.capacity = capacity
+        self.entries: list[tuple[int, Tensor, Tensor]] = []
+        self.next_id = 0
+        self._generator = torch.Generator().manual_seed(capacity)
+
+    def keys(self, count: int, *, real: bool = False) -> Tensor:
+        keys = torch.randint(-3, 4, (count, KEY_DIM), generator=self._generator).double()
+        if real:
+            keys += torch.randn(keys.shape, generator=self._generator, dtype=keys.dtype)
+        return keys.to(self.memory.device, self.memory.dtype)
+
+    def values(self, count: int) -> Tensor:
+        shape = (count, *self.memory.value_shape)
+        values = torch.randint(0, 100, shape, generator=self._generator)
+        return values.to(self.memory.device, self.memory.value_dtype)
+
+    def ids(self) -> list[int]:
+        return [entry[0] for entry in self.entries]
+
+    def write(self, keys: Tensor) -> None:
+        values = self.values(len(keys))
+        given = keys.clone(), values.clone()
+        ids = self.memory.write(keys, values).tolist()
+        same("write returns ids that go on from the last", self.append(*given), ids)
+        same("write leaves its keys as they are", given[0].tolist(), keys.tolist())
+        same("write leaves its values as they are", given[1].tolist(), values.tolist())
+        self.agree("write")
+
+    def append(self, keys: Tensor, values: Tensor) -> list[int]:
+        ids = list(range(self.next_id, self.next_id + len(keys)))
+        self.entries += zip(ids, keys.cpu(), values.cpu(), strict=True)
+        del self.entries[: -self.capacity]
+        self.next_id += len(keys)
+        return ids
+
+    def delete(self, ids: Iterable[int]) -> None:
+        gone = list(ids)
+        self.memory.delete(torch.tensor(gone, dtype=torch.int64))
+        self.entries = [entry for entry in self.entries if entry[0] not in gone]
+        self.agree("delete")
+
+    def resize(self, capacity: int) -> None:
+        self.memory.resize(capacity)
+        self.capacity = capacity
+        del self.entries[:-capacity]
+        self.agree("resize")
+
+    def agree(self, after: str) -> None:
+        memory = self.memory
+        held = memory.entries()
+        same(f"ids in entries() after {after}", self.ids(), held.ids.tolist())
+        keys = [key.tolist() for _, key, _ in self.entries]
+        values = [value.tolist() for _, _, value in self.entries]
+        same(f"keys in entries() after {after}", keys, held.keys.tolist())
+        same(f"values in entries() after {after}", values, held.values.tolist())
+        same(f"len() after {after}", len(self.entries), len(memory))
+        same(f"next_id after {after}", self.next_id, memory.next_id)
+        same(f"capacity after {after}", self.capacity, memory.capacity)
+        live = memory.holds(torch.arange(self.next_id)).nonzero()[:, 0].tolist()
+        same(f"what holds() says after {after}", self.ids(), live)
+
+    def read(self, queries: Tensor, k: int, keys_for: int | None = None) -> Neighbors:
+        given = queries.clone()
+        found = self.memory.read(queries, k, keys_for=keys_for)
+        same("read leaves its queries as they are", given.tolist(), queries.tolist())
+        width = min(k, len(self.entries))
+        same("shape of what read returns", (len(queries), width), tuple(found.mask.shape))
+        for row, query in enumerate(given):
+            self.check_row(found, row, query, k, keys_for)
+        return found
+
+    def check_row(
+        self, found: Neighbors, row: int, query: Tensor, k: int, keys_for: int | None
+    ) -> None:
+        """What was found for one query, against the list as it is now."""
+        ids, mask = found.ids[row].tolist(), found.mask[row].tolist()
+        distances, count = found.distances[row].tolist(), sum(mask)
+        same("the mask is True, then False", sorted(mask, reverse=True), mask)
+        padding = ids[count:], found.slots[row].tolist()[count:], distances[count:]
+        blank = [-1] * (len(ids) - count)
+        same(
+            "padding has id −1, slot −1, distance ∞",
+            (blank, blank, [math.inf] * len(blank)),
+            padding,
+        )
+        finite = [bool(t[row].isfinite().all()) for t in (found.keys, found.values, found.dots)]
+        same("keys, values and dots are finite, padding too", [True] * 3, finite)
+        ids, distances = ids[:count], distances[:count]
+        same("an entry is found once", len(ids), len(set(ids)))
+        same("only live entries are found", set(), set(ids) - set(self.ids()))
+        order = sorted(range(count), key=lambda place: (distances[place], -ids[place]))
+        same("nearest first, newest first among equals", [ids[place] for place in order], ids)
+        nearest = self.nearest(query, k)
+        if self.exact:
+            same(f"ids of the {k} nearest", nearest, ids)
+        width = min(found.mask.shape[1], k if keys_for is None else keys_for)
+        same("number of neighbours with keys", width, found.keys.shape[1])
+        for place in range(count):
+            self._check_neighbor(found, row, place, query)
+
+    def _check_neighbor(self, found: Neighbors, row: int, place: int, query: Tensor) -> None:
+        id_, key, value = next(e for e in self.entries if e[0] == int(found.ids[row, place]))
+        memory = self.memory
+        same(f"value of entry {id_}", value.tolist(), found.values[row, place].tolist())
+        if place < found.keys.shape[1]:
+            same(f"key of entry {id_}", key.tolist(), found.keys[row, place].tolist())
+        slot = int(found.slots[row, place])
+        is_written = id_ < memory.next_id
+        in_range = 0 <= slot < self.capacity if is_written else slot == -1
+        require(in_range, f"slot of entry {id_}", "−1 or one of the memory's", slot)
+        key, query = key.double(), query.double().cpu()
+        distance, actual = float((key - query).square().sum()), float(found.distances[row, place])
+        close = math.isclose(distance, actual, rel_tol=64 * torch.finfo(memory.distance_dtype).eps)
+        require(close, f"distance Σ(h − q)² of entry {id_}", distance, actual)
+        dot, actual = float(key @ query), float(found.dots[row, place])
+        roundoff = matmul_roundoff(memory.distance_dtype, memory.device)
+        slack = (KEY_DIM + 8) * roundoff * float(key.norm() * query.norm())
+        require(abs(dot - actual) <= slack, f"inner product of entry {id_}", dot, actual)
+
+    def nearest(self, query: Tensor, k: int) -> list[int]:
+        query = query.double().cpu()
+        ranked = sorted(
+            (float((key.double() - query).square().sum()), -id_) for id_, key, _ in self.entries
+        )
+        return [-negative for _, negative in ranked[:k]]

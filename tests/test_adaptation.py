@@ -1,0 +1,338 @@
+"""Every path equals the per-query autograd loop of `oracle.py`, whatever head, rule, loss, steps."""
+
+from __future__ import annotations
+
+import copy
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mbpa
+from mbpa.adaptation.plan import make_plan
+
+CLASSES, ENTRIES, K = 4, 40, 7
+
+
+def make_head(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
+    torch.manual_seed(3)
+    if kind == "linear":
+        return nn.Linear(6, CLASSES), (6,)
+    if kind == "linear without bias":
+        return nn.Linear(6, CLASSES, bias=False), (6,)
+    if kind == "mlp":
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES)), (6,)
+    assert kind == "conv"
+    layers = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, CLASSES)
+    return nn.Sequential(*layers).eval(), (2, 4, 4)
+
+
+RULES = {
+    "gradient": lambda steps: mbpa.Gradient(0.1, steps),
+    "gradient with decay": lambda steps: mbpa.Gradient(0.1, steps, decay=0.2),
+    "momentum": lambda steps: mbpa.Gradient(0.05, steps, decay=0.1, momentum=0.8),
+    "rmsprop": lambda steps: mbpa.RMSprop(0.05, steps, decay=0.1),
+    "rmsprop from one": lambda steps: mbpa.RMSprop(0.5, steps, initial_square=1.0),
+    "adam": lambda steps: mbpa.Adam(0.05, steps, decay=0.1),
+    "user's rule": lambda steps: oracle.SignDescent(0.3, steps),
+}
+HEADS = ["linear", "linear without bias", "mlp", "conv"]
+LOSSES = ["cross_entropy", "squared_error"]
+
+
+def data(shape: tuple[int, ...], loss: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    keys = torch.randn(ENTRIES, *shape, generator=generator, dtype=torch.float64)
+    queries = torch.randn(64, *shape, generator=generator, dtype=torch.float64)
+    if loss == "squared_error":
+        values = torch.randn(ENTRIES, CLASSES, generator=generator, dtype=torch.float64).to(dtype)
+    else:
+        values = torch.randint(CLASSES, (ENTRIES,), generator=generator)
+    return keys.to(dtype), values, queries.to(dtype)
+
+
+def make_model(
+    head: nn.Module,
+    keys: Tensor,
+    values: Tensor,
+    rule: mbpa.Rule,
+    *,
+    loss: object = None,
+    params: tuple[str, ...] | None = None,
+    engine: mbpa.Engine | None = None,
+) -> mbpa.MbPA:
+    memory = mbpa.ExactMemory(
+        ENTRIES,
+        tuple(keys.shape[1:]),
+        dtype=keys.dtype,
+        value_shape=tuple(values.shape[1:]),
+        value_dtype=values.dtype,
+    )
+    predictor = mbpa.Adapted(rule, k=K, loss=loss, params=params)
+    model = mbpa.MbPA(head=head, memory=memory, predictor=predictor, engine=engine)
+    model.write(keys, values)
+    return model
+
+
+def finished(outputs: Tensor, loss: str) -> Tensor:
+    return outputs if loss == "squared_error" else outputs.log_softmax(1)
+
+
+def paths_for(head: str, rule: mbpa.Rule) -> list[str | None]:
+    paths: list[str | None] = [None, "functional"]
+    if head.startswith("linear"):
+        paths.append("dense")
+        if isinstance(rule, mbpa.Gradient):
+            paths += ["span"] + ["one step"] * (rule.steps == 1)
+    return paths
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("rule_name", RULES)
+@pytest.mark.parametrize("head_name", HEADS)
+def test_every_path_equals_the_loop_in_float64(
+    head_name: str, rule_name: str, loss: str, steps: int
+) -> None:
+    head, shape = make_head(head_name)
+    head, rule = head.double(), RULES[rule_name](steps)
+    keys, values, queries = data(shape, loss, torch.float64)
+    outputs, changes = oracle.adapted_outputs(head, rule, loss, None, queries[:4], keys, values, K)
+    expected = finished(outputs, loss)
+    assert (expected - finished(head(queries[:4]), loss)).abs().max() > 1e-2  # it does adapt
+    for path in paths_for(head_name, rule):
+        model = make_model(head, keys, values, rule, engine=mbpa.Engine(path=path))
+        assert (model(queries)[:4] - expected).abs().max() <= 1e-9, path
+        assert (model(queries[:1]) - expected[:1]).abs().max() <= 1e-9, path
+        why = model.explain(queries[:4])
+        assert why.path == (path or why.path)
+        assert (why.after - expected).abs().max() <= 1e-9, path
+        assert (why.change - changes).abs().max() <= 1e-9, path
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("rule_name", RULES)
+@pytest.mark.parametrize("head_name", HEADS)
+def test_float32_is_as_close_to_the_float64_loop_as_a_float32_loop_is(
+    head_name: str, rule_name: str, loss: str, steps: int
+) -> None:
+    head, shape = make_head(head_name)
+    rule = RULES[rule_name](steps)
+    arguments = head, rule, loss, None
+    keys, values, queries = data(shape, loss, torch.float32)
+    loop32 = finished(oracle.adapted_outputs(*arguments, queries[:4], keys, values, K)[0], loss)
+    arguments = copy.deepcopy(head).double(), rule, loss, None
+    wide = values.double() if values.is_floating_point() else values
+    loop64 = finished(
+        oracle.adapted_outputs(*arguments, queries[:4].double(), keys.double(), wide, K)[0], loss
+    )
+    tolerance = max(1e-4, 3 * float((loop32 - loop64).abs().max()))
+    for path in paths_for(head_name, rule):
+        model = make_model(head, keys, values, rule, engine=mbpa.Engine(path=path))
+        assert model(queries).dtype == torch.float32
+        assert (model(queries)[:4] - loop64).abs().max() <= tolerance, path
+        assert (model(queries[:1]) - loop64[:1]).abs().max() <= tolerance, path
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("rule_name", RULES)
+@pytest.mark.parametrize(
+    ("head_name", "params"),
+    [
+        ("linear", ("bias",)),
+        ("linear", ("weight",)),
+        ("mlp", ("2.weight", "2.bias")),
+        ("mlp", ("0.weight",)),
+        ("conv", ("0.bias", "1.weight")),
+    ],
+)
+def test_only_the_chosen_parameters_adapt(
+    head_name: str, params: tuple[str, ...], rule_name: str, loss: str, steps: int
+) -> None:
+    head, shape = make_head(head_name)
+    head, rule = head.double(), RULES[rule_name](steps)
+    keys, values, queries = data(shape, loss, torch.float64)
+    expected = finished(
+        oracle.adapted_outputs(head, rule, loss, params, queries[:3], keys, values, K)[0], loss
+    )
+    for path in paths_for(head_name, rule):
+        engine = mbpa.Engine(path=path)
+        model = make_model(head, keys, values, rule, params=params, engine=engine)
+        assert (model(queries[:3]) - expected).abs().max() <= 1e-9, path
+
+
+def test_a_users_own_loss_is_used() -> None:
+    def focal(outputs: Tensor, values: Tensor) -> Tensor:
+        log_probs = outputs.log_softmax(1).gather(1, values[:, None])[:, 0]
+        return -((1 - log_probs.exp()) ** 2) * log_probs
+
+    for head_name in HEADS:
+        head, shape = make_head(head_name)
+        head, rule = head.double(), mbpa.Gradient(0.5, 5)
+        keys, values, queries = data(shape, "cross_entropy", torch.float64)
+        outputs, _ = oracle.adapted_outputs(head, rule, focal, None, queries[:4], keys, values, K)
+        model = make_model(head, keys, values, rule, loss=focal)
+        assert (model(queries[:4]) - outputs.log_softmax(1)).abs().max() <= 1e-9
+        plain = make_model(head, keys, values, rule)
+        assert (model(queries[:4]) - plain(queries[:4])).abs().max() > 1e-3
+
+
+def test_a_loss_that_returns_one_number_for_all_is_refused() -> None:
+    head, _ = make_head("linear")
+    keys, values, queries = data((6,), "cross_entropy", torch.float32)
+    model = make_model(head, keys, values, mbpa.Gradient(0.1), loss=nn.functional.cross_entropy)
+    with pytest.raises(ValueError, match=r"one number a neighbour, shape \(7,\), got \(\)"):
+        model(queries)
+
+
+@pytest.mark.parametrize("path", ["functional", "dense", "span", "one step"])
+def test_chunks_of_any_size_agree(path: str) -> None:
+    head, _ = make_head("linear")
+    keys, values, queries = data((6,), "cross_entropy", torch.float64)
+    rule = mbpa.Gradient(0.5, 1 if path == "one step" else 4)
+    answers = []
+    for scratch_bytes in (1, 50_000, 1 << 29):
+        engine = mbpa.Engine(scratch_bytes=scratch_bytes, path=path)
+        answers.append(make_model(head.double(), keys, values, rule, engine=engine)(queries))
+    assert (answers[0] - answers[2]).abs().max() <= 1e-12
+    assert (answers[1] - answers[2]).abs().max() <= 1e-12
+
+
+def test_the_plan_takes_the_fast_paths_where_they_are_fast() -> None:
+    def path(head: nn.Module, rule: mbpa.Rule, k: int, key_dim: int, capacity: int) -> str | None:
+        model = mbpa.MbPA(
+            head=head,
+            memory=mbpa.ExactMemory(capacity, key_dim),
+            predictor=mbpa.Adapted(rule, k=k),
+        )
+        classes = model.classes
+        model.write(torch.randn(k, key_dim), torch.arange(k) % classes)
+        return model.explain(torch.randn(2, key_dim)).path
+
+    imagenet = nn.Linear(512, 1000)
+    assert path(imagenet, mbpa.Gradient(0.1, 10), 50, 512, 1000) == "span"
+    assert path(imagenet, mbpa.Gradient(0.1, 1), 50, 512, 1000) == "one step"
+    assert path(imagenet, mbpa.RMSprop(0.1, 2), 50, 512, 1000) == "dense"
+    words = nn.Linear(64, 2000)
+    assert path(words, mbpa.Gradient(1.0, 1), 256, 64, 1000) == "one step"
+    assert path(nn.Linear(4, 3), mbpa.Gradient(0.1, 50), 200, 4, 1000) == "dense"
+    mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    assert path(mlp, mbpa.Gradient(0.1, 2), 5, 8, 100) == "functional"
+
+
+def test_chunks_keep_to_the_scratch_budget() -> None:
+    head, _ = make_head("linear")
+    keys, values, queries = data((6,), "cross_entropy", torch.float32)
+    model = make_model(head, keys, values, mbpa.Gradient(0.5, 3))
+    context = model._context(queries, model._read(queries))
+    problems = []
+
+    class Spy(mbpa.Engine):
+        def adapt(self, problem, *rest, **named):  # type: ignore[no-untyped-def]
+            problems.append(problem)
+            return super().adapt(problem, *rest, **named)
+
+    object.__setattr__(context, "engine", Spy())
+    model.predictor(context)
+    whole = make_plan(problems[0], True, 1 << 30)
+    assert whole.chunk == len(queries)
+    tight = make_plan(problems[0], True, 4096)
+    assert 1 <= tight.chunk < 8
+    assert make_plan(problems[0], True, 1).chunk == 1
+
+
+def test_stored_outputs_follow_the_memory_and_the_head() -> None:
+    """Overwriting, deleting, re-keying, growing and training must never leave a stale row in use."""
+    torch.manual_seed(0)
+    head = nn.Linear(5, 3).double()
+    memory = mbpa.ExactMemory(20, 5, dtype=torch.float64)
+    queries = torch.randn(8, 5, dtype=torch.float64)
+    rules = mbpa.Gradient(0.7, 1), mbpa.Gradient(0.7, 3)
+    kept = [
+        mbpa.MbPA(head=head, memory=memory, predictor=mbpa.Adapted(rule, k=6)) for rule in rules
+    ]
+
+    def check() -> None:
+        for model, rule in zip(kept, rules, strict=True):
+            fresh = mbpa.MbPA(
+                head=model.head,
+                memory=memory,
+                predictor=mbpa.Adapted(rule, k=6),
+                engine=mbpa.Engine(path="functional"),
+            )
+            assert (model(queries) - fresh(queries)).abs().max() <= 1e-9
+
+    def write(count: int) -> None:
+        kept[0].write(torch.randn(count, 5, dtype=torch.float64), torch.randint(3, (count,)))
+
+    write(15)
+    check()
+    write(10)  # overwrites
+    check()
+    memory.delete(memory.entries().ids[::2])
+    write(3)  # into freed slots
+    check()
+    head.weight.data += 0.1  # leaves no trace in _version
+    check()
+    head.bias.data[1] -= 1e-3
+    check()
+    ids = memory.entries().ids
+    memory.replace_keys(ids, torch.randn(len(ids), 5, dtype=torch.float64))
+    check()
+    memory.resize(9)
+    check()
+    memory.resize(30)
+    write(20)
+    check()
+    memory.clear()
+    write(7)
+    check()
+    for model in kept:
+        model.grow(4)
+    check()
+    head.weight.data.zero_()  # no longer theirs
+    check()
+
+
+def test_no_table_is_kept_that_exceeds_its_budget() -> None:
+    head, _ = make_head("linear")
+    keys, values, queries = data((6,), "cross_entropy", torch.float64)
+    rule = mbpa.Gradient(0.5, 1)
+    small = mbpa.Engine(store_bytes=ENTRIES * CLASSES * 8 - 1)
+    large = mbpa.Engine(store_bytes=ENTRIES * CLASSES * 8)
+    without = make_model(head.double(), keys, values, rule, engine=small)
+    with_table = make_model(head, keys, values, rule, engine=large)
+    assert with_table.explain(queries).path == "one step"
+    assert without.explain(queries).path != "one step"
+    assert (without(queries) - with_table(queries)).abs().max() <= 1e-9
+
+
+def test_hooks_on_a_linear_head_are_respected() -> None:
+    head, _ = make_head("linear")
+    head.double().register_forward_hook(lambda module, args, output: 2 * output)
+    keys, values, queries = data((6,), "cross_entropy", torch.float64)
+    rule = mbpa.Gradient(0.5, 3)
+    outputs, _ = oracle.adapted_outputs(
+        head, rule, "cross_entropy", None, queries[:4], keys, values, K
+    )
+    model = make_model(head, keys, values, rule)
+    assert model.explain(queries[:4]).path == "functional"
+    assert (model(queries[:4]) - outputs.log_softmax(1)).abs().max() <= 1e-9
+
+
+def test_half_precision_heads_and_keys_adapt_in_float32() -> None:
+    head, _ = make_head("linear")
+    keys, values, queries = data((6,), "cross_entropy", torch.float32)
+    head = head.to(torch.bfloat16)
+    model = make_model(head, keys.half(), values, mbpa.Gradient(0.5, 5))
+    wide = copy.deepcopy(head).float()
+    rounded = keys.half().float()
+    outputs, _ = oracle.adapted_outputs(
+        wide, model.predictor.rule, "cross_entropy", None, queries[:4].half().float(), rounded,
+        values, K,
+    )  # fmt: skip
+    assert model(queries).dtype == torch.float32
+    assert (model(queries[:4].half()) - outputs.log_softmax(1)).abs().max() < 0.05

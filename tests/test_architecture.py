@@ -1,0 +1,89 @@
+"""Imports go one way, so that every module can be read knowing only those below it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import mbpa
+
+ROOT = Path(mbpa.__file__).parent
+# Each row may import from the rows above it, and from its own package.
+LAYERS = [
+    {"errors"},
+    {"memory", "split"},
+    {"kernels", "rules", "adaptation"},
+    {"predictors"},
+    {"checkpoint", "explanation", "spec"},
+    {"model"},
+    {"stream"},
+    {"testing", "experiments"},
+    {"cli"},
+]
+WITHIN_A_LAYER = {("adaptation", "rules")}  # adaptation runs rules, which know nothing of it
+LIGHT = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}  # what `import mbpa` may load
+
+
+def modules() -> dict[str, ast.Module]:
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text("utf-8"))
+        for path in ROOT.rglob("*.py")
+        if path != ROOT / "__init__.py"
+    }
+
+
+def imported(tree: ast.AST) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names.add(node.module or "")
+            if node.module == "mbpa":
+                names |= {f"mbpa.{alias.name}" for alias in node.names}
+    return names
+
+
+def layer(part: str) -> int:
+    found = [i for i, parts in enumerate(LAYERS) if part in parts]
+    assert found, f"mbpa.{part} has no place in LAYERS"
+    return found[0]
+
+
+def test_imports_go_one_way() -> None:
+    for name, tree in modules().items():
+        part = name.split(".")[0]
+        for other in imported(tree):
+            if not other.startswith("mbpa.") or other.startswith("mbpa.__"):
+                continue
+            target = other.split(".")[1]
+            if target == part or (part, target) in WITHIN_A_LAYER:
+                continue
+            assert layer(target) < layer(part), f"mbpa.{name} must not import {other}"
+
+
+def test_users_of_the_public_face_are_above_it() -> None:
+    """`import mbpa` from inside would load everything; only the top rows may."""
+    for name, tree in modules().items():
+        if "mbpa" in imported(tree):
+            assert layer(name.split(".")[0]) >= layer("testing"), name
+
+
+def test_the_core_imports_little_besides_torch() -> None:
+    import sys
+
+    for name, tree in modules().items():
+        if layer(name.split(".")[0]) >= layer("experiments") and not name.startswith("testing"):
+            continue
+        roots = {other.split(".")[0] for other in imported(tree)}
+        assert roots <= LIGHT | {"mbpa"} | set(sys.stdlib_module_names), name
+
+
+def test_the_core_does_not_use_pickle() -> None:
+    for name, tree in modules().items():
+        assert not {"pickle", "dill", "cloudpickle", "joblib"} & imported(tree), name
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                called = f"{node.value.id}.{node.attr}"
+                assert called not in {"torch.load", "torch.save"}, name

@@ -1,0 +1,68 @@
+"""Kernels give the weights of their formulas; the weights are normalised and masked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import mbpa
+from mbpa.kernels import neighbor_weights
+
+
+def neighbors(capacity: int = 10) -> tuple[mbpa.Neighbors, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    query = torch.randn(1, 3, generator=generator, dtype=torch.float64)
+    memory = mbpa.ExactMemory(capacity, 3, dtype=torch.float64)
+    memory.write(keys, torch.zeros(8, dtype=torch.int64))
+    found = memory.read(query, k=5)
+    return found, found.keys[0], query[0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "formula"),
+    [
+        (mbpa.inverse_distance(), lambda h, q: 1 / (1e-3 + ((h - q) ** 2).sum())),
+        (mbpa.inverse_distance(0.5), lambda h, q: 1 / (0.5 + ((h - q) ** 2).sum())),
+        (mbpa.gaussian(0.7), lambda h, q: torch.exp(-((h - q) ** 2).sum() / (2 * 0.7**2))),
+        (mbpa.exp_dot(0.2), lambda h, q: torch.exp(0.2 * (h * q).sum())),
+        (mbpa.uniform(), lambda h, q: torch.tensor(1.0).double()),
+        (lambda d, s: -d.sqrt(), lambda h, q: torch.exp(-((h - q) ** 2).sum().sqrt())),
+    ],
+)
+def test_weights_follow_the_formula(kernel: object, formula: object) -> None:
+    found, keys, query = neighbors()
+    values = torch.stack([formula(key, query) for key in keys])
+    weights = neighbor_weights(kernel, found)
+    assert (weights[0] - values / values.sum()).abs().max() < 1e-12
+
+
+def test_padding_gets_no_weight_and_a_row_of_padding_sums_to_zero() -> None:
+    memory = mbpa.ExactMemory(10, 2)
+    stream = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 5.0]])
+    found = memory.read_causally(stream, [0, 0, 0], k=3)
+    for kernel in (mbpa.inverse_distance(), mbpa.gaussian(1e-3), mbpa.exp_dot(), mbpa.uniform()):
+        weights = neighbor_weights(kernel, found)
+        assert weights.sum(1).tolist() == pytest.approx([0, 1, 1])
+        assert (weights[~found.mask] == 0).all()
+
+
+def test_a_kernel_that_underflows_everywhere_counts_all_the_same() -> None:
+    memory = mbpa.ExactMemory(10, 2)
+    memory.write(torch.tensor([[1e15, 0.0], [0.0, 1e15]]), [0, 0])
+    found = memory.read(torch.zeros(1, 2), k=2)
+    weights = neighbor_weights(lambda distances, dots: -distances.square(), found)
+    assert weights.tolist() == [[0.5, 0.5]]
+
+
+def test_bad_kernels_are_refused() -> None:
+    found, _, _ = neighbors()
+    with pytest.raises(ValueError, match=r"log-weights of shape \(1, 5\), got \(1,\)"):
+        neighbor_weights(lambda distances, dots: distances.sum(1), found)
+    with pytest.raises(ValueError, match="must not return NaN"):
+        neighbor_weights(lambda distances, dots: (-distances).log(), found)
+    with pytest.raises(ValueError, match="epsilon must be positive, got 0"):
+        mbpa.inverse_distance(0.0)
+    with pytest.raises(ValueError, match=r"bandwidth must be positive, got -1"):
+        mbpa.gaussian(-1.0)

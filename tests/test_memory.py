@@ -1,0 +1,728 @@
+"""The memory against a list of (id, key, value) and brute force over Σ(h−q)².
+
+Keys are small integers wherever order matters: ties are frequent, and every distance is exact.
+"""
+
+import math
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mbpa.memory import Entries, ExactMemory, Memory, Neighbors, base, exact, ranking
+from mbpa.testing import check_memory
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SMALL_KEYS = st.tuples(st.integers(-2, 2), st.integers(-2, 2))
+
+
+def keys_of(points: list[tuple[int, int]], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(points, dtype=dtype).reshape(-1, 2)
+
+
+def brute_force(keys: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Positions and distances of the k nearest, later ones first among equals, in the keys' dtype."""
+    distances = (keys - queries[:, None]).square().sum(-1)
+    order = distances.flip(1).argsort(dim=1, stable=True)[:, :k]
+    order = len(keys) - 1 - order
+    return order, distances.gather(1, order)
+
+
+def snapshot(memory: Memory) -> tuple[Any, ...]:
+    held = memory.entries()
+    parts = (part.tolist() for part in held)
+    return (*parts, len(memory), memory.next_id, memory.capacity, memory._ring.used)
+
+
+def rows_of(found: Neighbors) -> list[list[tuple[Any, ...]]]:
+    """What was found, without padding: (id, slot, distance, dot, value) of each neighbour."""
+    columns = (found.ids, found.slots, found.distances, found.dots, found.values, found.mask)
+    return [
+        [entry[:-1] for entry in zip(*row, strict=True) if entry[-1]]
+        for row in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+# The contract
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_contract_holds_for_keys_of_every_precision(dtype: torch.dtype) -> None:
+    check_memory(lambda capacity, key_dim: ExactMemory(capacity, key_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((), torch.float32), ((2,), torch.float64), ((2, 3), torch.bfloat16), ((), torch.int8)],
+)
+def test_the_contract_holds_for_values_of_any_shape(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    check_memory(
+        lambda capacity, key_dim: ExactMemory(
+            capacity, key_dim, value_shape=shape, value_dtype=dtype
+        )
+    )
+
+
+class AgainstAList(RuleBasedStateMachine):
+    """Any sequence of calls leaves the memory with what the list has."""
+
+    @initialize(capacity=st.integers(1, 6))
+    def start(self, capacity: int) -> None:
+        self.memory = ExactMemory(capacity, 2)
+        self.listed: list[tuple[int, tuple[int, int], int]] = []
+        self.next_id = 0
+
+    @rule(points=st.lists(SMALL_KEYS, max_size=5))
+    def write(self, points: list[tuple[int, int]]) -> None:
+        self.write_all(points)
+
+    @rule(points=st.lists(SMALL_KEYS, min_size=7, max_size=15))
+    def write_more_than_fits(self, points: list[tuple[int, int]]) -> None:
+        self.write_all(points)
+
+    def write_all(self, points: list[tuple[int, int]]) -> None:
+        ids = list(range(self.next_id, self.next_id + len(points)))
+        values = torch.tensor(ids, dtype=torch.int64) + 1000
+        assert self.memory.write(keys_of(points), values).tolist() == ids
+        self.listed += [(i, point, i + 1000) for i, point in zip(ids, points, strict=True)]
+        self.listed = self.listed[-self.memory.capacity :]
+        self.next_id += len(points)
+
+    @rule(query=SMALL_KEYS, k=st.integers(1, 8))
+    def read(self, query: tuple[int, int], k: int) -> None:
+        expected = sorted(
+            (sum((a - b) ** 2 for a, b in zip(point, query, strict=True)), -i, value)
+            for i, point, value in self.listed
+        )[:k]
+        found = self.memory.read(keys_of([query]), k)
+        assert found.mask.all()
+        assert [(d, -i, v) for i, _, d, _, v in rows_of(found)[0]] == expected
+
+    @precondition(lambda self: self.listed)
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        live = [i for i, _, _ in self.listed]
+        gone = data.draw(st.lists(st.sampled_from(live), unique=True))
+        self.memory.delete(gone)
+        self.listed = [entry for entry in self.listed if entry[0] not in gone]
+
+    @precondition(lambda self: self.listed)
+    @rule(data=st.data())
+    def replace_keys(self, data: st.DataObject) -> None:
+        live = [i for i, _, _ in self.listed]
+        moved = data.draw(st.lists(st.sampled_from(live), unique=True))
+        points = [data.draw(SMALL_KEYS) for _ in moved]
+        self.memory.replace_keys(moved, keys_of(points))
+        new = dict(zip(moved, points, strict=True))
+        self.listed = [(i, new.get(i, point), value) for i, point, value in self.listed]
+
+    @rule()
+    def clear(self) -> None:
+        self.memory.clear()
+        self.listed = []
+
+    @rule(capacity=st.integers(1, 6))
+    def resize(self, capacity: int) -> None:
+        self.memory.resize(capacity)
+        self.listed = self.listed[-capacity:]
+
+    @rule()
+    def save_and_restore(self) -> None:
+        saved, next_id = self.memory.entries(), self.memory.next_id
+        self.memory = ExactMemory(self.memory.capacity, 2)
+        self.memory.restore(saved, next_id)
+
+    @invariant()
+    def holds_what_the_list_holds(self) -> None:
+        ids, keys, values = (part.tolist() for part in self.memory.entries())
+        points = [tuple(int(x) for x in key) for key in keys]
+        assert list(zip(ids, points, values, strict=True)) == self.listed
+        assert len(self.memory) == len(self.listed)
+        assert self.memory.next_id == self.next_id
+
+
+def test_any_sequence_of_calls_agrees_with_a_list() -> None:
+    run_state_machine_as_test(
+        AgainstAList, settings=settings(max_examples=80, stateful_step_count=25)
+    )
+
+
+@given(
+    capacity=st.integers(1, 7),
+    before=st.lists(SMALL_KEYS, max_size=10),
+    deleted=st.sets(st.integers(0, 9), max_size=4),
+    stream=st.lists(SMALL_KEYS, max_size=12),
+    block=st.integers(1, 12),
+    k=st.integers(1, 5),
+    keys_for=st.none() | st.integers(0, 6),
+)
+def test_causal_reads_are_those_of_one_entry_at_a_time(
+    capacity: int,
+    before: list[tuple[int, int]],
+    deleted: set[int],
+    stream: list[tuple[int, int]],
+    block: int,
+    k: int,
+    keys_for: int | None,
+) -> None:
+    one_by_one, blocked = ExactMemory(capacity, 2), ExactMemory(capacity, 2)
+    for memory in (one_by_one, blocked):
+        ids = memory.write(keys_of(before), torch.arange(len(before)))
+        memory.delete([i for i in ids[-capacity:].tolist() if i in deleted])
+    keys, values = keys_of(stream), torch.arange(len(stream)) + 100
+    for start in range(0, max(1, len(stream)), block):
+        part = slice(start, start + block)
+        was, first_new = snapshot(blocked), blocked.next_id
+        found = blocked.read_causally(keys[part], values[part], k, keys_for=keys_for)
+        assert snapshot(blocked) == was
+        for row, (key, value) in enumerate(zip(keys[part], values[part], strict=True)):
+            alone = one_by_one.read(key[None], k, keys_for=keys_for)
+            expected = [
+                (i, slot if i < first_new else -1, *rest) for i, slot, *rest in rows_of(alone)[0]
+            ]
+            assert rows_of(found)[row] == expected
+            count = min(len(expected), found.keys.shape[1])
+            assert torch.equal(found.keys[row, :count], alone.keys[0, :count])
+            one_by_one.write(key[None], value[None])
+        blocked.write(keys[part], values[part])
+        assert snapshot(blocked) == snapshot(one_by_one)
+
+
+# Order and distances are those of Σ(h−q)², whatever the matrix product does
+
+
+@pytest.fixture(params=["highest", "high", "medium", "bf16 of one backend"])
+def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every way to ask for coarser products of float32; on some CPUs they are nothing but asked."""
+    before = torch.get_float32_matmul_precision()
+    if request.param in ("highest", "high", "medium"):
+        torch.set_float32_matmul_precision(request.param)
+        yield request.param
+    else:
+        setting = torch.backends.mkldnn.matmul.fp32_precision
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        yield request.param
+        torch.backends.mkldnn.matmul.fp32_precision = setting
+    torch.set_float32_matmul_precision(before)
+
+
+def clustered_far_away(norm: float, spread: float) -> tuple[Tensor, Tensor]:
+    """500 float32 keys in four tight clusters far from the origin, a fifth of them duplicates."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(4, 16, generator=generator)
+    centres = centres / centres.norm(dim=1, keepdim=True) * norm
+    keys = centres.repeat(100, 1) + spread * torch.randn(400, 16, generator=generator)
+    keys = torch.cat([keys, keys[::4]])
+    queries = centres.repeat(5, 1) + spread * torch.randn(20, 16, generator=generator)
+    return keys, torch.cat([queries, keys[:10]])
+
+
+@pytest.mark.parametrize(("norm", "spread"), [(1e3, 1e-2), (1e4, 1e-1), (1e4, 1e-2), (30.0, 1e-3)])
+def test_order_is_that_of_brute_force_where_the_expansion_misranks(
+    norm: float, spread: float, matmul_precision: str
+) -> None:
+    keys, queries = clustered_far_away(norm, spread)
+    order, distances = brute_force(keys, queries, 5)
+    scores = keys.square().sum(1) - 2 * queries @ keys.T
+    misranked = scores.topk(5, largest=False).indices.sort().values != order.sort().values
+    assert misranked.any(), "too easy: the expansion alone would do"
+    memory = ExactMemory(len(keys), 16)
+    memory.write(keys, torch.arange(len(keys)))
+    found = memory.read(queries, 5)
+    assert torch.equal(found.ids, order)
+    assert torch.equal(found.distances, distances)
+    causal = memory.read_causally(queries, torch.arange(len(queries)), 5)
+    together = torch.cat([keys, queries])
+    for row in (0, 7, 29):  # full: each entry before it in the block has pushed out one
+        window = together[row : len(keys) + row]
+        order, distances = brute_force(window, queries[row : row + 1], 5)
+        assert torch.equal(causal.ids[row], order[0] + row)
+        assert torch.equal(causal.distances[row], distances[0])
+
+
+def test_an_exact_match_has_distance_zero_however_long_the_keys() -> None:
+    keys, _ = clustered_far_away(1e4, 1.0)
+    memory = ExactMemory(len(keys), 16)
+    memory.write(keys, torch.arange(len(keys)))
+    assert memory.read(keys, 1).distances.eq(0).all()
+
+
+class Counting(ExactMemory):
+    """Notes how often, and for how many candidates, it was searched."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self.reaches: list[int] = []
+        super().__init__(*args, **named)
+
+    def _nearest(self, queries: Tensor, k: int) -> Any:
+        self.reaches.append(k)
+        return super()._nearest(queries, k)
+
+
+def test_easy_data_is_searched_once_and_ties_beyond_the_candidates_again() -> None:
+    memory = Counting(1000, 4)
+    memory.write(torch.randn(500, 4), torch.zeros(500, dtype=torch.int64))
+    memory.read(torch.randn(10, 4), 10)
+    assert len(memory.reaches) == 1
+    memory.write(torch.ones(300, 4), torch.arange(300))
+    found = memory.read(torch.ones(1, 4), 10)
+    assert len(memory.reaches) > 2
+    assert memory.reaches[-1] <= len(memory)
+    assert found.values[0].tolist() == list(range(299, 289, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_distances_of_half_precision_keys_are_computed_in_float32(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(n, 8, generator=generator) for n in (50, 7))
+    memory = ExactMemory(50, 8, dtype=dtype)
+    memory.write(keys, torch.arange(50))
+    found = memory.read(queries, 6)
+    order, distances = brute_force(keys.to(dtype).float(), queries.to(dtype).float(), 6)
+    assert found.distances.dtype == found.keys.dtype == torch.float32
+    assert torch.equal(found.ids, order)
+    assert torch.equal(found.distances, distances)
+    assert torch.equal(memory.entries().keys, keys.to(dtype))
+
+
+def test_autocast_does_not_coarsen_a_read() -> None:
+    generator = torch.Generator().manual_seed(0)
+    memory = ExactMemory(100, 8)
+    memory.write(torch.randn(100, 8, generator=generator), torch.arange(100))
+    queries = torch.randn(5, 8, generator=generator)
+    expected = rows_of(memory.read(queries, 9))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert rows_of(memory.read(queries, 9)) == expected
+        causal = memory.read_causally(queries, torch.arange(5), 9)
+    assert rows_of(causal) == rows_of(memory.read_causally(queries, torch.arange(5), 9))
+
+
+# Blocks and chunks
+
+
+def test_small_blocks_and_chunks_find_what_one_block_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(-4, 5, (300, 6), generator=generator).float()
+    queries = torch.randint(-4, 5, (20, 6), generator=generator).float()
+    memory = ExactMemory(300, 6)
+    ids = memory.write(keys, torch.arange(300))
+    memory.delete(torch.cat([ids[:90], ids[100:300:3]]))  # whole blocks of nothing
+    expected = [memory.read(queries, k) for k in (1, 7, 40, 200)]
+    causal = memory.read_causally(queries, torch.arange(20), 7)
+    blocks = 0
+
+    def counted(*args: Any, **named: Any) -> Tensor:
+        nonlocal blocks
+        blocks += 1
+        return addmm(*args, **named)
+
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", counted)
+    for module in (base, exact, ranking):
+        monkeypatch.setattr(module, "SCRATCH_BYTES", 1000)
+    for k, whole in zip((1, 7, 40, 200), expected, strict=True):
+        found = memory.read(queries, k)
+        assert rows_of(found) == rows_of(whole)
+        assert torch.equal(found.keys, whole.keys)
+    assert blocks > 100
+    found = memory.read_causally(queries, torch.arange(20), 7)
+    assert rows_of(found) == rows_of(causal)
+    assert torch.equal(found.keys, causal.keys)
+
+
+class ElementsMade(TorchDispatchMode):
+    """Counts the elements of everything that torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        in_place = func.__name__.split(".")[0].endswith("_")
+        if isinstance(result, Tensor) and not in_place:
+            self.count += result.numel()
+        return result
+
+
+def test_a_write_costs_the_same_however_full_the_memory() -> None:
+    capacity = 200_000
+    memory = ExactMemory(capacity, 4)
+    few = torch.ones(5, 4), torch.arange(5)
+
+    def cost() -> tuple[int, int]:
+        with ElementsMade() as made:
+            tracemalloc.start()
+            memory.write(*few)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        return made.count, peak
+
+    cost()  # what is set up once
+    empty, _ = cost()
+    memory.write(torch.zeros(capacity, 4), torch.zeros(capacity, dtype=torch.int64))
+    full, numpy_peak = cost()
+    assert full == empty
+    assert numpy_peak < capacity  # bytes; one array over the slots would take eight times that
+
+
+# What is kept, and what comes back
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 4, 2), (6,)])
+def test_keys_may_have_a_shape(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(n, *shape, generator=generator) for n in (9, 4))
+    memory, flat = ExactMemory(9, shape), ExactMemory(9, math.prod(shape))
+    for memory_, keys_ in ((memory, keys), (flat, keys.flatten(1))):
+        memory_.write(keys_, torch.arange(9))
+    for read in (
+        lambda m, q: m.read(q, 3, keys_for=2),
+        lambda m, q: m.read_causally(q, torch.arange(4), 3, keys_for=2),
+    ):
+        found, expected = read(memory, queries), read(flat, queries.flatten(1))
+        assert rows_of(found) == rows_of(expected)
+        assert found.keys.shape == (4, 2, *shape)
+        assert torch.equal(found.keys.flatten(2), expected.keys)
+    assert torch.equal(memory.entries().keys, keys)
+    copy = ExactMemory(9, shape)
+    copy.restore(memory.entries(), memory.next_id)
+    assert snapshot(copy) == snapshot(memory)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+def test_regression_targets_of_any_shape_come_back_unchanged(shape: tuple[int, ...]) -> None:
+    targets = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
+    memory = ExactMemory(5, 2, value_shape=shape, value_dtype=torch.float32)
+    memory.write(torch.arange(10.0).reshape(5, 2), targets)
+    assert torch.equal(memory.entries().values, targets)
+    found = memory.read(torch.zeros(1, 2), 5)
+    assert torch.equal(found.values[0], targets)
+    assert not memory.holds_labels
+    listed = ExactMemory(5, 2, value_shape=shape, value_dtype=torch.float32)
+    listed.write(torch.arange(10.0).reshape(5, 2), targets.tolist())
+    assert snapshot(listed) == snapshot(memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32])
+def test_labels_may_come_in_any_integer_dtype(dtype: torch.dtype) -> None:
+    memory = ExactMemory(3, 2)
+    memory.write(torch.zeros(3, 2), torch.tensor([0, 5, 127]).to(dtype))
+    assert memory.entries().values.tolist() == [0, 5, 127]
+    assert memory.entries().values.dtype == torch.int64
+
+
+def test_batches_of_nothing_are_fine() -> None:
+    memory = ExactMemory(4, (2, 3))
+    nothing, no_labels = torch.empty(0, 2, 3), torch.empty(0, dtype=torch.int64)
+    for written in (0, 3):
+        memory.write(torch.zeros(written, 2, 3), torch.arange(written))
+        was = snapshot(memory)
+        assert memory.write(nothing, no_labels).shape == (0,)
+        memory.replace_keys([], nothing)
+        memory.delete([])
+        memory.delete(no_labels)
+        assert memory.read(nothing, 2).keys.shape == (0, min(2, written), 2, 3)
+        assert memory.read_causally(nothing, no_labels, 2).mask.shape[0] == 0
+        assert memory.holds(no_labels).shape == (0,)
+        assert snapshot(memory) == was
+    memory.restore(Entries(no_labels, nothing, no_labels), 7)
+    assert snapshot(memory)[:5] == ([], [], [], 0, 7)
+
+
+def test_neither_side_can_change_the_other_afterwards() -> None:
+    memory = ExactMemory(3, 2)
+    keys, values = torch.ones(3, 2), torch.arange(3)
+    ids = memory.write(keys, values)
+    keys.zero_(), values.zero_(), ids.zero_()
+    held, found = memory.entries(), memory.read(torch.ones(1, 2), 3)
+    for part in (*held, found.keys, found.values, found.ids, found.distances):
+        part.zero_()
+    assert snapshot(memory)[:3] == ([0, 1, 2], [[1, 1]] * 3, [0, 1, 2])
+    assert memory.read(torch.ones(1, 2), 3).values.tolist() == [[2, 1, 0]]
+
+
+def test_nothing_that_comes_back_carries_gradients() -> None:
+    memory = ExactMemory(3, 2)
+    memory.write(torch.ones(2, 2, requires_grad=True), torch.arange(2))
+    queries = torch.ones(1, 2, requires_grad=True)
+    for found in (memory.read(queries, 2), memory.read_causally(queries, [0], 2)):
+        assert not found.distances.requires_grad
+        assert not found.keys.requires_grad
+
+
+def test_a_slot_keeps_its_entry_until_that_is_overwritten_or_deleted() -> None:
+    memory = ExactMemory(5, 2)
+    memory.write(torch.zeros(4, 2), torch.arange(4))
+
+    def slots() -> dict[int, int]:
+        found = memory.read(torch.zeros(1, 2), 5)
+        return dict(zip(found.ids[0].tolist(), found.slots[0].tolist(), strict=True))
+
+    before = slots()
+    memory.delete([1])
+    memory.write(torch.zeros(3, 2), torch.arange(3))
+    after = slots()
+    assert {i: after[i] for i in (2, 3)} == {i: before[i] for i in (2, 3)}
+    assert sorted(after.values()) == [0, 1, 2, 3, 4]
+    assert after[4] == before[1]  # freed room first
+
+
+def test_the_revision_rises_when_slots_or_keys_change_hands_under_the_same_ids() -> None:
+    memory = ExactMemory(4, 2)
+    memory.write(torch.zeros(4, 2), torch.arange(4))
+
+    def revision() -> int:
+        return memory.read(torch.zeros(1, 2), 1).revision
+
+    seen = [revision()]
+    memory.write(torch.zeros(2, 2), torch.arange(2))
+    memory.delete([3])
+    assert revision() == seen[0]
+    changes: list[Callable[[], object]] = [
+        lambda: memory.replace_keys([4], torch.ones(1, 2)),
+        lambda: memory.resize(3),
+        lambda: memory.restore(memory.entries(), memory.next_id),
+        lambda: memory.to("cpu"),
+        memory.clear,
+    ]
+    for change in changes:
+        change()
+        memory.write(torch.zeros(1, 2), [0])
+        seen.append(revision())
+    assert sorted(set(seen)) == seen
+
+
+def test_it_says_what_it_is() -> None:
+    memory = ExactMemory(9, (2, 3), value_shape=(4,), value_dtype=torch.float32)
+    assert repr(memory) == (
+        "ExactMemory(0 of 9 entries, key_dim=(2, 3), targets of shape (4,), torch.float32, cpu)"
+    )
+    assert "3 of 3 entries, key_dim=2, labels" in repr(filled(3))
+    assert memory.to("cpu") is memory
+    assert memory.resize(4) is memory
+
+
+# Refusals: what must hold, what came; and nothing has changed
+
+
+def filled(capacity: int = 4, **named: Any) -> ExactMemory:
+    memory = ExactMemory(capacity, 2, **named)
+    memory.write(torch.arange(6.0).reshape(3, 2), torch.arange(3))
+    return memory
+
+
+TWO = torch.zeros(2, 2)
+LABELS = torch.arange(2)
+BAD_KEYS: list[tuple[Any, str]] = [
+    ([[0.0, 0.0]] * 2, "must be a tensor of a floating dtype, got list"),
+    (TWO.long(), "must be a tensor of a floating dtype, got torch.int64"),
+    (TWO.cfloat(), "must be a tensor of a floating dtype, got torch.complex64"),
+    (torch.zeros(2, 3), r"must have shape \(N, 2\), got \(2, 3\)"),
+    (torch.zeros(2, 2, 1), r"must have shape \(N, 2\), got \(2, 2, 1\)"),
+    (torch.zeros(2), r"must have shape \(N, 2\), got \(2,\)"),
+    (torch.tensor(0.0), r"must have shape \(N, 2\), got \(\)"),
+    (TWO.to("meta"), "must be on the memory's device cpu, got meta"),
+    (torch.tensor([[0, 0], [0, math.nan]]), "must be finite in torch.float32, .* got NaN"),
+    (torch.tensor([[0, 0], [0, -math.inf]]), "must be finite in torch.float32"),
+    (TWO + 1e19, r"squared norms below 4e\+37"),
+    (TWO.double() + 1e300, "must be finite in torch.float32"),
+]
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize(("keys", "text"), BAD_KEYS)
+def test_bad_keys_are_refused_and_change_nothing(keys: Any, text: str) -> None:
+    memory = filled()
+    was = snapshot(memory)
+    entries = Entries(LABELS, keys, LABELS)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("keys", lambda: memory.write(keys, LABELS)),
+        ("keys", lambda: memory.replace_keys([0, 1], keys)),
+        ("keys", lambda: memory.read_causally(keys, LABELS, 1)),
+        ("keys", lambda: memory.restore(entries, 2)),
+        ("queries", lambda: memory.read(keys, 1)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=f"{name} {text}"):
+            call()
+        assert snapshot(memory) == was
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "too_large"),
+    [
+        (torch.float16, 65504.0, 65520.0),
+        (torch.bfloat16, 4e18, 1e19),
+        (torch.float32, 4e18, 1e19),
+        (torch.float64, 1e153, 1e154),
+    ],
+)
+def test_keys_whose_distances_would_overflow_are_refused(
+    dtype: torch.dtype, largest: float, too_large: float
+) -> None:
+    memory = ExactMemory(2, 2, dtype=dtype)
+    far = torch.tensor([[largest, 0.0], [-largest, 0.0]], dtype=torch.float64)
+    memory.write(far, LABELS)
+    found = memory.read(far, 2)
+    assert found.distances.isfinite().all()
+    assert found.ids.tolist() == [[0, 1], [1, 0]]
+    was = snapshot(memory)
+    with pytest.raises(ValueError, match=f"keys must be finite in {dtype}"):
+        memory.write(torch.full((1, 2), too_large, dtype=torch.float64), LABELS[:1])
+    assert snapshot(memory) == was
+
+
+FLOATS: dict[str, Any] = {"value_dtype": torch.float16, "value_shape": (2,)}
+BAD_VALUES: list[tuple[dict[str, Any], Any, str]] = [
+    ({}, torch.zeros(2), "values must be labels of an integer dtype, got torch.float32"),
+    ({}, [0.5, 1.0], "values must be labels of an integer dtype, got torch.float32"),
+    ({}, torch.ones(2).bool(), "values must be labels of an integer dtype, got torch.bool"),
+    ({}, torch.ones(2).cfloat(), "values must be labels of an integer dtype, got torch.complex64"),
+    ({}, LABELS[:, None], r"values must have shape \(N\), got \(2, 1\)"),
+    ({}, torch.tensor(1), r"values must have shape \(N\), got \(\)"),
+    ({}, torch.arange(3), "keys and values must be as many, got 2 and 3"),
+    ({}, torch.tensor([0, -3]), "labels must not be negative, got -3"),
+    ({"value_dtype": torch.int8}, [0, 200], "labels must fit torch.int8, got 200 > 127"),
+    (FLOATS, torch.zeros(2), r"values must have shape \(N, 2\), got \(2,\)"),
+    (FLOATS, torch.zeros(2, 2).long(), "values must be finite floating targets, got torch.int64"),
+    (FLOATS, torch.full((2, 2), math.nan), "values must be finite floating targets"),
+    (FLOATS, torch.full((2, 2), math.inf), "values must be finite floating targets"),
+    (FLOATS, torch.full((2, 2), 1e5), "values must be finite floating targets"),
+]
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize(("named", "values", "text"), BAD_VALUES)
+def test_bad_values_are_refused_and_change_nothing(
+    named: dict[str, Any], values: Any, text: str
+) -> None:
+    memory = ExactMemory(4, 2, **named)
+    was = snapshot(memory)
+    with pytest.raises(ValueError, match=text):
+        memory.write(TWO, values)
+    with pytest.raises(ValueError, match=text):
+        memory.read_causally(TWO, values, 1)
+    with pytest.raises(ValueError, match=text.replace("keys and values", "entries").split(",")[0]):
+        memory.restore(Entries(LABELS, TWO, torch.as_tensor(values)), 2)
+    assert snapshot(memory) == was
+
+
+def entries(ids: Any) -> Entries:
+    count = len(torch.as_tensor(ids).flatten())
+    return Entries(torch.as_tensor(ids), torch.zeros(count, 2), torch.zeros(count).long())
+
+
+BAD_CALLS: list[tuple[Callable[[Memory], object], str]] = [
+    (lambda m: m.read(TWO, 0), "k must be at least 1, got 0"),
+    (lambda m: m.read(TWO, -2), "k must be at least 1, got -2"),
+    (lambda m: m.read(TWO, 1, keys_for=-1), "keys_for must not be negative, got -1"),
+    (lambda m: m.read_causally(TWO, LABELS, 0), "k must be at least 1, got 0"),
+    (lambda m: m.read_causally(TWO, LABELS, 1, keys_for=-1), "keys_for must not be negative"),
+    (lambda m: m.delete([0, 3]), r"ids must be of live entries, unknown: \[3\]"),
+    (lambda m: m.delete([-1]), r"unknown: \[-1\]"),
+    (lambda m: m.delete(torch.tensor([1, 1])), r"ids must be distinct integers, got \[1, 1\]"),
+    (lambda m: m.delete([0.5]), r"ids must be distinct integers, got \[0.5\]"),
+    (lambda m: m.replace_keys([0, 9], TWO), r"unknown: \[9\]"),
+    (lambda m: m.replace_keys([0, 0], TWO), "ids must be distinct"),
+    (lambda m: m.replace_keys([0], TWO), "ids and keys must be as many, got 1 and 2"),
+    (lambda m: m.resize(0), "capacity must be at least 1, got 0"),
+    (lambda m: m.restore(entries(range(5)), 5), "at most capacity=4 of each, got 5 ids"),
+    (lambda m: m.restore(entries([0, 0]), 5), "ids must ascend from 0 to below next_id=5"),
+    (lambda m: m.restore(entries([2, 1]), 5), "ids must ascend"),
+    (lambda m: m.restore(entries([-1, 1]), 5), "ids must ascend"),
+    (lambda m: m.restore(entries([0, 5]), 5), "ids must ascend"),
+    (lambda m: m.restore(entries(torch.zeros(0).long()), -1), "ids must ascend"),
+    (lambda m: m.restore(entries([0.0, 1.0]), 5), "ids must be a row of torch.int64"),
+    (lambda m: m.restore(entries([[0, 1]]), 5), r"ids must be a row .* of shape \(1, 2\)"),
+    (lambda m: m.restore(entries(LABELS.int()), 5), "ids must be a row of torch.int64"),
+    (
+        lambda m: m.restore(entries([0, 1])._replace(ids=LABELS[:1]), 5),
+        "got 1 ids, 2 keys, 2 values",
+    ),
+]
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize(("call", "text"), BAD_CALLS)
+def test_bad_calls_are_refused_and_change_nothing(
+    call: Callable[[Memory], object], text: str
+) -> None:
+    memory = filled()
+    was = snapshot(memory)
+    with pytest.raises(ValueError, match=text):
+        call(memory)
+    assert snapshot(memory) == was
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"capacity": 0}, "capacity must be at least 1, got 0"),
+        ({"key_dim": 0}, "key_dim must be at least 1 in every dimension, got 0"),
+        ({"key_dim": ()}, r"key_dim must be at least 1 in every dimension, got \(\)"),
+        ({"key_dim": (2, 0)}, "key_dim must be at least 1 in every dimension"),
+        ({"dtype": torch.int64}, "dtype must be one of .*, got torch.int64"),
+        ({"dtype": torch.complex64}, "dtype must be one of .*, got torch.complex64"),
+        ({"value_dtype": torch.bool}, "value_dtype must be an integer or floating .* torch.bool"),
+        ({"value_dtype": torch.complex64}, "value_dtype must be an integer or floating dtype"),
+    ],
+)
+def test_a_memory_that_cannot_be_is_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ExactMemory(**{"capacity": 3, "key_dim": 2, **arguments})
+
+
+def test_ids_of_overwritten_and_deleted_entries_are_unknown() -> None:
+    memory = filled()
+    memory.write(torch.zeros(3, 2), torch.arange(3))
+    memory.delete(i for i in [3])
+    assert (
+        memory.holds(torch.arange(-1, 8)).tolist()
+        == [False] * 3 + [True, False, True, True] + [False] * 2
+    )
+    for gone in (0, 1, 3):
+        with pytest.raises(ValueError, match=rf"unknown: \[{gone}\]"):
+            memory.delete([gone])
+
+
+# Threads
+
+
+def test_holding_the_lock_makes_several_calls_one() -> None:
+    memory = filled()
+    started = threading.Event()
+
+    def write() -> None:
+        started.set()
+        memory.write(torch.zeros(1, 2), [9])
+
+    thread = threading.Thread(target=write)
+    with memory.lock:
+        thread.start()
+        started.wait()
+        thread.join(0.05)
+        assert thread.is_alive()
+        memory.delete(memory.entries().ids)
+        assert len(memory) == 0
+    thread.join()
+    assert memory.entries().values.tolist() == [9]

@@ -1,0 +1,541 @@
+"""MbPA as a whole: its face, its errors, growing, refreshing, saving and loading."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mbpa
+
+D, CLASSES = 6, 3
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, D), nn.ReLU(), nn.Dropout(0.5), nn.Linear(D, CLASSES))
+
+
+def make_model(predictor: mbpa.Predictor | None = None, capacity: int = 50) -> mbpa.MbPA:
+    embed, head = mbpa.split(network(), at="3")
+    return mbpa.MbPA(
+        embed,
+        head,
+        memory=mbpa.ExactMemory(capacity, D),
+        predictor=predictor or mbpa.Adapted(mbpa.Gradient(0.5, 4, decay=0.1), k=5),
+    )
+
+
+def examples(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=generator)
+    return inputs, torch.randint(CLASSES, (count,), generator=generator)
+
+
+# Calling and writing
+
+
+def test_inputs_and_keys_give_the_same_answer() -> None:
+    model = make_model()
+    inputs, labels = examples(30)
+    ids = model.write(inputs[:20], labels[:20])
+    assert ids.tolist() == list(range(20))
+    more = model.write(keys=model.embed(inputs[20:]), values=labels[20:])
+    assert more.tolist() == list(range(20, 30))
+    assert torch.equal(model(inputs), model(keys=model.embed(inputs)))
+
+
+def test_any_leading_dimensions() -> None:
+    model = mbpa.MbPA(
+        head=nn.Linear(D, CLASSES),
+        memory=mbpa.ExactMemory(100, D),
+        predictor=mbpa.Adapted(mbpa.Gradient(0.5, 2), k=5),
+    )
+    torch.manual_seed(0)
+    keys, labels = torch.randn(2, 3, 4, D), torch.randint(CLASSES, (2, 3, 4))
+    assert model.write(keys, labels).shape == (24,)
+    assert torch.equal(model.memory.entries().values, labels.flatten())
+    out = model(keys)
+    assert out.shape == (2, 3, 4, CLASSES)
+    assert torch.equal(out.flatten(0, 2), model(keys.flatten(0, 2)))
+    assert model(keys[0, 0, 0]).shape == (CLASSES,)
+    assert model(keys[:0]).shape == (0, 3, 4, CLASSES)
+
+
+def test_a_new_example_is_learnt_at_once_and_forgotten_when_deleted() -> None:
+    model = make_model(mbpa.Adapted(mbpa.Gradient(5.0, 20), k=1))
+    inputs, _ = examples(1)
+    before = model(inputs)
+    wrong = int(before.argmin())
+    ids = model.write(inputs, torch.tensor([wrong]))
+    assert int(model(inputs).argmax()) == wrong
+    model.memory.delete(ids)
+    assert torch.equal(model(inputs), before)
+
+
+def test_writing_in_a_training_loop_follows_the_papers_order() -> None:
+    classifier = network().train()
+    embed, head = mbpa.split(classifier, at="3")
+    model = mbpa.MbPA(
+        embed,
+        head,
+        memory=mbpa.ExactMemory(50, D),
+        predictor=mbpa.Adapted(mbpa.Gradient(0.5), k=5),
+    )
+    optimiser = torch.optim.SGD(classifier.parameters(), lr=0.1)
+    inputs, labels = examples(8)
+    keys = model.embed(inputs)
+    nn.functional.cross_entropy(classifier(inputs), labels).backward()
+    optimiser.step()
+    model.write(keys=keys, values=labels)
+    assert torch.equal(model.memory.entries().keys, keys)
+    assert not torch.equal(model.embed(inputs), keys)  # the copy shares what was trained
+
+
+def test_it_works_inside_inference_mode_and_with_gradients_enabled() -> None:
+    for predictor in (
+        mbpa.Adapted(mbpa.Gradient(0.5, 3), k=5),
+        mbpa.Adapted(mbpa.RMSprop(0.1, 3), k=5),
+        mbpa.Adapted(mbpa.Gradient(0.5, 3), k=5, loss=lambda o, v: nn.functional.cross_entropy(
+            o, v, reduction="none")),
+    ):  # fmt: skip
+        model = make_model(predictor)
+        model.write(*examples(20))
+        inputs, _ = examples(5, seed=2)
+        plain = model(inputs)
+        assert not plain.requires_grad
+        with torch.inference_mode():
+            model.write(*examples(3, seed=3))
+            changed = model(inputs)
+        assert torch.equal(changed, model(inputs))
+
+
+def test_answers_from_many_threads_are_those_of_one() -> None:
+    model = make_model(mbpa.Adapted(mbpa.Adam(0.05, 3), k=5, loss=lambda o, v: (
+        nn.functional.cross_entropy(o, v, reduction="none"))))  # fmt: skip
+    fast = make_model(mbpa.Adapted(mbpa.Gradient(0.5, 1), k=5))
+    for each in (model, fast):
+        each.write(*examples(40))
+    inputs, _ = examples(6, seed=2)
+    expected = model(inputs), fast(inputs)
+    failures: list[str] = []
+
+    def ask() -> None:
+        for _ in range(5):
+            if not torch.equal(model(inputs), expected[0]):
+                failures.append("autograd")
+            if not torch.equal(fast(inputs), expected[1]):
+                failures.append("one step")
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_predictions_during_writes_come_from_some_state_of_the_memory() -> None:
+    """Each written entry moves the answer; a torn read would give an answer no state explains."""
+    model = make_model(mbpa.Adapted(mbpa.Gradient(0.5, 1), k=5), capacity=10)
+    inputs, labels = examples(60)
+    query, _ = examples(1, seed=2)
+    states = [model(query)]
+    reference = make_model(mbpa.Adapted(mbpa.Gradient(0.5, 1), k=5), capacity=10)
+    for x, y in zip(inputs, labels, strict=True):
+        reference.write(x[None], y[None])
+        states.append(reference(query))
+    seen: list[Tensor] = []
+
+    def ask() -> None:
+        while len(model.memory) < 10 or model.memory.next_id < 60:
+            seen.append(model(query))
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    for x, y in zip(inputs, labels, strict=True):
+        model.write(x[None], y[None])
+    asker.join()
+    for answer in seen:
+        assert min(float((answer - state).abs().max()) for state in states) < 1e-5
+
+
+# Explaining
+
+
+def test_explain_tells_neighbours_weights_before_after_change_and_path() -> None:
+    model = make_model()
+    inputs, labels = examples(20)
+    model.write(inputs, labels)
+    queries, _ = examples(3, seed=2)
+    why = model.explain(queries, labels=["ant", "bee", "cat"])
+    assert torch.equal(why.after, model(queries))
+    assert torch.equal(why.before, model.head(model.embed(queries)).log_softmax(1))
+    assert why.weights.shape == (3, 5)
+    assert why.weights.sum(1).tolist() == pytest.approx([1, 1, 1])
+    assert (why.change > 0).all()
+    assert why.path == "span"
+    assert len(why) == 3
+    text = str(why[1])
+    top = int(why.after[1].argmax())
+    assert f"after   {['ant', 'bee', 'cat'][top]} {float(why.after[1, top].exp()):.1%}" in text
+    assert f"moved by {float(why.change[1]):.3g} (path: span)" in text
+    assert f"id {int(why.neighbors.ids[1, 0])}: " in text
+    assert "neighbours (5 of 5)" in text
+    assert str(why).count("before") == 3
+    assert str(list(why)[1]) == text
+    with pytest.raises(IndexError, match="below 3, got 3"):
+        why[3]
+
+
+def test_explain_names_the_parts_of_a_mixture_and_an_empty_memory() -> None:
+    mixture = mbpa.Mixture(
+        mbpa.Parametric(),
+        mbpa.NeighborVote(k=7),
+        mbpa.Adapted(mbpa.Gradient(0.5), k=5),
+        weights=(0.5, 0.2, 0.3),
+    )
+    model = make_model(mixture)
+    queries, labels = examples(2)
+    text = str(model.explain(queries[:1]))
+    assert "no neighbours: this is the parametric prediction" in text
+    assert "class " in text
+    model.write(queries, labels)
+    why = model.explain(queries[:1])
+    text = str(why)
+    assert "50% parametric" in text
+    assert "20% vote" in text
+    assert "30% adapted, parameters moved by" in text
+    assert why.weights.shape[1] == 2
+
+
+# Growing and refreshing
+
+
+def test_grown_heads_learn_labels_never_seen_and_leave_the_users_alone() -> None:
+    classifier = network()
+    embed, head = mbpa.split(classifier, at="3")
+    model = mbpa.MbPA(
+        embed,
+        head,
+        memory=mbpa.ExactMemory(50, D),
+        predictor=mbpa.Adapted(mbpa.Gradient(2.0, 20), k=3),
+    )
+    inputs, _ = examples(2)
+    with pytest.raises(ValueError, match=r"below 3, .*got 4: grow\(classes=5\)"):
+        model.write(inputs, torch.tensor([4, 4]))
+    assert len(model.memory) == 0
+    old = model(inputs)
+    model.grow(classes=5)
+    assert model.classes == 5
+    assert model(inputs).shape == (2, 5)
+    assert classifier[3].out_features == 3
+    assert (model(inputs)[:, :3].log_softmax(1) - old).abs().max() < 1e-6
+    model.write(inputs, torch.tensor([4, 4]))
+    assert model(inputs).argmax(1).tolist() == [4, 4]
+    classifier[3] = model.head  # adopting it
+    classifier.eval()
+    assert torch.equal(classifier(inputs).log_softmax(1), model.explain(inputs).before)
+    with pytest.raises(ValueError, match="classes must be at least 5, got 4"):
+        model.grow(classes=4)
+
+
+def test_new_rows_start_at_the_given_bias() -> None:
+    model = make_model()
+    model.grow(classes=4, bias=-5.0)
+    assert model.head.bias[3] == -5
+    assert (model.head.weight[3] == 0).all()
+
+
+def test_refresh_re_embeds_what_the_user_kept() -> None:
+    classifier = network()
+    embed, head = mbpa.split(classifier, at="3")
+    model = mbpa.MbPA(
+        embed,
+        head,
+        memory=mbpa.ExactMemory(20, D),
+        predictor=mbpa.Adapted(mbpa.Gradient(0.5), k=5),
+    )
+    inputs, labels = examples(30)
+    ids = model.write(inputs, labels)
+    model.memory.delete(ids[12:15])
+    stale = model.memory.entries()
+    with torch.no_grad():
+        classifier[0].weight.mul_(1.5)
+    asked: list[int] = []
+
+    def inputs_of(ids: Tensor) -> Tensor:
+        asked.append(len(ids))
+        return inputs[ids]
+
+    model.refresh(inputs_of, batch_size=8)
+    fresh = model.memory.entries()
+    assert sum(asked) == len(stale.ids) == 17
+    assert max(asked) <= 8
+    assert torch.equal(fresh.ids, stale.ids)
+    assert torch.equal(fresh.values, stale.values)
+    assert (fresh.keys - model.embed(inputs[fresh.ids])).abs().max() < 1e-6
+    assert (fresh.keys - stale.keys).abs().max() > 0.1
+
+
+def test_refreshing_an_empty_memory_does_nothing() -> None:
+    make_model().refresh(lambda ids: pytest.fail("nothing to embed"))
+
+
+# Saving and loading
+
+
+def own_rule() -> mbpa.Rule:
+    class Halving(mbpa.Rule):
+        steps = 2
+
+        def update(self, params, grads, start, state):  # type: ignore[no-untyped-def]
+            return {name: p - 0.5 * grads[name] for name, p in params.items()}, None
+
+    return Halving()
+
+
+SAVED = {
+    "adapted": mbpa.Adapted(mbpa.Gradient(0.5, 4, decay=0.1, momentum=0.3), k=5),
+    "options": mbpa.Adapted(
+        mbpa.RMSprop(0.1, 2, initial_square=1.0),
+        k=7,
+        kernel=mbpa.gaussian(2.0),
+        loss="cross_entropy",
+        params=("bias",),
+    ),
+    "mixture": mbpa.Mixture(
+        mbpa.Parametric(),
+        mbpa.Adapted(mbpa.Adam(0.1, 3), kernel=mbpa.uniform()),
+        mbpa.NeighborVote(mbpa.exp_dot(0.2), k=30, smoothing=0.1),
+        weights=(0.5, 0.2, 0.3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_loaded_model_answers_as_the_saved_one_did(
+    tmp_path: Path, name: str, grown: bool
+) -> None:
+    model = make_model(SAVED[name], capacity=25)
+    if grown:
+        model.grow(5)
+        with torch.no_grad():
+            model.head.weight[4] += 0.1
+    inputs, labels = examples(40)
+    ids = model.write(inputs, labels)
+    model.memory.delete(ids[30:33])
+    model.save(tmp_path / "run")
+    embed, head = mbpa.split(network(), at="3")
+    loaded = mbpa.MbPA.load(tmp_path / "run", embed, head)
+    assert loaded.predictor == model.predictor
+    queries, _ = examples(9, seed=2)
+    assert torch.equal(loaded(queries), model(queries))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(loaded.memory.entries(), model.memory.entries(), strict=True)
+    )
+    assert loaded.memory.capacity == 25
+    for each in (model, loaded):  # ids and ages go on alike
+        each.write(*examples(10, seed=3))
+    assert torch.equal(loaded.memory.entries().ids, model.memory.entries().ids)
+    assert torch.equal(loaded(queries), model(queries))
+    assert loaded.classes == (5 if grown else 3)
+
+
+def test_regression_memories_and_shaped_keys_are_saved(tmp_path: Path) -> None:
+    head = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Unflatten(1, (2, 3))).double()
+    memory = mbpa.ExactMemory(
+        9, (2, 2), dtype=torch.float64, value_shape=(2, 3), value_dtype=torch.float64
+    )
+    model = mbpa.MbPA(head=head, memory=memory, predictor=mbpa.Adapted(mbpa.Gradient(0.1, 2), k=3))
+    torch.manual_seed(0)
+    model.write(torch.randn(5, 2, 2).double(), torch.randn(5, 2, 3).double())
+    model.save(tmp_path)
+    queries = torch.randn(4, 2, 2).double()
+    assert torch.equal(mbpa.MbPA.load(tmp_path, head=head)(queries), model(queries))
+    assert model(queries).shape == (4, 2, 3)
+
+
+def test_parts_of_ones_own_are_asked_for_when_loading(tmp_path: Path) -> None:
+    predictor = mbpa.Adapted(own_rule(), k=5, kernel=lambda distances, dots: -distances)
+    model = make_model(predictor)
+    model.write(*examples(10))
+    model.save(tmp_path)
+    embed, head = mbpa.split(network(), at="3")
+    with pytest.raises(ValueError, match=r"parts of your own, .*Halving, .*lambda.*predictor="):
+        mbpa.MbPA.load(tmp_path, embed, head)
+    loaded = mbpa.MbPA.load(tmp_path, embed, head, predictor=predictor)
+    queries, _ = examples(4, seed=2)
+    assert torch.equal(loaded(queries), model(queries))
+
+
+def test_a_memory_of_ones_own_is_asked_for_when_loading(tmp_path: Path) -> None:
+    class OwnMemory(mbpa.ExactMemory):
+        pass
+
+    embed, head = mbpa.split(network(), at="3")
+    predictor = mbpa.NeighborVote(k=3)
+    model = mbpa.MbPA(embed, head, memory=OwnMemory(30, D), predictor=predictor)
+    model.write(*examples(10))
+    model.save(tmp_path)
+    with pytest.raises(ValueError, match="saved memory was a OwnMemory: pass an empty one"):
+        mbpa.MbPA.load(tmp_path, embed, head)
+    loaded = mbpa.MbPA.load(tmp_path, embed, head, memory=OwnMemory(40, D))
+    queries, _ = examples(4, seed=2)
+    assert torch.equal(loaded(queries), model(queries))
+
+
+def test_damaged_or_newer_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    model = make_model()
+    model.write(*examples(10))
+    model.save(tmp_path)
+    embed, head = mbpa.split(network(), at="3")
+    payload = next(tmp_path.glob("memory-*.safetensors"))
+    whole = payload.read_bytes()
+    for damaged in (whole[:-5], whole[:-1] + bytes([whole[-1] ^ 1])):
+        payload.write_bytes(damaged)
+        with pytest.raises(mbpa.CheckpointError, match=payload.name):
+            mbpa.MbPA.load(tmp_path, embed, head)
+    payload.write_bytes(whole)
+    manifest = tmp_path / "manifest.json"
+    text = manifest.read_text()
+    content = json.loads(text)
+    content["format"] += 1
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(mbpa.CheckpointError, match=r"manifest\.json.*newer"):
+        mbpa.MbPA.load(tmp_path, embed, head)
+    manifest.write_text(text[: len(text) // 2])
+    with pytest.raises(mbpa.CheckpointError, match=r"manifest\.json"):
+        mbpa.MbPA.load(tmp_path, embed, head)
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+    from mbpa.checkpoint import save_checkpoint
+
+    save_checkpoint(tmp_path, tensors={}, description={"hello": 1})
+    with pytest.raises(mbpa.CheckpointError, match=r"manifest\.json does not describe an MbPA"):
+        mbpa.MbPA.load(tmp_path, head=nn.Linear(D, CLASSES))
+
+
+def test_a_head_that_does_not_fit_the_saved_one_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    model.grow(5)
+    model.save(tmp_path)
+    with pytest.raises(ValueError, match="head must be the one the model was saved with"):
+        mbpa.MbPA.load(tmp_path, head=nn.Linear(D + 1, CLASSES))
+
+
+# Bad input
+
+
+def test_modules_that_are_random_or_update_themselves_are_refused() -> None:
+    memory, predictor = mbpa.ExactMemory(9, D), mbpa.NeighborVote(k=2)
+    for noisy in (
+        nn.Sequential(nn.Dropout(0.1), nn.Linear(D, CLASSES)),
+        nn.Sequential(nn.BatchNorm1d(D), nn.Linear(D, CLASSES)),
+        nn.Sequential(nn.RReLU(), nn.Linear(D, CLASSES)),
+    ):
+        kind = type(noisy[0]).__name__
+        with pytest.raises(ValueError, match=f"head must be in eval mode, got an active {kind}"):
+            mbpa.MbPA(head=noisy, memory=memory, predictor=predictor)
+        model = mbpa.MbPA(head=noisy.eval(), memory=memory, predictor=predictor)
+        model(torch.zeros(2, D))
+        noisy.train()  # later, behind our back
+        with pytest.raises(ValueError, match="head must be in eval mode"):
+            model(torch.zeros(2, D))
+    embed = nn.Sequential(nn.Linear(4, D), nn.Dropout(0.5))
+    with pytest.raises(ValueError, match="embed must be in eval mode, got an active Dropout at '1'"):
+        mbpa.MbPA(embed, nn.Linear(D, CLASSES), memory=memory, predictor=predictor)
+    harmless = nn.Sequential(nn.Dropout(0.0), nn.Linear(D, CLASSES)).train()
+    mbpa.MbPA(head=harmless, memory=memory, predictor=predictor)
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_heads_that_do_not_fit_the_memory_are_refused() -> None:
+    predictor = mbpa.NeighborVote(k=2)
+    with pytest.raises(ValueError, match=r"take keys of shape \(B, 6\), it says"):
+        mbpa.MbPA(head=nn.Linear(5, 3), memory=mbpa.ExactMemory(9, 6), predictor=predictor)
+    with pytest.raises(ValueError, match=r"logits \(B, C\)"):
+        mbpa.MbPA(head=nn.Linear(6, 3), memory=mbpa.ExactMemory(9, (2, 6)), predictor=predictor)
+    targets = mbpa.ExactMemory(9, 6, value_shape=(2,), value_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"targets' shape \(2,\), got \(3,\)"):
+        mbpa.MbPA(head=nn.Linear(6, 3), memory=targets, predictor=predictor)
+    with pytest.raises(ValueError, match=r"head must be a torch.nn.Module, got NoneType"):
+        mbpa.MbPA(memory=mbpa.ExactMemory(9, 6), predictor=predictor)
+    with pytest.raises(ValueError, match=r"on the head's device meta, got cpu"):
+        mbpa.MbPA(
+            head=nn.Linear(6, 3, device="meta"), memory=mbpa.ExactMemory(9, 6), predictor=predictor
+        )
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_bad_calls_are_refused_and_leave_the_memory_as_it_was() -> None:
+    model = make_model()
+    inputs, labels = examples(4)
+    model.write(inputs, labels)
+    before = model.memory.entries()
+    calls = [
+        (lambda: model(), "give inputs or keys="),
+        (lambda: model(inputs, keys=inputs), "give inputs or keys="),
+        (lambda: model(keys=torch.zeros(2, 5)), r"keys must end in the shape \(6,\), got \(2, 5\)"),
+        (lambda: model.write(inputs), "write needs values"),
+        (lambda: model.write(inputs, labels[:3]), r"values must have shape \(4,\)"),
+        (lambda: model.write(inputs, labels.float()), "labels of an integer dtype, got torch.float"),
+        (lambda: model.write(inputs, torch.tensor([0, 1, 2, 3])), "labels must be below 3"),
+        (lambda: model.write(inputs, torch.tensor([0, 1, 2, -1])), "must not be negative, got -1"),
+        (lambda: model.write(keys=torch.full((1, D), torch.nan), values=[0]), "must be finite"),
+        (lambda: model.write(keys=torch.zeros(1, D).long(), values=[0]), "floating dtype"),
+        (lambda: model.write(keys=torch.zeros(1, D, device="meta"), values=[0]), "got meta"),
+        (lambda: model(keys=torch.full((1, D), torch.inf)), "must be finite"),
+        (lambda: model.memory.delete([99]), r"unknown: \[99\]"),
+        (lambda: mbpa.split(network(), at="fc"), "'fc'"),
+        (lambda: mbpa.ExactMemory(0, D), "capacity must be at least 1, got 0"),
+        (lambda: model.memory.read(torch.zeros(1, D), k=0), "k must be at least 1, got 0"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    after = model.memory.entries()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert model.memory.next_id == 4
+
+
+def test_a_label_written_past_the_model_is_refused_before_it_does_harm() -> None:
+    model = make_model()
+    model.memory.write(torch.zeros(1, D), [7])
+    with pytest.raises(ValueError, match="labels must be below 3"):
+        model(torch.zeros(1, 4))
+
+
+def test_embeddings_of_another_shape_are_refused() -> None:
+    model = mbpa.MbPA(
+        nn.Linear(4, D + 1),
+        nn.Linear(D, CLASSES),
+        memory=mbpa.ExactMemory(9, D),
+        predictor=mbpa.NeighborVote(k=1),
+    )
+    with pytest.raises(ValueError, match=r"end in the memory's key shape \(6,\), got \(2, 7\)"):
+        model(torch.zeros(2, 4))
+
+
+# The cost of importing
+
+
+def test_importing_costs_at_most_150_ms_beyond_torch() -> None:
+    script = (
+        "import time, torch; start = time.perf_counter(); import mbpa; "
+        "print(time.perf_counter() - start)"
+    )
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(seconds) <= 0.150, seconds
