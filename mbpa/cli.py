@@ -1,13 +1,15 @@
-"""The command line. Each command is a dataclass: its fields are the options, the docstring under a
-field is the option's help, and `run` calls the library and prints. Whatever imports torch is
-imported there, so that help and errors of usage need not wait for it."""
+"""The command line: parse, call, print.
+
+Each command is a dataclass: its fields are the options, the docstring under a field is its help,
+and `run` calls the library and prints. What takes long to import is imported there.
+"""
 
 from __future__ import annotations
 
+import abc
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import tyro
 
@@ -17,14 +19,16 @@ DESCRIPTION = """Memory-based Parameter Adaptation: an episodic memory that adap
 query. `mbpa COMMAND --help` describes a command, `mbpa --version` prints the version."""
 
 
-class Command(Protocol):
+class Command(abc.ABC):
     """What every command can do once its options are parsed."""
 
-    def run(self) -> None: ...
+    @abc.abstractmethod
+    def run(self) -> None:
+        """Do it, and print what came of it."""
 
 
 @dataclass(frozen=True)
-class Demo:
+class Demo(Command):
     """New digits in half a minute: a network that knows five digits meets all ten.
 
     Prints a table of accuracies and one prediction explained; writes demo.png and demo.json.
@@ -32,7 +36,7 @@ class Demo:
 
     out: Path = Path("demo")
     """Directory for the files; made if it does not exist."""
-    seeds: int = 10
+    seeds: int = 20
     """Repetitions, each with other old digits and another stream; 1 to 100."""
     progress: bool = True
     """Show a progress bar on standard error."""

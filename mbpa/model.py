@@ -358,8 +358,16 @@ class MbPA:
 
 @contextmanager
 def _own_precision(keys: Tensor) -> Iterator[None]:
-    """No gradients, and the head's own dtype even under autocast: adaptation wants no less."""
-    with torch.no_grad(), torch.autocast(keys.device.type, enabled=False):
+    """No gradients, and the head's own dtype even under autocast: adaptation wants no less.
+
+    Inference mode is left, since inside it autograd may give zeros and tables made for later calls
+    could not be filled by them.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(keys.device.type, enabled=False),
+    ):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Every annotation of `mbpa` is checked while the tests run: shapes by jaxtyping, types by beartype.
+"""While the tests run, every annotation of `mbpa` is checked, by jaxtyping and beartype.
 
 The hook must be in place before anything imports `mbpa`, hence the order below.
 """

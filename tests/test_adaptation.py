@@ -1,4 +1,4 @@
-"""Every path equals the per-query autograd loop of `oracle.py`, whatever head, rule, loss, steps."""
+"""Every path equals the per-query autograd loop of `oracle.py`: all heads, rules, losses, steps."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_chunks_keep_to_the_scratch_budget() -> None:
 
 
 def test_stored_outputs_follow_the_memory_and_the_head() -> None:
-    """Overwriting, deleting, re-keying, growing and training must never leave a stale row in use."""
+    """Overwriting, deleting, re-keying, growing, training: none may leave a stale row in use."""
     torch.manual_seed(0)
     head = nn.Linear(5, 3).double()
     memory = mbpa.ExactMemory(20, 5, dtype=torch.float64)

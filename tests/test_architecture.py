@@ -11,6 +11,7 @@ ROOT = Path(mbpa.__file__).parent
 # Each row may import from the rows above it, and from its own package.
 LAYERS = [
     {"errors"},
+    {"sharing"},
     {"memory", "split"},
     {"kernels", "rules", "adaptation"},
     {"predictors"},

@@ -289,6 +289,7 @@ def test_a_copied_and_read_only_checkpoint_loads(saved, tmp_path):
 
 
 @pytest.mark.parametrize("group", ["", "a/b", "..", "a.b", "é", "a b", "a\n", "x" * 129, 3])
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_group_names_are_letters_digits_underscore_and_hyphen(tmp_path, group):
     with pytest.raises(ValueError, match=re.escape(f"got {group!r}")):
         save_checkpoint(tmp_path / "new", tensors={group: {}}, description={})
@@ -349,6 +350,7 @@ def test_description_nested_as_deep_as_allowed_or_deeper_never_ends_in_a_recursi
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_tensors_that_safetensors_cannot_hold_are_refused(tmp_path, named, match):
     with pytest.raises(ValueError, match=match):
         save_checkpoint(tmp_path / "new", tensors={"g": named}, description={})

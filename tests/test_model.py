@@ -113,7 +113,14 @@ def test_it_works_inside_inference_mode_and_with_gradients_enabled() -> None:
         with torch.inference_mode():
             model.write(*examples(3, seed=3))
             changed = model(inputs)
+            inside = make_model(predictor)
+            inside.write(*examples(20))
+            inside(inputs)
+            assert torch.equal(inside(inputs), plain)
         assert torch.equal(changed, model(inputs))
+        assert (changed - plain).abs().max() > 1e-3
+        inside.write(*examples(3, seed=3))  # what was made in there works out here
+        assert torch.equal(inside(inputs), changed)
 
 
 def test_answers_from_many_threads_are_those_of_one() -> None:
@@ -452,7 +459,9 @@ def test_modules_that_are_random_or_update_themselves_are_refused() -> None:
         with pytest.raises(ValueError, match="head must be in eval mode"):
             model(torch.zeros(2, D))
     embed = nn.Sequential(nn.Linear(4, D), nn.Dropout(0.5))
-    with pytest.raises(ValueError, match="embed must be in eval mode, got an active Dropout at '1'"):
+    with pytest.raises(
+        ValueError, match="embed must be in eval mode, got an active Dropout at '1'"
+    ):
         mbpa.MbPA(embed, nn.Linear(D, CLASSES), memory=memory, predictor=predictor)
     harmless = nn.Sequential(nn.Dropout(0.0), nn.Linear(D, CLASSES)).train()
     mbpa.MbPA(head=harmless, memory=memory, predictor=predictor)
@@ -488,7 +497,10 @@ def test_bad_calls_are_refused_and_leave_the_memory_as_it_was() -> None:
         (lambda: model(keys=torch.zeros(2, 5)), r"keys must end in the shape \(6,\), got \(2, 5\)"),
         (lambda: model.write(inputs), "write needs values"),
         (lambda: model.write(inputs, labels[:3]), r"values must have shape \(4,\)"),
-        (lambda: model.write(inputs, labels.float()), "labels of an integer dtype, got torch.float"),
+        (
+            lambda: model.write(inputs, labels.float()),
+            "labels of an integer dtype, got torch.float",
+        ),
         (lambda: model.write(inputs, torch.tensor([0, 1, 2, 3])), "labels must be below 3"),
         (lambda: model.write(inputs, torch.tensor([0, 1, 2, -1])), "must not be negative, got -1"),
         (lambda: model.write(keys=torch.full((1, D), torch.nan), values=[0]), "must be finite"),
@@ -535,7 +547,9 @@ def test_importing_costs_at_most_150_ms_beyond_torch() -> None:
         "print(time.perf_counter() - start)"
     )
     seconds = [
-        float(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
+        float(
+            subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
+        )
         for _ in range(3)
     ]
     assert min(seconds) <= 0.150, seconds

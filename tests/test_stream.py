@@ -142,7 +142,7 @@ def test_bad_streams_are_refused_and_nothing_is_written() -> None:
         mbpa.score_stream(model, inputs, labels, block=0)
     with pytest.raises(ValueError, match=r"targets must have shape \(4,\), got \(3,\)"):
         mbpa.score_stream(model, inputs, labels[:3])
-    with pytest.raises(ValueError, match="labels must be below 5.*got 9"):
+    with pytest.raises(ValueError, match=r"labels must be below 5.*got 9"):
         mbpa.score_stream(model, inputs, torch.tensor([0, 1, 2, 9]), block=2)
     inputs[3, 0] = torch.nan
     with pytest.raises(ValueError, match="must be finite"):

@@ -186,9 +186,7 @@ def test_no_call_changes_a_module_or_draws_random_numbers(name: str, head: str) 
     network = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), heads()[head])
     embed, tail = mbpa.split(network.train(), at="3")
     before = copy.deepcopy(network.state_dict())
-    model = mbpa.MbPA(
-        embed, tail, memory=mbpa.ExactMemory(20, 5), predictor=PREDICTORS[name]
-    )
+    model = mbpa.MbPA(embed, tail, memory=mbpa.ExactMemory(20, 5), predictor=PREDICTORS[name])
     inputs, labels = torch.randn(12, 4), torch.randint(3, (12,))
     random_state = torch.get_rng_state()
     model.write(inputs, labels)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mbpa.adaptation.losses import loss_per_neighbor, residual
 from mbpa.adaptation.problem import Problem
 from mbpa.rules import Params
-from mbpa.split import _share
+from mbpa.sharing import share
 
 Forward = Callable[[Params, Tensor], Tensor]
 Slope = Callable[[Params, Tensor, Tensor, Tensor], Params]
@@ -28,6 +28,7 @@ def functional(problem: Problem, chunk: int) -> tuple[Float[Tensor, "B *C"], Flo
         name: tensor.detach().to(problem.dtype) if tensor.is_floating_point() else tensor
         for name, tensor in [*shell.named_parameters(), *shell.named_buffers()]
     }
+    tensors = {name: _differentiable(tensor) for name, tensor in tensors.items()}
     start = {name: tensors.pop(name) for name in problem.adapting}
 
     def forward(params: Params, inputs: Tensor) -> Tensor:
@@ -71,14 +72,20 @@ def _each_adapted(
         return forward(params, query[None])[0], torch.stack(squares).sum().sqrt()
 
     batched = torch.vmap(adapted, chunk_size=chunk)
-    outputs, change = batched(problem.queries, problem.keys, problem.values, problem.weights)
+    inputs = problem.queries, problem.keys, problem.values, problem.weights
+    outputs, change = batched(*map(_differentiable, inputs))
     return outputs, change
+
+
+def _differentiable(tensor: Tensor) -> Tensor:
+    """Autograd refuses tensors that were made in inference mode, but not their copies."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _shell_of(head: nn.Module) -> nn.Module:
     """A copy of the head for this call alone: `functional_call` swaps parameters in the module it
     is given, which must be neither the user's nor another thread's."""
-    shell = _share(head, {})
+    shell = share(head, {})
     for module in shell.modules():
         module._parameters, module._buffers = dict(module._parameters), dict(module._buffers)
     return shell

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -37,13 +37,16 @@ TEST, VALIDATION, TRAINING = 50, 24, 100
 class DigitsConfig:
     """Protocol and hyper-parameters.
 
-    The latter were chosen on the validation images with the seeds 100 to 109, by the mean accuracy
-    on all digits over `examples`: 63 settings for fine-tuning (SGD, RMSprop and Adam, 21 rates
-    each), then, with that fixed, 64 settings for each of the other three methods. Test images and
-    the default seeds had no part in it; `part="validation"` lets you look again.
+    The latter were chosen on the validation images with the seeds 100 to 109, each method by its
+    own mean accuracy on all digits over `examples`. First fine-tuning: 63 settings, 21 rates each
+    for SGD, RMSprop and Adam. Then, on that output layer, 82 settings for each of the other three:
+    a grid of 64, its range from a rough first look, and 18 more around its best. Inverse distance,
+    the paper's kernel, was no better for any of them. The network was chosen before, as the best
+    of eight for fine-tuning and vote alike. Test images and the default seeds had no part in this:
+    it looked at `DigitsConfig(seeds=tuple(range(100, 110)), part="validation", ...)`.
     """
 
-    seeds: tuple[int, ...] = tuple(range(10))
+    seeds: tuple[int, ...] = tuple(range(20))
     """One repetition each: which digits are old, the images, their order, the initial weights."""
     part: Literal["test", "validation"] = "test"
     """Which images are scored; neither is ever trained on or written to a memory."""
@@ -55,16 +58,18 @@ class DigitsConfig:
     pretraining_lr: float = 3e-3
     finetuning_lr: float = 4e-3
     """RMSprop, one step on each example that arrives."""
-    vote_k: int = 3
+    vote_k: int = 1
+    """The nearest neighbour alone was best."""
     vote_bandwidth: float = 1.0
+    """Of the Gaussian kernel, here and below; no matter where k is 1."""
     mixture_k: int = 5
-    mixture_bandwidth: float = 2.0
-    mixture_weight: float = 0.4
+    mixture_bandwidth: float = 0.5
+    mixture_weight: float = 0.35
     """Of the vote; the rest is the output layer's."""
     mbpa_lr: float = 0.1
-    mbpa_steps: int = 20
-    mbpa_k: int = 5
-    mbpa_bandwidth: float = 4.0
+    mbpa_steps: int = 5
+    mbpa_k: int = 50
+    mbpa_bandwidth: float = 2.0
 
     def __post_init__(self) -> None:
         if not self.seeds:
@@ -104,10 +109,9 @@ class Record(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class Rescue:
-    """A query that only MbPA gets right."""
+    """A query of a new digit that only MbPA gets right."""
 
     digit: str
-    is_old: bool
     examples: int
     seed: int
     explanation: mbpa.Explanation
@@ -120,15 +124,8 @@ class DigitsResult:
     config: DigitsConfig
     records: list[Record]
     rescue: Rescue | None
-    """From the first seed: at the fewest examples, the largest gain in probability."""
+    """From the first seed: at the fewest examples where there is one, the one that gains most."""
     seconds: float
-    environment: dict[str, Any] = field(
-        default_factory=lambda: {
-            "torch": str(torch.__version__),
-            "device": "cpu",
-            "cores": os.cpu_count(),
-        }
-    )
 
 
 def run(config: DigitsConfig, progress: bool = True) -> DigitsResult:
@@ -177,13 +174,13 @@ def run_seed(
 
     records: list[Record] = []
     rescue = None
-    stream = zip(task.stream_images.split(1), task.stream_labels.split(1), strict=True)
-    for seen, (image, label) in enumerate(stream, start=1):
-        key = model.embed(image)
+    keys, queries = model.embed(task.stream_images), model.embed(task.queries)
+    stream = zip(keys.split(1), task.stream_labels.split(1), strict=True)
+    for seen, (key, label) in enumerate(stream, start=1):
         _step(optimizer, F.cross_entropy(model.head(key), label))
         model.write(keys=key, values=label)
         if seen in config.examples:
-            predictions = {name: method(task.queries) for name, method in methods.items()}
+            predictions = {name: method(keys=queries) for name, method in methods.items()}
             records += _scored(predictions, task, seen, seed)
             rescue = rescue or _rescued(predictions, methods["MbPA"], task, seen, seed)
         after_each()
@@ -314,9 +311,7 @@ def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 # What is measured
 
 
-def _scored(
-    predictions: dict[str, Tensor], task: Task, examples: int, seed: int
-) -> list[Record]:
+def _scored(predictions: dict[str, Tensor], task: Task, examples: int, seed: int) -> list[Record]:
     is_old = task.answers < OLD
     subsets = {"novel": ~is_old, "pre-trained": is_old, "all": torch.ones_like(is_old)}
     return [
@@ -341,22 +336,23 @@ def _right(prediction: Float[Tensor, "Q 10"], task: Task) -> Bool[Tensor, "Q"]:
 def _rescued(
     predictions: dict[str, Tensor], model: mbpa.MbPA, task: Task, examples: int, seed: int
 ) -> Rescue | None:
-    """Of the queries that MbPA alone gets right, the one whose answer it makes likeliest."""
+    """Of the new digits that MbPA alone gets right, the one whose probability it raises most."""
     others = [_right(p, task) for name, p in predictions.items() if name != "MbPA"]
-    alone = _right(predictions["MbPA"], task) & ~torch.stack(others).any(0)
+    alone = _right(predictions["MbPA"], task) & ~torch.stack(others).any(0) & (task.answers >= OLD)
     if not alone.any():
         return None
     gains = predictions["MbPA"].exp() - predictions["parametric"].exp()
     gains = gains.gather(1, task.answers[:, None])[:, 0]
     query = int(gains.where(alone, -torch.inf).argmax())
-    answer = int(task.answers[query])
     return Rescue(
-        digit=task.names[answer],
-        is_old=answer < OLD,
+        digit=task.names[int(task.answers[query])],
         examples=examples,
         seed=seed,
         explanation=model.explain(task.queries[query][None], labels=task.names),
     )
+
+
+# What is kept
 
 
 def as_json(result: DigitsResult) -> dict[str, Any]:
@@ -364,7 +360,11 @@ def as_json(result: DigitsResult) -> dict[str, Any]:
     return {
         "experiment": "digits",
         "config": asdict(result.config),
-        "environment": result.environment,
+        "environment": {
+            "torch": str(torch.__version__),
+            "device": "cpu",
+            "cores": os.cpu_count(),
+        },
         "seconds": round(result.seconds, 1),
         "metrics": result.records,
     }

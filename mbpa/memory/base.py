@@ -450,9 +450,10 @@ class Memory(abc.ABC):
 
     def _reset(self, ring: Ring) -> None:
         self._ring = ring
-        self._slot_ids = torch.full((ring.capacity,), -1, dtype=torch.int64, device=self.device)
         self._revision = getattr(self, "_revision", -1) + 1
-        self._clear()
+        with torch.inference_mode(False):  # what is made here is written to later
+            self._slot_ids = torch.full((ring.capacity,), -1, device=self.device)
+            self._clear()
 
 
 def _checked_capacity(capacity: int) -> int:

@@ -60,6 +60,7 @@ class Neighbors:
 
     @staticmethod
     def concatenated(parts: list[Neighbors]) -> Neighbors:
+        """The neighbours of several batches of queries, in one."""
         if len(parts) == 1:
             return parts[0]
         return Neighbors(

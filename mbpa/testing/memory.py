@@ -34,6 +34,7 @@ def check_memory(make: MakeMemory, *, exact: bool = True) -> None:
     for part in (
         _starts_empty,
         _overwrites_the_oldest,
+        _hands_out_copies,
         _ranks_ties_newest_first,
         _measures_from_the_query,
         _deletes_and_reuses_room,
@@ -67,11 +68,16 @@ def _overwrites_the_oldest(make: MakeMemory, exact: bool) -> None:
         twins.write(twins.keys(size))
         for k in (1, 4, 6, 9):
             twins.read(twins.keys(3), k)
-    held, found = twins.memory.entries(), twins.memory.read(twins.keys(3), 6)
-    before = held.keys.tolist(), held.values.tolist(), found.values.tolist(), found.keys.tolist()
+
+
+def _hands_out_copies(make: MakeMemory, exact: bool) -> None:
+    twins = Twins(make, 6, exact)
     twins.write(twins.keys(6))
-    after = held.keys.tolist(), held.values.tolist(), found.values.tolist(), found.keys.tolist()
-    same("what was returned stays as it was after a write", before, after)
+    held, found = twins.memory.entries(), twins.memory.read(twins.keys(3), 6)
+    parts = (held.keys, held.values, found.keys, found.values)
+    before = [part.tolist() for part in parts]
+    twins.write(twins.keys(6))
+    same("what was returned, after a write", before, [part.tolist() for part in parts])
 
 
 def _ranks_ties_newest_first(make: MakeMemory, exact: bool) -> None:
@@ -110,6 +116,9 @@ def _deletes_and_reuses_room(make: MakeMemory, exact: bool) -> None:
         )
     twins.delete([])
     twins.delete(twins.ids())
+    key, _ = twins.memory._get(torch.zeros(1, dtype=torch.int64, device=twins.memory.device))
+    finite = bool(key.isfinite().all())
+    require(finite, "key of an empty slot", "a finite one, padding has it", key.tolist())
     twins.read(twins.keys(2), 3)
     twins.write(twins.keys(3))
     twins.read(twins.keys(2), 3)
@@ -131,7 +140,7 @@ def _clears_and_resizes(make: MakeMemory, exact: bool) -> None:
     for capacity in (9, 3, 1, 4):
         twins.resize(capacity)
         twins.read(twins.keys(3), 3)
-        twins.write(twins.keys(2))
+        twins.write(twins.keys(5))
         twins.read(twins.keys(3), 3)
     twins.memory.clear()
     twins.entries.clear()
@@ -262,7 +271,7 @@ def _write_labels(memory: Memory, labels: Tensor) -> list[int]:
 
 def _check_labels_are_keys(found: Neighbors, written: Mapping[int, int]) -> None:
     for row, place in found.mask.nonzero().tolist():
-        label = written[int(found.ids[row, place])]
+        label = written.get(int(found.ids[row, place]))
         for part in (found.keys, found.values):
             actual = sorted(set(part[row, place].flatten().tolist()))
             same("keys and values read while others write belong together", [label], actual)

@@ -12,6 +12,7 @@ from mbpa.memory import ExactMemory
 from mbpa.model import MbPA
 from mbpa.predictors import Adapted
 from mbpa.rules import Params, Rule
+from mbpa.rules import check_rule as check_is_rule
 from mbpa.testing.claims import require, same
 
 
@@ -28,6 +29,7 @@ def check_rule(rule: Rule) -> None:
         >>> import mbpa
         >>> mbpa.testing.check_rule(mbpa.Gradient(lr=0.1, steps=5, decay=0.1))
     """
+    check_is_rule(rule)
     for dtype in (torch.float64, torch.float32):
         _is_pure(rule, dtype)
         _survives_zero_gradients(rule, dtype)

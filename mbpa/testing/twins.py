@@ -21,7 +21,7 @@ class Twins:
     agree. Keys are small integers unless said otherwise: ties are frequent, distances exact."""
 
     def __init__(self, make: MakeMemory, capacity: int, exact: bool) -> None:
-        self.make, self.exact = make, exact
+        self.exact = exact
         self.memory = make(capacity, KEY_DIM)
         self.capacity = capacity
         self.entries: list[tuple[int, Tensor, Tensor]] = []
