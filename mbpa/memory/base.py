@@ -85,7 +85,7 @@ class Memory(abc.ABC):
 
     @abc.abstractmethod
     def _get(self, slots: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
-        """Keys and values of these slots; anything finite for a slot that is empty."""
+        """Keys and values of these slots, of which there is at least one, and none is empty."""
 
     @abc.abstractmethod
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
@@ -145,7 +145,7 @@ class Memory(abc.ABC):
         """Everything it holds, oldest first."""
         with self._lock:
             slots = self._ring.oldest(len(self))
-            keys, values = self._get(self._tensor(slots))
+            keys, values = self._fetched(self._tensor(slots))
             ids = torch.from_numpy(self._ring.ids(slots))
             return Entries(ids, keys.reshape(-1, *self.key_shape), values)
 
@@ -183,7 +183,7 @@ class Memory(abc.ABC):
             slots = self._tensor(self._find(ids))
             if len(slots) != len(flat):
                 raise ValueError(f"ids and keys must be as many, got {len(slots)} and {len(flat)}")
-            self._put(slots, flat, self._get(slots)[1])
+            self._put(slots, flat, self._fetched(slots)[1])
             self._revision += 1
 
     def delete(self, ids: Int[Tensor, "N"] | Iterable[int]) -> None:
@@ -330,10 +330,10 @@ class Memory(abc.ABC):
     ) -> tuple[Neighbors, Float[Tensor, "B"] | None]:
         """The `width` nearest of `reach` candidates, by recomputed distance, newer first."""
         slots, beyond = self._found(queries, reach, width)
-        present = slots.clamp_min(0)
-        ids = torch.where(slots >= 0, self._slot_ids[present], -1)
+        ids = torch.where(slots >= 0, self._slot_ids[slots.clamp_min(0)], -1)
         hidden = ids < since[:, None]
-        keys, values = self._get(present.flatten())
+        any_entry = int(self._ring.oldest(1)[0])  # stands in where there is none to fetch
+        keys, values = self._fetched(torch.where(ids >= 0, slots, any_entry).flatten())
         keys = keys.to(self.distance_dtype).unflatten(0, slots.shape)  # B J D
         distances = (keys - queries[:, None]).square_().sum(-1).masked_fill_(hidden, math.inf)
         dots = torch.einsum("bjd,bd->bj", keys, queries)
@@ -381,6 +381,15 @@ class Memory(abc.ABC):
             slack = gamma * (2 * queries.norm(dim=1) + farthest.sqrt()).square()
             unsure |= farthest + slack >= beyond
         return unsure & (needed > 0)
+
+    def _fetched(
+        self, slots: Int[Tensor, "N"]
+    ) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
+        if len(slots):
+            return self._get(slots)
+        keys = torch.empty(0, self.key_size, dtype=self.dtype, device=self.device)
+        shape = (0, *self.value_shape)
+        return keys, torch.empty(shape, dtype=self.value_dtype, device=self.device)
 
     # Validation and bookkeeping
 
