@@ -93,9 +93,9 @@ def _lines(one: Explanation) -> Iterator[str]:
         yield "no neighbours: this is the parametric prediction"
         return
     yield f"neighbours ({min(SHOWN, found)} of {found})"
-    weights = one.weights
+    weights = [] if one.weights is None else one.weights[0].tolist()
     for i in range(min(SHOWN, found)):
-        weight = "" if weights is None else f"  weight {float(weights[0, i]):.3f}"
+        weight = f"  weight {weights[i]:.3f}" if i < len(weights) else ""
         yield (
             f"  id {int(one.neighbors.ids[0, i])}: {_value(one, one.neighbors.values[0, i])}"
             f"{weight}  distance {float(one.neighbors.distances[0, i]) ** 0.5:.3g}"

@@ -139,7 +139,7 @@ class MbPA:
     def write(
         self,
         inputs: Any = None,
-        values: Shaped[Tensor, "..."] | Sequence[float] | None = None,
+        values: Shaped[Tensor, "..."] | Sequence[Any] | None = None,
         *,
         keys: Float[Tensor, "..."] | None = None,
     ) -> Int[Tensor, "N"]:

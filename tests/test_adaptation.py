@@ -310,6 +310,35 @@ def test_no_table_is_kept_that_exceeds_its_budget() -> None:
     assert (without(queries) - with_table(queries)).abs().max() <= 1e-9
 
 
+def test_a_rule_that_extends_gradient_is_not_taken_for_it() -> None:
+    class Doubled(mbpa.Gradient):
+        def update(self, params, grads, start, state):  # type: ignore[no-untyped-def]
+            twice = {name: 2 * g for name, g in grads.items()}
+            return super().update(params, twice, start, state)
+
+    head, _ = make_head("linear")
+    keys, values, queries = data((6,), "cross_entropy", torch.float64)
+    doubled = make_model(head.double(), keys, values, Doubled(0.1, 3))
+    plain = make_model(head, keys, values, mbpa.Gradient(0.2, 3))
+    assert (doubled(queries) - plain(queries)).abs().max() <= 1e-9
+
+
+def test_scalar_regression_targets_adapt() -> None:
+    class Scalar(nn.Linear):
+        def forward(self, keys: Tensor) -> Tensor:
+            return super().forward(keys)[:, 0]
+
+    torch.manual_seed(0)
+    head = Scalar(6, 1).double()
+    keys, queries = torch.randn(30, 6).double(), torch.randn(5, 6).double()
+    model = make_model(head, keys, keys.sum(1), mbpa.Gradient(0.1, 5))
+    vector = nn.Linear(6, 1).double()
+    vector.load_state_dict(head.state_dict())
+    twin = make_model(vector, keys, keys.sum(1, keepdim=True), mbpa.Gradient(0.1, 5))
+    assert model(queries).shape == (5,)
+    assert (model(queries) - twin(queries)[:, 0]).abs().max() <= 1e-9
+
+
 def test_hooks_on_a_linear_head_are_respected() -> None:
     head, _ = make_head("linear")
     head.double().register_forward_hook(lambda module, args, output: 2 * output)

@@ -214,6 +214,14 @@ def test_explain_names_the_parts_of_a_mixture_and_an_empty_memory() -> None:
     assert "no neighbours: this is the parametric prediction" in text
     assert "class " in text
     model.write(queries, labels)
+    narrow = mbpa.Mixture(
+        mbpa.Adapted(mbpa.Gradient(0.5), k=1), mbpa.NeighborVote(k=2), weights=(0.5, 0.5)
+    )
+    fewer = str(mbpa.MbPA(
+        model.embed, model.head, memory=model.memory, predictor=narrow
+    ).explain(queries[:1]))  # fmt: skip
+    assert fewer.count("weight") == 1  # the adapted part took only one neighbour
+    assert fewer.count("distance") == 2
     why = model.explain(queries[:1])
     text = str(why)
     assert "50% parametric" in text

@@ -24,7 +24,7 @@ def loss_per_neighbor(
     if loss == CROSS_ENTROPY:
         return functional.cross_entropy(outputs, values, reduction="none")
     if loss == SQUARED_ERROR:
-        return (outputs - values).square().flatten(1).sum(1) / 2
+        return (outputs - values).square().reshape(len(outputs), -1).sum(1) / 2
     assert callable(loss)  # checked where the loss came in
     losses = loss(outputs, values)
     if losses.shape != outputs.shape[:1]:
