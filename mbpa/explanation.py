@@ -23,7 +23,8 @@ class Explanation:
     """The parametric prediction: log-probabilities, or values."""
     after: Float[Tensor, "B *C"]
     """The prediction."""
-    neighbors: Neighbors
+    neighbors: Neighbors | None
+    """`None` if the predictor asked for none."""
     parts: tuple[Part, ...]
     """What the prediction is made of; one part unless the predictor is a mixture."""
     has_labels: bool
@@ -60,7 +61,7 @@ class Explanation:
             self,
             before=self.before[rows],
             after=self.after[rows],
-            neighbors=self.neighbors.rows(rows),
+            neighbors=self.neighbors and self.neighbors.rows(rows),
             parts=tuple(part.rows(rows) for part in self.parts),
         )
 
@@ -88,8 +89,8 @@ def _lines(one: Explanation) -> Iterator[str]:
             how = f", parameters moved by {moved:.3g} (path: {part.adaptation.path})"
         if len(one.parts) > 1 or how:
             yield f"{share}{part.name}{how}"
-    found = int(one.neighbors.mask.sum())
-    if not found:
+    found = 0 if one.neighbors is None else int(one.neighbors.mask.sum())
+    if one.neighbors is None or not found:
         yield "no neighbours: this is the parametric prediction"
         return
     yield f"neighbours ({min(SHOWN, found)} of {found})"

@@ -7,6 +7,7 @@ them. Any function of that form is a kernel. Ours are classes so that a checkpoi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -57,6 +58,10 @@ class exp_dot:
 
     theta: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.theta):
+            raise ValueError(f"theta must be a finite number, got {self.theta}")
+
     def __call__(
         self, distances: Float[Tensor, "B K"], dots: Float[Tensor, "B K"]
     ) -> Float[Tensor, "B K"]:
@@ -83,6 +88,6 @@ def neighbor_weights(kernel: Kernel, neighbors: Neighbors) -> Float[Tensor, "B K
         )
     if (logs.isnan() & neighbors.mask).any():
         raise ValueError(f"a kernel must not return NaN, and {kernel} did")
-    lowest = torch.finfo(logs.dtype).min  # where every kernel value underflows, all count the same
-    logs = logs.clamp_min(lowest).masked_fill(~neighbors.mask, -torch.inf)
+    limits = torch.finfo(logs.dtype)  # infinite ones count the same, and finite ones beside them 0
+    logs = logs.clamp(limits.min, limits.max).masked_fill(~neighbors.mask, -torch.inf)
     return logs.softmax(1).masked_fill(~neighbors.mask, 0)

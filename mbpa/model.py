@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ from mbpa.adaptation import Engine
 from mbpa.checkpoint import load_checkpoint, save_checkpoint
 from mbpa.errors import CheckpointError
 from mbpa.explanation import Explanation
-from mbpa.memory import Entries, ExactMemory, Memory, Neighbors
+from mbpa.memory import Entries, ExactMemory, Memory, Neighbors, validation
+from mbpa.modules import Head, check_mode, device_of, dtype_of, eval_copy, own_precision
 from mbpa.predictors import Context, Predictor
 from mbpa.spec import build, custom_parts, describe
 from mbpa.split import grow
+
+READ_BYTES = 1 << 28  # of neighbours' keys, at a time
 
 
 class MbPA:
@@ -59,40 +62,51 @@ class MbPA:
         predictor: Predictor,
         engine: Engine | None = None,
     ) -> None:
-        if not isinstance(head, nn.Module):
-            raise ValueError(f"head must be a torch.nn.Module, got {type(head).__name__}")
+        for name, part, kind in (
+            ("head", head, nn.Module),
+            ("memory", memory, Memory),
+            ("predictor", predictor, Predictor),
+        ):
+            if not isinstance(part, kind):
+                raise ValueError(f"{name} must be a {kind.__name__}, got {part!r}")
+        assert head is not None  # by the check above
         self._embed = nn.Identity() if embed is None else embed
-        self._head = head
-        self._has_grown = False
+        self._running_embed = eval_copy(self._embed)
         self._engine = engine or Engine()
-        self.memory = memory
+        self._memory = memory
         self.predictor = predictor
-        self._check_modes()
-        self._output_shape = self._probed_output_shape()
-        predictor.check(head, memory)
+        check_mode("embed", self._embed)
+        check_mode("head", head)
+        self._head = Head.probed(head, memory)
+        predictor.check(self._head.running, memory)
+
+    @property
+    def memory(self) -> Memory:
+        """Where the examples are."""
+        return self._memory
 
     @property
     def head(self) -> nn.Module:
         """The head in use: the one handed in, or after `grow` one of MbPA's own."""
-        return self._head
+        return self._head.module
 
     @property
     def classes(self) -> int:
         """How many labels the head knows."""
         if not self.memory.holds_labels:
             raise ValueError("classes is for labels, the memory holds regression targets")
-        return self._output_shape[0]
+        return self._head.output_shape[0]
 
     def __repr__(self) -> str:
-        return f"MbPA(head={self._head}, memory={self.memory}, predictor={self.predictor})"
+        return f"MbPA(head={self.head}, memory={self.memory}, predictor={self.predictor})"
 
     # Predicting
 
     def embed(self, *inputs: Any, **named: Any) -> Float[Tensor, "..."]:
         """Keys of inputs, any number of leading dimensions before the key's own; no gradients."""
-        self._check_modes()
+        check_mode("embed", self._embed)
         with torch.no_grad():
-            keys = self._embed(*inputs, **named)
+            keys = self._running_embed(*inputs, **named)
         shape = self.memory.key_shape
         if not isinstance(keys, Tensor) or keys.shape[max(0, keys.ndim - len(shape)) :] != shape:
             got = tuple(keys.shape) if isinstance(keys, Tensor) else type(keys).__name__
@@ -105,9 +119,14 @@ class MbPA:
         """Predictions for inputs, or for keys that `embed` gave: log-probabilities (…, C), or
         values for regression. Each comes from a head of its own, which is then forgotten."""
         flat, leading = self._flat_keys(inputs, named, keys)
-        with _own_precision(flat):
-            prediction = self.predictor(self._context(flat, self._read(flat)))
-        return prediction.reshape(*leading, *self._output_shape)
+        key_bytes = self.memory.key_size * self.memory.distance_dtype.itemsize
+        rows = max(1, READ_BYTES // max(1, self.predictor.keys_for * key_bytes))
+        with own_precision(flat):
+            parts = [
+                self.predictor(self._context(part, self._read(part))) for part in flat.split(rows)
+            ]
+        prediction = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return prediction.reshape(*leading, *prediction.shape[1:])
 
     def explain(
         self,
@@ -122,9 +141,9 @@ class MbPA:
             labels: names of the classes, to be printed in place of numbers.
         """
         flat, _ = self._flat_keys(inputs, named, keys)
-        with _own_precision(flat):
+        with own_precision(flat):
             context = self._context(flat, self._read(flat))
-            has_neighbors = bool(context.neighbors.mask.any())
+            has_neighbors = context.neighbors is not None and bool(context.neighbors.mask.any())
             return Explanation(
                 before=context.parametric,
                 after=self.predictor(context),
@@ -168,18 +187,22 @@ class MbPA:
         See `score_stream`, which does this for streams of any length.
         """
         keys = self.embed(inputs)
+        labels = labels.to(keys.device, torch.int64)
         self.check_labels(labels)
         k = max(1, self.predictor.k)
-        with self.memory.lock, _own_precision(keys):
+        with self.memory.lock, own_precision(keys):
             neighbors = self.memory.read_causally(keys, labels, k, keys_for=self.predictor.keys_for)
             prediction = self.predictor(self._context(keys, neighbors))
+            scores = prediction.gather(1, labels[:, None])[:, 0]
             self.memory.write(keys, labels)
-        return prediction.gather(1, labels.to(prediction.device)[:, None])[:, 0]
+        return scores
 
     def check_labels(self, values: Shaped[Tensor, "..."]) -> None:
         """Raise `ValueError` if the head does not know one of these labels."""
-        if not self.memory.holds_labels or not values.numel():
-            return
+        if not self.memory.holds_labels or not values.numel() or values.is_floating_point():
+            return  # what is no label at all, the memory refuses
+        if (least := int(values.min())) < 0:
+            raise ValueError(f"labels must not be negative, got {least}")
         if (label := int(values.max())) >= self.classes:
             raise ValueError(
                 f"labels must be below {self.classes}, the classes the head knows, got {label}: "
@@ -196,11 +219,14 @@ class MbPA:
             classes: how many there are to be.
             bias: of the new rows.
         """
-        if classes < self.classes:
-            raise ValueError(f"classes must be at least {self.classes}, got {classes}")
-        self._head = grow(self._head, classes, bias=bias)
-        self._has_grown = True
-        self._output_shape = self._probed_output_shape()
+        classes = validation.count("classes", classes, least=self.classes)
+        grown = Head.probed(grow(self.head, classes, bias=bias), self.memory, is_ours=True)
+        if grown.output_shape[0] != classes:
+            raise ValueError(
+                f"the last linear layer of the head must give its outputs; grown to {classes}, "
+                f"the head still gives {grown.output_shape[0]}"
+            )
+        self._head = grown
 
     def refresh(self, inputs_of: Callable[[Tensor], Any], *, batch_size: int = 256) -> None:
         """Embed every entry's input anew, after `embed` has been trained further.
@@ -210,8 +236,14 @@ class MbPA:
         Args:
             inputs_of: gives the inputs of entries by their ids (a 1-d tensor).
         """
-        ids = self.memory.entries().ids
-        batches = [self.embed(inputs_of(batch)) for batch in ids.split(batch_size) if len(batch)]
+        ids = self.memory.ids
+        batches = []
+        for batch in ids.split(batch_size) if len(ids) else ():
+            batches.append(self.embed(inputs_of(batch)))
+            if len(batches[-1]) != len(batch):
+                raise ValueError(
+                    f"inputs_of must give one input an id, got {len(batches[-1])} for {len(batch)}"
+                )
         if not batches:
             return
         keys = torch.cat(batches)
@@ -226,24 +258,25 @@ class MbPA:
 
         The modules handed in are yours to save.
         """
-        memory = self.memory
+        memory, head = self.memory, self._head
         with memory.lock:
-            entries, next_id = memory.entries(), memory.next_id
-        tensors = {"memory": dict(entries._asdict())}
-        if self._has_grown:
-            tensors["head"] = dict(self._head.state_dict())
-        description = {
-            "memory": {
+            entries = memory.entries()
+            held = {
                 "type": type(memory).__name__,
                 "capacity": memory.capacity,
                 "key_dim": list(memory.key_shape),
                 "value_shape": list(memory.value_shape),
                 "value_dtype": str(memory.value_dtype).removeprefix("torch."),
                 "dtype": str(memory.dtype).removeprefix("torch."),
-                "next_id": next_id,
-            },
+                "next_id": memory.next_id,
+            }
+        tensors = {"memory": dict(entries._asdict())}
+        if head.is_ours:
+            tensors["head"] = dict(head.module.state_dict())
+        description = {
+            "memory": held,
             "predictor": describe(self.predictor),
-            "grown_classes": self.classes if self._has_grown else None,
+            "grown_classes": head.output_shape[0] if head.is_ours else None,
         }
         save_checkpoint(directory, tensors=tensors, description=description)
 
@@ -270,7 +303,7 @@ class MbPA:
             if predictor is None:
                 predictor = _saved_predictor(checkpoint.description["predictor"])
             if memory is None:
-                memory = _saved_memory(saved, _device_of(head))
+                memory = _saved_memory(saved, device_of(head))
             stored = Entries(**checkpoint.tensors["memory"])
             entries = Entries(stored.ids, *(part.to(memory.device) for part in stored[1:]))
             memory.restore(entries, saved["next_id"])
@@ -280,7 +313,7 @@ class MbPA:
         if grown is not None and head is not None:
             head = _saved_head(head, grown, checkpoint.tensors["head"])
         model = cls(embed, head, memory=memory, predictor=predictor, engine=engine)
-        model._has_grown = grown is not None
+        model._head = replace(model._head, is_ours=grown is not None)
         return model
 
     # Between the parts
@@ -299,96 +332,31 @@ class MbPA:
             raise ValueError(f"keys must end in the shape {shape}, got {tuple(keys.shape)}")
         return keys.detach().reshape(math.prod(leading), *shape), leading
 
-    def _read(self, keys: Float[Tensor, "B *D"]) -> Neighbors:
-        k = max(1, self.predictor.k)
-        return self.memory.read(keys, k, keys_for=self.predictor.keys_for)
+    def _read(self, keys: Float[Tensor, "B *D"]) -> Neighbors | None:
+        if not self.predictor.k:
+            return None
+        return self.memory.read(keys, self.predictor.k, keys_for=self.predictor.keys_for)
 
-    def _context(self, keys: Float[Tensor, "B *D"], neighbors: Neighbors) -> Context:
+    def _context(self, keys: Float[Tensor, "B *D"], neighbors: Neighbors | None) -> Context:
         """Everything a predictor needs to know of these queries."""
-        self._check_modes()
-        if self.memory.holds_labels and neighbors.values.numel():
-            self.check_labels(torch.where(neighbors.mask, neighbors.values, 0))
-        queries = keys.to(_dtype_of(self._head, keys.dtype))
-        outputs = self._head(queries)
+        head, has_labels = self._head, self.memory.holds_labels
+        check_mode("head", head.module)
+        if neighbors is not None and has_labels:
+            labels = neighbors.values.to(torch.int64).masked_fill(~neighbors.mask, 0)
+            self.check_labels(labels)
+            neighbors = replace(neighbors, values=labels)
+        queries = keys.to(dtype_of(head.running, keys.dtype))
+        outputs = head.running(queries.clone())  # it may work in place
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return Context(
-            head=self._head,
+            head=head.running,
             engine=self._engine,
-            capacity=self.memory.capacity,
-            has_labels=self.memory.holds_labels,
+            has_labels=has_labels,
             queries=queries,
             outputs=outputs,
-            parametric=outputs.log_softmax(1) if self.memory.holds_labels else outputs,
+            parametric=outputs.log_softmax(1) if has_labels else outputs,
             neighbors=neighbors,
         )
-
-    def _probed_output_shape(self) -> tuple[int, ...]:
-        """Shape of one output, learnt by running the head on a key of zeros."""
-        memory, device = self.memory, _device_of(self._head)
-        if device is not None and device != memory.device:
-            raise ValueError(f"memory must be on the head's device {device}, got {memory.device}")
-        dtype = _dtype_of(self._head, torch.float32)
-        key = torch.zeros(1, *memory.key_shape, dtype=dtype, device=memory.device)
-        with _own_precision(key):
-            try:
-                shape = tuple(self._head(key).shape)
-            except (RuntimeError, ValueError, IndexError) as error:
-                raise ValueError(
-                    f"the head must take keys of shape (B, {', '.join(map(str, key.shape[1:]))}), "
-                    f"it says: {error}"
-                ) from error
-        if memory.holds_labels and len(shape) != 2:
-            raise ValueError(f"a head for labels must give logits (B, C), got {('B', *shape[1:])}")
-        if not memory.holds_labels and shape[1:] != memory.value_shape:
-            raise ValueError(
-                f"the head's outputs must have the targets' shape {memory.value_shape}, "
-                f"got {shape[1:]}"
-            )
-        return shape[1:]
-
-    def _check_modes(self) -> None:
-        for name, module in (("embed", self._embed), ("head", self._head)):
-            for path, part in module.named_modules() if isinstance(module, nn.Module) else ():
-                if part.training and _is_random_or_updating(part):
-                    raise ValueError(
-                        f"{name} must be in eval mode, got an active {type(part).__name__} "
-                        f"at {path or name!r}: call .eval(), or use mbpa.split"
-                    )
-
-
-@contextmanager
-def _own_precision(keys: Tensor) -> Iterator[None]:
-    """No gradients, and the head's own dtype even under autocast: adaptation wants no less.
-
-    Inference mode is left, since inside it autograd may give zeros and tables made for later calls
-    could not be filled by them.
-    """
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(keys.device.type, enabled=False),
-    ):
-        yield
-
-
-def _is_random_or_updating(module: nn.Module) -> bool:
-    """Whether in training mode it would draw random numbers or change its buffers."""
-    norms = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-    if isinstance(module, norms):
-        return module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm)
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-        return module.dropout > 0
-    return isinstance(module, nn.RReLU)
-
-
-def _device_of(module: nn.Module | None) -> torch.device | None:
-    return next((p.device for p in module.parameters()), None) if module is not None else None
-
-
-def _dtype_of(module: nn.Module, default: torch.dtype) -> torch.dtype:
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), default)
 
 
 def _saved_predictor(description: Any) -> Predictor:
@@ -403,10 +371,10 @@ def _saved_predictor(description: Any) -> Predictor:
 
 
 def _saved_head(head: nn.Module, classes: int, tensors: dict[str, Tensor]) -> nn.Module:
-    grown = grow(head, classes)
     try:
+        grown = grow(head, classes)
         grown.load_state_dict(tensors)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"head must be the one the model was saved with: {error}") from error
     return grown
 

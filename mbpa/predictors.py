@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from mbpa.adaptation import CROSS_ENTROPY, SQUARED_ERROR, Adaptation, Engine, Loss, Problem
 from mbpa.kernels import Kernel, inverse_distance, neighbor_weights
-from mbpa.memory import Memory, Neighbors
-from mbpa.rules import Rule, check_rule
+from mbpa.memory import Memory, Neighbors, validation
+from mbpa.rules import Rule, require_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +27,14 @@ class Context:
 
     head: nn.Module
     engine: Engine
-    capacity: int
-    """Of the memory that the neighbours come from."""
     has_labels: bool
     queries: Float[Tensor, "B *D"]
     outputs: Float[Tensor, "B *C"]
     """The head's outputs at the queries, in float32 at least."""
     parametric: Float[Tensor, "B *C"]
     """The prediction without a memory."""
-    neighbors: Neighbors
+    neighbors: Neighbors | None
+    """`None` if the predictor asked for none."""
 
     def finished(self, outputs: Float[Tensor, "B *C"]) -> Float[Tensor, "B *C"]:
         """A prediction from outputs of a head."""
@@ -43,7 +42,13 @@ class Context:
 
     def nearest(self, k: int) -> Context:
         """The same with only the first k neighbours."""
-        return replace(self, neighbors=self.neighbors.first(k))
+        return replace(self, neighbors=self.neighbors and self.neighbors.first(k))
+
+    @property
+    def found(self) -> Neighbors:
+        """The neighbours, for those who asked for some."""
+        assert self.neighbors is not None
+        return self.neighbors
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +85,8 @@ class Predictor(abc.ABC):
         """Raise `ValueError` if it cannot work with this head and this memory."""
 
     def __call__(self, context: Context) -> Float[Tensor, "B *C"]:
+        if context.neighbors is None:
+            return context.parametric
         found = context.neighbors.mask.any(1)
         if not found.any():
             return context.parametric
@@ -132,8 +139,8 @@ class Adapted(Predictor):
     params: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_rule(self.rule)
-        _check_k(self.k)
+        require_rule(self.rule)
+        _check_neighbors(self)
         names = (CROSS_ENTROPY, SQUARED_ERROR)
         if self.loss is not None and self.loss not in names and not callable(self.loss):
             raise ValueError(f"loss must be one of {names} or a function, got {self.loss!r}")
@@ -170,7 +177,7 @@ class Adapted(Predictor):
         return [Part("adapted", 1.0, context.finished(adaptation.outputs), weights, adaptation)]
 
     def _adapt(self, context: Context, want_change: bool = False) -> tuple[Tensor, Adaptation]:
-        neighbors, dtype = context.neighbors, context.outputs.dtype
+        neighbors, dtype = context.found, context.outputs.dtype
         default = CROSS_ENTROPY if context.has_labels else SQUARED_ERROR
         weights = neighbor_weights(self.kernel, neighbors).to(dtype)
         values = neighbors.values if context.has_labels else neighbors.values.to(dtype)
@@ -185,7 +192,7 @@ class Adapted(Predictor):
             values=values,
             weights=weights,
         )
-        return weights, context.engine.adapt(problem, neighbors, context.capacity, want_change)
+        return weights, context.engine.adapt(problem, neighbors, want_change)
 
 
 @dataclass(frozen=True)
@@ -207,7 +214,7 @@ class NeighborVote(Predictor):
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_k(self.k)
+        _check_neighbors(self)
         if not 0 <= self.smoothing <= 1:
             raise ValueError(f"smoothing must be between 0 and 1, got {self.smoothing}")
 
@@ -223,8 +230,8 @@ class NeighborVote(Predictor):
         return [Part("vote", 1.0, prediction, weights)]
 
     def _vote(self, context: Context) -> tuple[Tensor, Tensor]:
-        weights = neighbor_weights(self.kernel, context.neighbors).to(context.outputs.dtype)
-        values = context.neighbors.values
+        weights = neighbor_weights(self.kernel, context.found).to(context.outputs.dtype)
+        values = context.found.values
         if not context.has_labels:
             return weights, torch.einsum("bk,bk...->b...", weights, values.to(weights.dtype))
         shares = torch.zeros_like(context.outputs).scatter_add_(1, values, weights)
@@ -244,6 +251,9 @@ class Mixture(Predictor):
     weights: tuple[float, ...]
 
     def __init__(self, *mixed: Predictor, weights: Sequence[float]) -> None:
+        for part in mixed:
+            if not isinstance(part, Predictor):
+                raise ValueError(f"a mixture is of predictors, got {part!r}")
         if not mixed or len(mixed) != len(weights):
             raise ValueError(
                 f"a mixture needs one weight a predictor, got {len(mixed)} predictors "
@@ -285,6 +295,7 @@ class Mixture(Predictor):
         ]
 
 
-def _check_k(k: int) -> None:
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+def _check_neighbors(predictor: Adapted | NeighborVote) -> None:
+    object.__setattr__(predictor, "k", validation.count("k", predictor.k))
+    if not callable(predictor.kernel) or isinstance(predictor.kernel, type):
+        raise ValueError(f"kernel must be one, such as mbpa.uniform(), got {predictor.kernel!r}")

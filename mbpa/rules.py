@@ -13,10 +13,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mbpa.memory import validation
 
 Params = Mapping[str, Tensor]
 
@@ -94,6 +97,8 @@ class RMSprop(Rule):
 
     def __post_init__(self) -> None:
         _check_rates(self, "lr", "decay", "smoothing", "epsilon", "initial_square")
+        if self.smoothing > 1:
+            raise ValueError(f"smoothing must be at most 1, got {self.smoothing}")
 
     def update(
         self, params: Params, grads: Params, start: Params, state: Any
@@ -143,10 +148,10 @@ class Adam(Rule):
         return _moved(params, scaled, start, self.lr, self.decay), (step, means, squares)
 
 
-def check_rule(rule: Rule) -> None:
+def require_rule(rule: Rule) -> None:
     """Raise `ValueError` unless this is a rule with at least one step."""
     if not isinstance(rule, Rule):
-        raise ValueError(f"rule must be a mbpa.Rule, got {type(rule).__name__}")
+        raise ValueError(f"rule must be a mbpa.Rule, got {rule!r}")
     steps = getattr(rule, "steps", None)
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be an integer of at least 1, got {steps}")
@@ -160,8 +165,9 @@ def _moved(params: Params, direction: Params, start: Params, lr: float, decay: f
 
 
 def _check_rates(rule: Rule, *names: str) -> None:
-    check_rule(rule)
+    object.__setattr__(rule, "steps", validation.count("steps", rule.steps))
     for name in names:
-        rate = getattr(rule, name)
-        if not 0 <= rate < float("inf"):
-            raise ValueError(f"{name} must be a finite number, not negative, got {rate}")
+        rate: Any = getattr(rule, name)
+        if not isinstance(rate, Real) or not 0 <= float(rate) < float("inf"):
+            raise ValueError(f"{name} must be a finite number, not negative, got {rate!r}")
+        object.__setattr__(rule, name, float(rate))  # a number of numpy's is one too

@@ -13,7 +13,7 @@ LAYERS = [
     {"errors"},
     {"sharing"},
     {"memory", "split"},
-    {"kernels", "rules", "adaptation"},
+    {"kernels", "rules", "adaptation", "modules"},
     {"predictors"},
     {"checkpoint", "explanation", "spec"},
     {"model"},

@@ -56,6 +56,14 @@ def test_a_kernel_that_underflows_everywhere_counts_all_the_same() -> None:
     assert weights.tolist() == [[0.5, 0.5]]
 
 
+def test_an_infinite_weight_takes_all() -> None:
+    memory = mbpa.ExactMemory(10, 2)
+    memory.write(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]), [0, 1, 0])
+    found = memory.read(torch.zeros(1, 2), k=3)
+    assert neighbor_weights(lambda d, s: -d.log(), found).tolist() == [[0.5, 0.5, 0.0]]
+    assert neighbor_weights(mbpa.inverse_distance(1e-50), found).tolist() == [[0.5, 0.5, 0.0]]
+
+
 def test_bad_kernels_are_refused() -> None:
     found, _, _ = neighbors()
     with pytest.raises(ValueError, match=r"log-weights of shape \(1, 5\), got \(1,\)"):

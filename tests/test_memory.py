@@ -326,7 +326,7 @@ def test_distances_of_half_precision_keys_are_computed_in_float32(dtype: torch.d
     memory = ExactMemory(50, 8, dtype=dtype)
     memory.write(keys, torch.arange(50))
     found = memory.read(queries, 6)
-    order, distances = brute_force(keys.to(dtype).float(), queries.to(dtype).float(), 6)
+    order, distances = brute_force(keys.to(dtype).float(), queries, 6)
     assert found.distances.dtype == found.keys.dtype == torch.float32
     assert torch.equal(found.ids, order)
     assert torch.equal(found.distances, distances)
@@ -641,10 +641,14 @@ BAD_VALUES: list[tuple[dict[str, Any], Any, str]] = [
     ({}, torch.tensor([0, -3]), "labels must not be negative, got -3"),
     ({"value_dtype": torch.int8}, [0, 200], "labels must fit torch.int8, got 200 > 127"),
     (FLOATS, torch.zeros(2), r"values must have shape \(N, 2\), got \(2,\)"),
-    (FLOATS, torch.zeros(2, 2).long(), "values must be finite floating targets, got torch.int64"),
-    (FLOATS, torch.full((2, 2), math.nan), "values must be finite floating targets"),
-    (FLOATS, torch.full((2, 2), math.inf), "values must be finite floating targets"),
-    (FLOATS, torch.full((2, 2), 1e5), "values must be finite floating targets"),
+    (
+        FLOATS,
+        torch.zeros(2, 2).long(),
+        "values must be targets of a floating dtype, got torch.int64",
+    ),
+    (FLOATS, torch.full((2, 2), math.nan), "values must be finite in torch"),
+    (FLOATS, torch.full((2, 2), math.inf), "values must be finite in torch"),
+    (FLOATS, torch.full((2, 2), 1e5), "values must be finite in torch"),
 ]
 
 
@@ -672,9 +676,9 @@ def entries(ids: Any) -> Entries:
 BAD_CALLS: list[tuple[Callable[[Memory], object], str]] = [
     (lambda m: m.read(TWO, 0), "k must be at least 1, got 0"),
     (lambda m: m.read(TWO, -2), "k must be at least 1, got -2"),
-    (lambda m: m.read(TWO, 1, keys_for=-1), "keys_for must not be negative, got -1"),
+    (lambda m: m.read(TWO, 1, keys_for=-1), "keys_for must be at least 0, got -1"),
     (lambda m: m.read_causally(TWO, LABELS, 0), "k must be at least 1, got 0"),
-    (lambda m: m.read_causally(TWO, LABELS, 1, keys_for=-1), "keys_for must not be negative"),
+    (lambda m: m.read_causally(TWO, LABELS, 1, keys_for=-1), "keys_for must be at least 0"),
     (lambda m: m.delete([0, 3]), r"ids must be of live entries, unknown: \[3\]"),
     (lambda m: m.delete([-1]), r"unknown: \[-1\]"),
     (lambda m: m.delete(torch.tensor([1, 1])), r"ids must be distinct integers, got \[1, 1\]"),
@@ -715,13 +719,13 @@ def test_bad_calls_are_refused_and_change_nothing(
     ("arguments", "text"),
     [
         ({"capacity": 0}, "capacity must be at least 1, got 0"),
-        ({"key_dim": 0}, "key_dim must be at least 1 in every dimension, got 0"),
-        ({"key_dim": ()}, r"key_dim must be at least 1 in every dimension, got \(\)"),
-        ({"key_dim": (2, 0)}, "key_dim must be at least 1 in every dimension"),
+        ({"key_dim": 0}, "key_dim must be at least 1, got 0"),
+        ({"key_dim": ()}, r"key_dim must have at least one dimension, got \(\)"),
+        ({"key_dim": (2, 0)}, "key_dim must be at least 1, got 0"),
         ({"dtype": torch.int64}, "dtype must be one of .*, got torch.int64"),
         ({"dtype": torch.complex64}, "dtype must be one of .*, got torch.complex64"),
-        ({"value_dtype": torch.bool}, "value_dtype must be an integer or floating .* torch.bool"),
-        ({"value_dtype": torch.complex64}, "value_dtype must be an integer or floating dtype"),
+        ({"value_dtype": torch.bool}, r"value_dtype must be one of .* got torch.bool"),
+        ({"value_dtype": torch.complex64}, "value_dtype must be one of"),
     ],
 )
 def test_a_memory_that_cannot_be_is_refused(arguments: dict[str, Any], text: str) -> None:
@@ -763,3 +767,64 @@ def test_holding_the_lock_makes_several_calls_one() -> None:
         assert len(memory) == 0
     thread.join()
     assert memory.entries().values.tolist() == [9]
+
+
+def test_a_resize_that_fails_leaves_the_memory_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = ExactMemory(4, 2)
+    memory.write(torch.eye(2), [0, 1])
+    before = memory.entries()
+    monkeypatch.setattr(ExactMemory, "_clear", lambda self: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        memory.resize(9)
+    assert memory.capacity == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, memory.entries(), strict=True))
+    assert memory.read(torch.eye(2), 2).ids.tolist() == [[0, 1], [1, 0]]
+
+
+def test_a_write_that_fails_gives_out_no_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = ExactMemory(3, 2)
+    monkeypatch.setattr(ExactMemory, "_put", lambda *a: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        memory.write(torch.zeros(5, 2), [0] * 5)
+    assert memory.next_id == 0
+    assert len(memory) == 0
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_a_mask_is_no_list_of_ids() -> None:
+    memory = ExactMemory(3, 2)
+    memory.write(torch.eye(2), [0, 1])
+    with pytest.raises(ValueError, match="distinct integers, got"):
+        memory.delete(torch.tensor([True, False]))
+    assert len(memory) == 2
+
+
+def test_queries_are_not_rounded_to_the_precision_of_the_keys() -> None:
+    memory = ExactMemory(3, 1, dtype=torch.bfloat16)
+    memory.write(torch.ones(1, 1), [0])
+    query = torch.tensor([[1.003]])
+    assert float(memory.read(query, 1).distances) == float((query - 1).square())
+    assert float(memory.read_causally(query, [0], 1).distances) == float((query - 1).square())
+    half = ExactMemory(3, 1, dtype=torch.float16)
+    half.write(torch.ones(1, 1), [0])
+    assert float(half.read(torch.tensor([[1e5]]), 1).distances) == pytest.approx(99999.0**2)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_coarse_products_do_not_widen_the_search(precision: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(4000, 128, generator=generator)
+    memory = ExactMemory(4000, 128)
+    memory.write(keys, torch.zeros(4000, dtype=torch.int64))
+    queries, reaches = torch.randn(8, 128, generator=generator), []
+    nearest = memory._nearest
+    memory._nearest = lambda q, k: reaches.append(k) or nearest(q, k)  # type: ignore[method-assign]
+    expected = memory.read(queries, 10)
+    previous = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found = memory.read(queries, 10)
+    finally:
+        torch.set_float32_matmul_precision(previous)
+    assert torch.equal(found.ids, expected.ids)
+    assert max(reaches) <= 4 * reaches[0]

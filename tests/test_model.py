@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,7 @@ def test_predictions_during_writes_come_from_some_state_of_the_memory() -> None:
     asker.join()
     for answer in seen:
         assert min(float((answer - state).abs().max()) for state in states) < 1e-5
+    assert len(seen) > 1
 
 
 # Explaining
@@ -485,7 +487,7 @@ def test_heads_that_do_not_fit_the_memory_are_refused() -> None:
     targets = mbpa.ExactMemory(9, 6, value_shape=(2,), value_dtype=torch.float32)
     with pytest.raises(ValueError, match=r"targets' shape \(2,\), got \(3,\)"):
         mbpa.MbPA(head=nn.Linear(6, 3), memory=targets, predictor=predictor)
-    with pytest.raises(ValueError, match=r"head must be a torch.nn.Module, got NoneType"):
+    with pytest.raises(ValueError, match="head must be a Module, got None"):
         mbpa.MbPA(memory=mbpa.ExactMemory(9, 6), predictor=predictor)
     with pytest.raises(ValueError, match=r"on the head's device meta, got cpu"):
         mbpa.MbPA(
@@ -544,6 +546,199 @@ def test_embeddings_of_another_shape_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"end in the memory's key shape \(6,\), got \(2, 7\)"):
         model(torch.zeros(2, 4))
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_parts_of_another_kind_are_refused() -> None:
+    head, memory, predictor = nn.Linear(D, CLASSES), mbpa.ExactMemory(9, D), mbpa.Parametric()
+    with pytest.raises(ValueError, match="predictor must be a Predictor, got Gradient"):
+        mbpa.MbPA(head=head, memory=memory, predictor=mbpa.Gradient(0.1))
+    with pytest.raises(ValueError, match="memory must be a Memory, got 100"):
+        mbpa.MbPA(head=head, memory=100, predictor=predictor)
+    with pytest.raises(ValueError, match="for one key it gave tuple"):
+        mbpa.MbPA(head=nn.LSTM(D, CLASSES), memory=memory, predictor=predictor)
+    with pytest.raises(ValueError, match="path must be None or the name of one, got 'fast'"):
+        mbpa.Engine(path="fast")
+
+
+def test_a_path_that_cannot_compute_the_problem_is_refused() -> None:
+    model = mbpa.MbPA(
+        head=nn.Linear(D, CLASSES),
+        memory=mbpa.ExactMemory(9, D),
+        predictor=mbpa.Adapted(mbpa.Gradient(0.1, 3), k=2),
+        engine=mbpa.Engine(path="one step"),
+    )
+    model.write(torch.eye(D)[:2], [0, 1])
+    with pytest.raises(ValueError, match=r"path must be one of \['dense', .*got 'one step'"):
+        model(torch.zeros(1, D))
+
+
+# Heads of all kinds
+
+
+def test_heads_that_work_in_place_change_neither_inputs_nor_memory() -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(D, CLASSES).double()
+    answers = []
+    for in_place in (False, True):
+        head = nn.Sequential(nn.LeakyReLU(0.3, inplace=in_place), layers)
+        memory = mbpa.ExactMemory(30, D, dtype=torch.float64)
+        model = mbpa.MbPA(
+            head=head, memory=memory, predictor=mbpa.Adapted(mbpa.Gradient(0.5, 3), k=4)
+        )
+        keys = torch.randn(20, D, generator=torch.Generator().manual_seed(1)).double()
+        kept = keys.clone()
+        scores = mbpa.score_stream(model, keys, torch.arange(20) % CLASSES, block=6)
+        answers.append((scores, model(keys)))
+        assert torch.equal(keys, kept)
+        assert torch.equal(memory.entries().keys, kept)
+    for plain, in_place in zip(*answers, strict=True):
+        assert (plain - in_place).abs().max() <= 1e-9
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_is_not_taken_for_a_matrix() -> None:
+    head = nn.Linear(D, CLASSES)
+    plain = head.forward
+    head.forward = lambda keys: 3 * plain(keys)  # type: ignore[method-assign]
+    model = mbpa.MbPA(
+        head=head,
+        memory=mbpa.ExactMemory(9, D),
+        predictor=mbpa.Adapted(mbpa.Gradient(0.1, 3), k=2),
+    )
+    model.write(torch.eye(D)[:2], [0, 1])
+    assert model.explain(torch.zeros(1, D)).path == "functional"
+
+
+def test_a_head_runs_in_eval_mode_whatever_mode_it_is_in() -> None:
+    class Moody(nn.Linear):
+        def forward(self, keys: Tensor) -> Tensor:
+            noisy = nn.functional.dropout(super().forward(keys), 0.5, self.training)
+            return noisy * (2 if self.training else 1)
+
+    head = Moody(D, CLASSES)
+    spectral = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(D, CLASSES))
+    for module in (head, spectral):
+        model = mbpa.MbPA(
+            head=module.train(),
+            memory=mbpa.ExactMemory(9, D),
+            predictor=mbpa.Adapted(mbpa.Gradient(0.0, 2), k=2),
+        )
+        model.write(torch.eye(D)[:2], [0, 1])
+        state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        why = model.explain(torch.ones(3, D))
+        assert (why.before - why.after).abs().max() < 1e-6  # lr is 0
+        assert all(torch.equal(state[name], t) for name, t in module.state_dict().items())
+        with torch.no_grad():
+            expected = module.eval()(torch.ones(3, D)).log_softmax(1)
+        assert (why.before - expected).abs().max() < 1e-6
+
+
+def test_a_compiled_or_wrapped_head_is_run_plainly() -> None:
+    for wrap in (partial(torch.compile, backend="eager"), nn.DataParallel):
+        inner = nn.Linear(D, CLASSES)
+        model = mbpa.MbPA(
+            head=wrap(inner),
+            memory=mbpa.ExactMemory(9, D),
+            predictor=mbpa.Adapted(mbpa.Gradient(0.1, 3), k=2),
+        )
+        model.write(torch.eye(D)[:2], [0, 1])
+        assert model.explain(torch.zeros(1, D)).path == "span"
+
+
+def test_a_head_that_cannot_be_batched_is_adapted_query_by_query_with_a_warning() -> None:
+    class Branching(nn.Linear):
+        def forward(self, keys: Tensor) -> Tensor:
+            return super().forward(keys if float(keys.sum()) > -1e9 else -keys)
+
+    torch.manual_seed(0)
+    head, plain = Branching(D, CLASSES).double(), nn.Linear(D, CLASSES).double()
+    plain.load_state_dict(head.state_dict())
+    keys, queries = torch.randn(9, D).double(), torch.randn(4, D).double()
+    models = [
+        mbpa.MbPA(
+            head=each,
+            memory=mbpa.ExactMemory(9, D, dtype=torch.float64),
+            predictor=mbpa.Adapted(mbpa.Adam(0.1, 3), k=4),
+        )
+        for each in (head, plain)
+    ]
+    for model in models:
+        model.write(keys, torch.arange(9) % CLASSES)
+    with pytest.warns(UserWarning, match="Branching cannot be run for many queries at once"):
+        answer = models[0](queries)
+    assert (answer - models[1](queries)).abs().max() <= 1e-9
+
+
+def test_a_bound_method_of_a_network_in_training_mode_is_refused() -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def features(self, inputs: Tensor) -> Tensor:
+            return self.dropout(inputs)
+
+    parts = {"memory": mbpa.ExactMemory(9, D), "predictor": mbpa.Parametric()}
+    with pytest.raises(ValueError, match="embed must be in eval mode, got an active Dropout"):
+        mbpa.MbPA(Network().features, nn.Linear(D, CLASSES), **parts)
+
+
+def test_growing_a_head_whose_last_linear_layer_is_not_its_output_changes_nothing() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out, self.unused = nn.Linear(D, CLASSES), nn.Linear(D, CLASSES)
+
+        def forward(self, keys: Tensor) -> Tensor:
+            return self.out(keys)
+
+    model = mbpa.MbPA(head=Odd(), memory=mbpa.ExactMemory(9, D), predictor=mbpa.NeighborVote(k=1))
+    with pytest.raises(ValueError, match="grown to 5, the head still gives 3"):
+        model.grow(5)
+    assert model.classes == CLASSES
+
+
+# Sharing and sizes
+
+
+def test_two_models_may_share_an_engine_and_labels_may_be_small_integers() -> None:
+    torch.manual_seed(0)
+    head, engine = nn.Linear(D, CLASSES), mbpa.Engine()
+    queries = torch.randn(5, D)
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        for predictor in (mbpa.Adapted(mbpa.Gradient(0.5), k=4), mbpa.NeighborVote(k=4)):
+            memory = mbpa.ExactMemory(20, D, value_dtype=dtype)
+            shared = mbpa.MbPA(head=head, memory=memory, predictor=predictor, engine=engine)
+            shared.write(torch.randn(10, D), torch.arange(10) % CLASSES)
+            alone = mbpa.MbPA(head=head, memory=memory, predictor=predictor)
+            assert torch.equal(shared(queries), alone(queries))
+
+
+def test_many_queries_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    model.write(*examples(20))
+    inputs, _ = examples(13, seed=2)
+    whole = model(inputs)
+    monkeypatch.setattr("mbpa.model.READ_BYTES", 5 * D * 4 * 4)
+    assert (model(inputs) - whole).abs().max() < 1e-6
+
+
+def test_refresh_refuses_another_number_of_inputs() -> None:
+    model = make_model()
+    inputs, labels = examples(20)
+    model.write(inputs, labels)
+    sizes = iter([11, 9])
+    with pytest.raises(ValueError, match="one input an id, got 11 for 10"):
+        model.refresh(lambda ids: inputs[: next(sizes)], batch_size=10)
+
+
+def test_a_parametric_model_does_not_search() -> None:
+    model = make_model(mbpa.Parametric())
+    model.write(*examples(5))
+    model.memory.read = lambda *a, **k: pytest.fail("searched")  # type: ignore[method-assign]
+    inputs, _ = examples(3, seed=2)
+    assert str(model.explain(inputs[:1])).endswith("this is the parametric prediction")
+    assert model(inputs).shape == (3, CLASSES)
 
 
 # The cost of importing

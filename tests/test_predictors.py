@@ -135,10 +135,18 @@ def test_probabilities_sum_to_one() -> None:
         (lambda: mbpa.NeighborVote(smoothing=1.5), "smoothing must be between 0 and 1, got 1.5"),
         (lambda: mbpa.Adapted(mbpa.Gradient(0.1), loss="hinge"), "loss must be one of"),
         (lambda: mbpa.Adapted(mbpa.Gradient(0.1), params=()), "at least one parameter"),
-        (lambda: mbpa.Gradient(0.1, steps=0), "steps must be an integer of at least 1, got 0"),
+        (lambda: mbpa.Gradient(0.1, steps=0), "steps must be at least 1, got 0"),
         (lambda: mbpa.Gradient(-0.1), "lr must be a finite number, not negative, got -0.1"),
         (lambda: mbpa.Gradient(math.nan), "lr must be a finite number, not negative, got nan"),
-        (lambda: mbpa.Gradient(0.1, decay=-1), "decay must be .* got -1"),
+        (lambda: mbpa.Gradient(0.1, decay=-1), r"decay must be .* got -1"),
+        (lambda: mbpa.RMSprop(0.1, smoothing=1.5), "smoothing must be at most 1, got 1.5"),
+        (lambda: mbpa.Adapted(mbpa.Gradient(0.1), kernel=mbpa.uniform), "kernel must be one"),
+        (lambda: mbpa.NeighborVote(k=2.5), "k must be a whole number, got 2.5"),
+        (lambda: mbpa.exp_dot(math.nan), "theta must be a finite number"),
+        (
+            lambda: mbpa.Mixture(mbpa.Gradient(0.1), weights=(1.0,)),
+            "a mixture is of predictors, got Gradient",
+        ),
         (lambda: mbpa.RMSprop(0.1, smoothing=-0.5), "smoothing must be .* got -0.5"),
         (lambda: mbpa.Adam(0.1, beta1=1.0), "below 1, got 1.0, 0.999"),
         (lambda: mbpa.Mixture(mbpa.Parametric(), weights=(0.5, 0.5)), "1 predictors and 2 weights"),
@@ -149,6 +157,7 @@ def test_probabilities_sum_to_one() -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_impossible_settings_are_refused(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -165,7 +165,7 @@ class HandsOutItsStorage(mbpa.ExactMemory):
 
 
 class AcceptsAnything(mbpa.ExactMemory):
-    def _checked_keys(self, keys: Tensor, name: str) -> Tensor:
+    def _checked_keys(self, keys: Tensor) -> Tensor:
         return keys.reshape(len(keys), self.key_size)
 
 
@@ -406,7 +406,7 @@ def test_a_broken_rule_is_caught_by_the_part_it_breaks(rule: type[mbpa.Rule], pa
 
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_what_is_no_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rule must be a mbpa.Rule, got str"):
+    with pytest.raises(ValueError, match=r"rule must be a mbpa.Rule, got 'gradient'"):
         check_rule("gradient")  # type: ignore[arg-type]
     SignDescent.steps = 0
     try:

@@ -26,7 +26,7 @@ class Engine:
         scratch_bytes: what a chunk of queries may take while it is adapted.
         store_bytes: what each table of kept head outputs may take.
         path: compute everything this way ("functional", "dense", "span", "one step") rather than
-            the cheapest; for tests and benchmarks.
+            the cheapest way; a `ValueError` where that cannot be done.
     """
 
     def __init__(
@@ -35,6 +35,8 @@ class Engine:
         store_bytes: int = STORE_BYTES,
         path: str | None = None,
     ) -> None:
+        if path not in (None, FUNCTIONAL, DENSE, SPAN, ONE_STEP):
+            raise ValueError(f"path must be None or the name of one, got {path!r}")
         self._scratch_bytes = scratch_bytes
         self._store_bytes = store_bytes
         self._path = path
@@ -42,23 +44,22 @@ class Engine:
         self._probabilities = OutputStore(lambda outputs: outputs.softmax(-1))
 
     def adapt(
-        self, problem: Problem, neighbors: Neighbors, capacity: int, want_change: bool = False
+        self, problem: Problem, neighbors: Neighbors, want_change: bool = False
     ) -> Adaptation:
-        """Solve the problem, whose neighbours (of a memory of this capacity) these are."""
-        table_bytes = capacity * problem.outputs[0].numel() * problem.dtype.itemsize
-        can_store = table_bytes <= self._store_bytes
-        plan = make_plan(problem, can_store, self._scratch_bytes)
-        if self._path is not None:
-            plan = Plan(self._path, plan.chunk, "asked for")
+        """Solve the problem, whose neighbours these are."""
+        row_bytes = problem.outputs[0].numel() * problem.dtype.itemsize
+        can_store = neighbors.capacity * row_bytes <= self._store_bytes
+        rows = neighbors.capacity if can_store else None
+        plan = make_plan(problem, rows, self._scratch_bytes, self._path)
         if plan.path == FUNCTIONAL or plan.path == DENSE:
             solve = functional if plan.path == FUNCTIONAL else dense
-            return Adaptation(*solve(problem, plan.chunk), plan.path, plan.reason)
+            return Adaptation(*solve(problem, plan.chunk), plan.path, plan.seconds)
         assert problem.linear is not None  # what is left is for linear heads
         lookup: AbstractContextManager[StoredOutputs | None] = nullcontext()
         if can_store:
             is_final = plan.path == ONE_STEP and problem.loss == CROSS_ENTROPY
             store = self._probabilities if is_final else self._raw
-            lookup = store.lookup(problem.linear, neighbors, problem.keys, capacity)
+            lookup = store.lookup(problem.linear, neighbors, problem.keys)
         with lookup as stored:
             parts = [
                 _solved(problem.rows(rows), plan, stored and stored.rows(rows), want_change)
@@ -67,7 +68,7 @@ class Engine:
             ]
         outputs = torch.cat([part[0] for part in parts])
         changes = [part[1] for part in parts if part[1] is not None]
-        return Adaptation(outputs, torch.cat(changes) if changes else None, plan.path, plan.reason)
+        return Adaptation(outputs, torch.cat(changes) if changes else None, plan.path, plan.seconds)
 
 
 def _solved(

@@ -1,11 +1,13 @@
 """Any rule: every query has parameters of its own for the length of a chunk, all moved at once.
 
 `functional` takes any head and loss, through autograd; `dense` takes a linear head, whose gradient
-is Σ_k w_k (residual of k) h_kᵀ in closed form. Both are one query's steps under `vmap`.
+is Σ_k w_k (residual of k) h_kᵀ in closed form. Both are one query's steps under `vmap`; a head that
+`vmap` cannot run (recurrent layers, branches on values) is adapted query by query, with a warning.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -32,7 +34,8 @@ def functional(problem: Problem, chunk: int) -> tuple[Float[Tensor, "B *C"], Flo
     start = {name: tensors.pop(name) for name in problem.adapting}
 
     def forward(params: Params, inputs: Tensor) -> Tensor:
-        outputs: Tensor = torch.func.functional_call(shell, {**tensors, **params}, (inputs,))
+        arguments = (inputs.clone(),)  # a head may work in place
+        outputs: Tensor = torch.func.functional_call(shell, {**tensors, **params}, arguments)
         return outputs
 
     def objective(params: Params, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
@@ -71,9 +74,19 @@ def _each_adapted(
         squares = [(params[name] - start[name]).square().sum() for name in start]
         return forward(params, query[None])[0], torch.stack(squares).sum().sqrt()
 
-    batched = torch.vmap(adapted, chunk_size=chunk)
-    inputs = problem.queries, problem.keys, problem.values, problem.weights
-    outputs, change = batched(*map(_differentiable, inputs))
+    tensors = problem.queries, problem.keys, problem.values, problem.weights
+    inputs = [_differentiable(tensor) for tensor in tensors]
+    try:
+        outputs, change = torch.vmap(adapted, chunk_size=chunk)(*inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        warnings.warn(
+            f"{type(problem.head).__name__} cannot be run for many queries at once, so they are "
+            f"adapted one by one: {str(error).splitlines()[0]}",
+            stacklevel=2,
+        )
+        outputs, change = map(torch.stack, zip(*map(adapted, *inputs), strict=True))
     return outputs, change
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mbpa.adaptation.problem import Problem
+from mbpa.adaptation.stored import takes_product
 from mbpa.rules import Gradient
 
 RATES = {"cpu": (5e10, 1e10), "cuda": (4e13, 3e12)}  # operations and bytes a second
@@ -22,26 +23,29 @@ class Plan:
 
     path: str
     chunk: int
-    reason: str
+    seconds: dict[str, float]
+    """Estimated for a query, by each path that could have been taken."""
 
 
-def make_plan(problem: Problem, can_store: bool, max_bytes: int) -> Plan:
+def make_plan(
+    problem: Problem, table_rows: int | None, max_bytes: int, path: str | None = None
+) -> Plan:
     """The cheapest path for the problem, in chunks that keep within `max_bytes` of scratch.
 
     Args:
-        can_store: whether the neighbours' un-adapted outputs may be kept from call to call.
+        table_rows: rows of the table that keeps the un-adapted outputs of memory entries from call
+            to call; `None` if there is none.
         max_bytes: scratch memory; at least one query is taken at a time whatever it says.
+        path: take this one; a `ValueError` if it cannot compute the problem.
     """
-    prices = _prices(problem, can_store)
+    prices = _prices(problem, table_rows)
     operations, bandwidth = RATES.get(problem.queries.device.type, RATES["cpu"])
-    seconds = {path: p.operations / operations + p.moved / bandwidth for path, p in prices.items()}
-    path = min(seconds, key=lambda path: seconds[path])
+    seconds = {name: p.operations / operations + p.moved / bandwidth for name, p in prices.items()}
+    if path is not None and path not in prices:
+        raise ValueError(f"path must be one of {sorted(prices)} for this problem, got {path!r}")
+    path = path or min(seconds, key=lambda name: seconds[name])
     chunk = max(1, min(len(problem.queries), int(max_bytes // prices[path].held)))
-    ranking = ", ".join(
-        f"{name} {value * 1e6:.3g} µs"
-        for name, value in sorted(seconds.items(), key=lambda i: i[1])
-    )
-    return Plan(path, chunk, f"estimated a query: {ranking}; {chunk} at a time")
+    return Plan(path, chunk, seconds)
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class _Price:
     """Bytes of scratch a query."""
 
 
-def _prices(problem: Problem, can_store: bool) -> dict[str, _Price]:
+def _prices(problem: Problem, table_rows: int | None) -> dict[str, _Price]:
     size, steps = problem.dtype.itemsize, problem.rule.steps
     count = problem.keys.shape[1]
     outputs, key = problem.outputs[0].numel(), problem.queries[0].numel()
@@ -60,21 +64,27 @@ def _prices(problem: Problem, can_store: bool) -> dict[str, _Price]:
     work = 4 * steps * count * adapting
     moved = size * steps * 8 * adapting
     held = size * (8 * adapting + 16 * count * (key + outputs))
-    prices = {FUNCTIONAL: _Price(VMAP_OVERHEAD * work, VMAP_OVERHEAD * moved, held)}
     if problem.linear is None:
-        return prices
-    prices[DENSE] = _Price(work, moved, held)
+        held += 3 * count * problem.activation_bytes
+        return {FUNCTIONAL: _Price(VMAP_OVERHEAD * work, VMAP_OVERHEAD * moved, held)}
+    prices = {
+        FUNCTIONAL: _Price(VMAP_OVERHEAD * work, VMAP_OVERHEAD * moved, held),
+        DENSE: _Price(work, moved, held),
+    }
     if type(problem.rule) is not Gradient:  # a subclass may move the parameters otherwise
         return prices
     table = count * outputs
     gram = 2 * count * count * key
-    inputs = 0 if can_store else 2 * table * key
+    inputs = 0 if table_rows is not None else 2 * table * key
     products = 2 * count * table * (steps - 1)
     prices[SPAN] = _Price(
         gram + inputs + products, size * table * 6 * steps, size * (6 * table + 2 * count * count)
     )
-    if steps == 1 and can_store:
+    if steps == 1 and table_rows is not None:
+        spread = table_rows if takes_product(table_rows, count) else 0
         prices[ONE_STEP] = _Price(
-            2 * count * (key + outputs), size * (table + count * key), size * 4 * outputs
+            2 * count * key + 2 * max(spread, count) * outputs,
+            size * (count * key + (0 if spread else table)),
+            size * (4 * outputs + 2 * spread),
         )
     return prices

@@ -58,11 +58,27 @@ class Problem:
             return None
         if self.loss not in (CROSS_ENTROPY, SQUARED_ERROR):
             return None
-        if head._forward_hooks or head._forward_pre_hooks:
-            return None  # a hook may make it something else
+        if head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head):
+            return None  # it may do something else
         bias = None if head.bias is None else head.bias.detach().to(self.dtype)
         weight = head.weight.detach().to(self.dtype)
         return LinearHead(weight, bias, "weight" in self.adapting, "bias" in self.adapting)
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """What autograd keeps of the head's forward for one neighbour."""
+        kept = 0
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            kept += 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
+            return tensor
+
+        dtype = next(self.head.parameters()).dtype
+        key = self.keys[:1, 0].to(dtype, copy=True)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            self.head(key)
+        return kept
 
     def rows(self, rows: slice) -> Problem:
         """The same for some of the queries."""
@@ -79,7 +95,9 @@ class Adaptation:
     change: Float[Tensor, "B"] | None
     """‖θˣ − θ‖ of each query, where it was asked for."""
     path: str
-    reason: str
+    """How it was computed."""
+    seconds: dict[str, float]
+    """What that and each other way was estimated to take for a query."""
 
     def rows(self, rows: slice) -> Adaptation:
         """What came of it for some of the queries."""

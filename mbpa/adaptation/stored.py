@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from mbpa.adaptation.problem import LinearHead
 from mbpa.memory import Neighbors
@@ -40,18 +41,31 @@ class StoredOutputs:
         return torch.where(written, self.table[inside], self.unwritten[outside])
 
     def weighted_sum(self, weights: Float[Tensor, "B K"]) -> Float[Tensor, "B C"]:
-        """`Σ_k weights_k output_k` as a product with the whole table, which for the small memories
-        that fit a table beats gathering rows."""
-        width = len(self.table) + len(self.unwritten)
-        spread = torch.zeros(len(weights), width, dtype=weights.dtype, device=weights.device)
-        spread.scatter_add_(1, self.index, weights)
-        total = spread[:, : len(self.table)] @ self.table
+        """`Σ_k weights_k output_k`."""
+        count = len(self.table)
+        total = _weighted_rows(self.table, self.index.clamp_max(count - 1), (
+            weights.masked_fill(self.index >= count, 0)))  # fmt: skip
         if len(self.unwritten):
-            total = total + spread[:, len(self.table) :] @ self.unwritten
+            outside, inside = (self.index - count).clamp_min(0), self.index < count
+            total += _weighted_rows(self.unwritten, outside, weights.masked_fill(inside, 0))
         return total
 
     def rows(self, rows: slice) -> StoredOutputs:
         return StoredOutputs(self.table, self.unwritten, self.index[rows])
+
+
+def takes_product(rows: int, count: int) -> bool:
+    """Whether a sum over `count` of so many rows is cheaper as a product with all of them."""
+    return rows <= 32 * count
+
+
+def _weighted_rows(
+    table: Float[Tensor, "N C"], index: Int[Tensor, "B K"], weights: Float[Tensor, "B K"]
+) -> Float[Tensor, "B C"]:
+    if not takes_product(len(table), index.shape[1]):
+        return functional.embedding_bag(index, table, mode="sum", per_sample_weights=weights)
+    spread = torch.zeros(len(index), len(table), dtype=table.dtype, device=table.device)
+    return spread.scatter_add_(1, index, weights) @ table
 
 
 class OutputStore:
@@ -70,26 +84,29 @@ class OutputStore:
 
     @contextmanager
     def lookup(
-        self, head: LinearHead, neighbors: Neighbors, keys: Float[Tensor, "B K D"], capacity: int
+        self, head: LinearHead, neighbors: Neighbors, keys: Float[Tensor, "B K D"]
     ) -> Iterator[StoredOutputs]:
         """Outputs of the neighbours, for as long as the context is open.
 
         Other threads wait meanwhile, since they may overwrite rows of the table.
         """
         with self._lock:
-            if not self._is_current(head, neighbors.revision, capacity):
-                shape = capacity, len(head.weight)
-                self._table = head.weight.new_zeros(shape)
-                self._ids = torch.full((capacity,), -1, device=head.weight.device)
+            shape = neighbors.capacity, len(head.weight)
+            if self._table.shape != shape or not _are_alike(self._table, head.weight):
+                self._table = head.weight.new_zeros(shape)  # zeros: a product reads every row
+                self._ids = torch.full(shape[:1], -1, device=head.weight.device)
+                self._made_by = None
+            if not self._is_current(head, neighbors.revision):
+                self._ids.fill_(-1)
                 bias = None if head.bias is None else head.bias.clone()
                 self._made_by = head.weight.clone(), bias, neighbors.revision
             yield self._filled(head, neighbors, keys)
 
-    def _is_current(self, head: LinearHead, revision: int, capacity: int) -> bool:
-        if self._made_by is None or len(self._table) != capacity:
+    def _is_current(self, head: LinearHead, revision: int) -> bool:
+        if self._made_by is None:
             return False
         weight, bias, made_at = self._made_by
-        if weight.device != head.weight.device or weight.dtype != head.weight.dtype:
+        if weight.shape != head.weight.shape:
             return False
         if (bias is None) != (head.bias is None) or revision != made_at:
             return False
@@ -117,3 +134,7 @@ class OutputStore:
             place = (~kept).cumsum(0) - 1 + len(self._table)
             index = index.masked_scatter(missing, torch.where(kept, new_slots, place)[inverse])
         return StoredOutputs(self._table, unwritten, index)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and one.dtype == other.dtype

@@ -10,6 +10,7 @@ Shapes: B queries, N written, K neighbours, J candidates, M live entries; D the 
 from __future__ import annotations
 
 import abc
+import itertools
 import math
 import threading
 from collections.abc import Iterable, Sequence
@@ -20,11 +21,11 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from mbpa.memory import validation
 from mbpa.memory.neighbors import Candidates, Entries, Neighbors
-from mbpa.memory.ranking import SCRATCH_BYTES, Block, matmul_roundoff, nearest_first
+from mbpa.memory.ranking import SCRATCH_BYTES, Block, nearest_first, score_error
 from mbpa.memory.ring import Ints, Ring
-
-KEY_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+from mbpa.memory.validation import KEY_DTYPES
 
 
 class Memory(abc.ABC):
@@ -55,18 +56,15 @@ class Memory(abc.ABC):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (key_dim,) if isinstance(key_dim, int) else tuple(key_dim)
-        if not shape or min(shape) < 1:
-            raise ValueError(f"key_dim must be at least 1 in every dimension, got {key_dim}")
         if dtype not in KEY_DTYPES:
             raise ValueError(f"dtype must be one of {KEY_DTYPES}, got {dtype}")
-        if value_dtype.is_complex or value_dtype == torch.bool:
-            raise ValueError(f"value_dtype must be an integer or floating dtype, got {value_dtype}")
         self._lock = threading.RLock()
-        self._ring = Ring(_checked_capacity(capacity))
-        self.key_shape = shape
-        self.value_shape = tuple(value_shape)
-        self.value_dtype = value_dtype
+        self._ring = Ring(validation.count("capacity", capacity))
+        self.key_shape = validation.shape("key_dim", key_dim)
+        if not self.key_shape:
+            raise ValueError("key_dim must have at least one dimension, got ()")
+        self.value_shape = validation.shape("value_shape", value_shape, least=0)
+        self.value_dtype = validation.value_dtype(value_dtype)
         self.dtype = dtype
         self._device = torch.empty(0, device=device).device  # "cuda" → "cuda:0"
         self._reset(self._ring)
@@ -81,7 +79,7 @@ class Memory(abc.ABC):
     def _put(
         self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]
     ) -> None:
-        """Store entries in distinct slots, replacing what is there."""
+        """Store copies of these entries in distinct slots, replacing what is there."""
 
     @abc.abstractmethod
     def _get(self, slots: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
@@ -149,6 +147,12 @@ class Memory(abc.ABC):
             ids = torch.from_numpy(self._ring.ids(slots))
             return Entries(ids, keys.reshape(-1, *self.key_shape), values)
 
+    @property
+    def ids(self) -> Int[Tensor, "M"]:
+        """Ids of the live entries, oldest first."""
+        with self._lock:
+            return torch.from_numpy(self._ring.ids(self._ring.oldest(len(self))))
+
     def holds(self, ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
         """Which of these ids are of live entries."""
         with self._lock:
@@ -160,14 +164,11 @@ class Memory(abc.ABC):
         self, keys: Float[Tensor, "N *D"], values: Shaped[Tensor, "N *V"] | Sequence[Any]
     ) -> Int[Tensor, "N"]:
         """Add entries, overwriting the oldest when full; return their ids, which never change."""
-        flat, values = self._checked_keys(keys, "keys"), self._checked_values(values)
-        if len(flat) != len(values):
-            raise ValueError(f"keys and values must be as many, got {len(flat)} and {len(values)}")
+        flat, values = self._checked_entries(keys, values)
         with self._lock:
             kept = min(len(flat), self.capacity)
             first_id = self._ring.next_id
-            self._ring.next_id += len(flat) - kept  # what would be overwritten by the same call
-            plan = self._ring.plan(kept)
+            plan = self._ring.plan(kept, skipped=len(flat) - kept)  # overwritten by the same call
             slots = self._tensor(plan.slots)
             self._put(slots, flat[len(flat) - kept :], values[len(flat) - kept :])
             self._ring.commit(plan)
@@ -178,13 +179,13 @@ class Memory(abc.ABC):
         self, ids: Int[Tensor, "N"] | Iterable[int], keys: Float[Tensor, "N *D"]
     ) -> None:
         """Give entries new keys (the embedding has moved on); ids, values and ages stay."""
-        flat = self._checked_keys(keys, "keys")
+        flat = self._checked_keys(keys)
         with self._lock:
             slots = self._tensor(self._find(ids))
             if len(slots) != len(flat):
                 raise ValueError(f"ids and keys must be as many, got {len(slots)} and {len(flat)}")
             self._put(slots, flat, self._fetched(slots)[1])
-            self._revision += 1
+            self._revision = next(_REVISIONS)
 
     def delete(self, ids: Int[Tensor, "N"] | Iterable[int]) -> None:
         """Remove entries; unknown ids (never given, overwritten, deleted) are a `ValueError`."""
@@ -202,7 +203,7 @@ class Memory(abc.ABC):
     def resize(self, capacity: int) -> Self:
         """Change the capacity, keeping the newest entries that fit."""
         with self._lock:
-            _checked_capacity(capacity)
+            capacity = validation.count("capacity", capacity)
             self._refill(self.entries(), capacity, self._ring.next_id)
         return self
 
@@ -217,7 +218,7 @@ class Memory(abc.ABC):
     def restore(self, entries: Entries, next_id: int) -> None:
         """Become a copy of a memory that held `entries` (what `entries()` gave) and went on to
         give `next_id`; whatever was here before is gone."""
-        keys = self._checked_keys(entries.keys, "keys")
+        keys = self._checked_keys(entries.keys)
         values = self._checked_values(entries.values)
         if entries.ids.dtype != torch.int64 or entries.ids.ndim != 1:
             raise ValueError(
@@ -250,8 +251,9 @@ class Memory(abc.ABC):
         Args:
             keys_for: return the keys of only this many of the nearest (default: all).
         """
-        flat = self._checked_keys(queries, "queries").to(self.distance_dtype)
-        _checked_counts(k, keys_for)
+        flat = self._checked_queries(queries)
+        k = validation.count("k", k)
+        keys_for = None if keys_for is None else validation.count("keys_for", keys_for, least=0)
         with self._lock, torch.autocast(self.device.type, enabled=False):
             since = torch.zeros(len(flat), dtype=torch.int64, device=self.device)
             needed = torch.full_like(since, min(k, len(self)))
@@ -270,12 +272,11 @@ class Memory(abc.ABC):
         Entry t sees what the memory holds now and the entries before t, less what writing those
         would overwrite. Nothing is written.
         """
-        flat, values = self._checked_keys(keys, "keys"), self._checked_values(values)
-        if len(flat) != len(values):
-            raise ValueError(f"keys and values must be as many, got {len(flat)} and {len(values)}")
-        _checked_counts(k, keys_for)
+        flat, values = self._checked_entries(keys, values)
+        k = validation.count("k", k)
+        keys_for = None if keys_for is None else validation.count("keys_for", keys_for, least=0)
         with self._lock, torch.autocast(self.device.type, enabled=False):
-            queries, count, live = flat.to(self.distance_dtype), len(flat), len(self)
+            queries, count, live = self._checked_queries(keys), len(flat), len(self)
             gone = np.maximum(live + np.arange(count) - self.capacity, 0)
             new_ids = self._ring.next_id + np.arange(count)
             old_ids = self._ring.ids(self._ring.oldest(min(live, count)))  # gone < count: enough
@@ -349,6 +350,7 @@ class Memory(abc.ABC):
             slots=torch.where(mask, slots[rows, order], -1),
             keys=keys[rows, order[:, :keys_for]],
             revision=self._revision,
+            capacity=self.capacity,
         ), beyond
 
     def _found(self, queries: Float[Tensor, "B D"], reach: int, width: int) -> Candidates:
@@ -372,12 +374,12 @@ class Memory(abc.ABC):
         """Which rows may have missed a neighbour: too few found, or something left out is as near.
 
         An entry left out at distance d ≤ d_K has ‖h‖ ≤ ‖q‖ + √d_K, so its ‖h‖² − 2q·h + ‖q‖² was
-        off by at most γ(2‖q‖ + √d_K)², γ = (D + 8)u the bound for sums of D rounded products.
+        off by at most γ(2‖q‖ + √d_K)², with γ from `score_error`.
         """
         farthest = distances.gather(1, (needed - 1).clamp_min(0)[:, None])[:, 0]
         unsure = farthest.isinf()
         if beyond is not None:
-            gamma = (self.key_size + 8) * matmul_roundoff(self.distance_dtype, self.device)
+            gamma = score_error(self.key_size, self.distance_dtype, self.device)
             slack = gamma * (2 * queries.norm(dim=1) + farthest.sqrt()).square()
             unsure |= farthest + slack >= beyond
         return unsure & (needed > 0)
@@ -393,53 +395,31 @@ class Memory(abc.ABC):
 
     # Validation and bookkeeping
 
-    def _checked_keys(self, keys: Tensor, name: str) -> Float[Tensor, "N D"]:
-        if not isinstance(keys, Tensor) or not keys.is_floating_point():
-            got = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
-            raise ValueError(f"{name} must be a tensor of a floating dtype, got {got}")
-        if keys.shape[1:] != self.key_shape or keys.ndim == 0:
-            expected = ", ".join(map(str, ("N", *self.key_shape)))
-            raise ValueError(f"{name} must have shape ({expected}), got {tuple(keys.shape)}")
-        if keys.device != self.device:
-            raise ValueError(
-                f"{name} must be on the memory's device {self.device}, got {keys.device}"
-            )
-        flat = keys.detach().reshape(len(keys), self.key_size).to(self.dtype)
-        limit = torch.finfo(self.distance_dtype).max / 8  # so that no distance overflows
-        if not (flat.to(self.distance_dtype).square().sum(1) < limit).all():
-            raise ValueError(
-                f"{name} must be finite in {self.dtype}, with squared norms below {limit:.0e}; "
-                "got NaN, infinite or larger ones"
-            )
-        return flat
+    def _checked_keys(self, keys: Tensor) -> Float[Tensor, "N D"]:
+        return validation.flat_keys(keys, "keys", self.key_shape, self.dtype, self.device)
 
-    def _checked_values(self, values: Tensor | Sequence[Any]) -> Tensor:
-        values = torch.as_tensor(values)
-        if values.shape[1:] != self.value_shape or values.ndim == 0:
-            expected = ", ".join(map(str, ("N", *self.value_shape)))
-            raise ValueError(f"values must have shape ({expected}), got {tuple(values.shape)}")
-        if self.holds_labels:
-            if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-                raise ValueError(f"values must be labels of an integer dtype, got {values.dtype}")
-            labels, most = values.to(torch.int64), torch.iinfo(self.value_dtype).max
-            if labels.numel() and (least := int(labels.min())) < 0:
-                raise ValueError(f"labels must not be negative, got {least}")
-            if labels.numel() and (largest := int(labels.max())) > most:
-                raise ValueError(f"labels must fit {self.value_dtype}, got {largest} > {most}")
-        elif not values.is_floating_point() or not values.to(self.value_dtype).isfinite().all():
-            raise ValueError(f"values must be finite floating targets, got {values.dtype}")
-        return values.detach().to(self.device, self.value_dtype)
+    def _checked_queries(self, queries: Tensor) -> Float[Tensor, "N D"]:
+        """Queries keep their precision: only what is stored is rounded to the memory's dtype."""
+        wide = self.distance_dtype
+        return validation.flat_keys(queries, "queries", self.key_shape, wide, self.device)
+
+    def _checked_values(self, values: Tensor | Sequence[Any]) -> Shaped[Tensor, "N *V"]:
+        return validation.stored_values(values, self.value_shape, self.value_dtype, self.device)
+
+    def _checked_entries(
+        self, keys: Tensor, values: Tensor | Sequence[Any]
+    ) -> tuple[Tensor, Tensor]:
+        flat, stored = self._checked_keys(keys), self._checked_values(values)
+        if len(flat) != len(stored):
+            raise ValueError(f"keys and values must be as many, got {len(flat)} and {len(stored)}")
+        return flat, stored
 
     def _find(self, ids: Tensor | Iterable[int]) -> Ints:
-        wanted = torch.as_tensor(ids if isinstance(ids, Tensor) else list(ids)).flatten().cpu()
-        array = wanted.numpy().astype(np.int64)
-        if (wanted.is_floating_point() and len(array)) or len(np.unique(array)) != len(array):
-            raise ValueError(f"ids must be distinct integers, got {wanted.tolist()[:8]}")
-        slots = self._ring.find(array)
+        wanted = validation.distinct_ids(ids).numpy()
+        slots = self._ring.find(wanted)
         if (slots < 0).any():
-            raise ValueError(
-                f"ids must be of live entries, unknown: {array[slots < 0][:8].tolist()}"
-            )
+            unknown = wanted[slots < 0][:8].tolist()
+            raise ValueError(f"ids must be of live entries, unknown: {unknown}")
         return slots
 
     def _tensor(self, array: Ints) -> Tensor:
@@ -449,30 +429,26 @@ class Memory(abc.ABC):
         return neighbors.with_keys(neighbors.keys.unflatten(2, self.key_shape))
 
     def _refill(self, entries: Entries, capacity: int, next_id: int) -> None:
+        """Start anew with these entries; if that fails, go on as before."""
+        before = dict(vars(self))
         first = max(0, len(entries.ids) - capacity)
         ids = entries.ids[first:].cpu().numpy()
-        self._reset(Ring(capacity, ids, next_id))
-        slots = torch.arange(len(ids), device=self.device)
-        keys = entries.keys[first:].flatten(1).to(self.device)
-        self._put(slots, keys, entries.values[first:].to(self.device))
-        self._slot_ids[slots] = entries.ids[first:].to(self.device)
+        try:
+            self._reset(Ring(capacity, ids, next_id))
+            slots = torch.arange(len(ids), device=self.device)
+            keys = entries.keys[first:].flatten(1).to(self.device)
+            self._put(slots, keys, entries.values[first:].to(self.device))
+            self._slot_ids[slots] = entries.ids[first:].to(self.device)
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def _reset(self, ring: Ring) -> None:
         self._ring = ring
-        self._revision = getattr(self, "_revision", -1) + 1
+        self._revision = next(_REVISIONS)
         with torch.inference_mode(False):  # what is made here is written to later
             self._slot_ids = torch.full((ring.capacity,), -1, device=self.device)
             self._clear()
 
 
-def _checked_capacity(capacity: int) -> int:
-    if capacity < 1:
-        raise ValueError(f"capacity must be at least 1, got {capacity}")
-    return capacity
-
-
-def _checked_counts(k: int, keys_for: int | None) -> None:
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
-    if keys_for is not None and keys_for < 0:
-        raise ValueError(f"keys_for must not be negative, got {keys_for}")
+_REVISIONS = itertools.count()  # no two memories ever have the same

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mbpa.memory.base import Memory
 from mbpa.memory.neighbors import Candidates
-from mbpa.memory.ranking import SCRATCH_BYTES
+from mbpa.memory.ranking import SCRATCH_BYTES, expanded_scores
 
 
 class ExactMemory(Memory):
@@ -29,7 +29,7 @@ class ExactMemory(Memory):
     """
 
     def _clear(self) -> None:
-        # Untouched pages of an empty tensor cost nothing on a CPU, whatever the capacity.
+        # On a CPU the pages of an empty tensor cost nothing until they are written to.
         self._keys = torch.empty(self.capacity, self.key_size, dtype=self.dtype, device=self.device)
         shape = (self.capacity, *self.value_shape)
         self._values = torch.empty(shape, dtype=self.value_dtype, device=self.device)
@@ -62,7 +62,7 @@ class ExactMemory(Memory):
         for start in range(0, count, size):
             stop = min(start + size, count)
             keys = self._keys[start:stop].to(self.distance_dtype)
-            scores = torch.addmm(self._norms[start:stop], queries, keys.T, alpha=-2)  # B block
+            scores = expanded_scores(self._norms[start:stop], queries, keys)
             values, slots = scores.topk(min(k, stop - start), largest=False, sorted=False)
             slots += start
             if best is not None:

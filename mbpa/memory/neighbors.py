@@ -34,7 +34,10 @@ class Neighbors:
     keys: Float[Tensor, "B J *D"]
     """Keys of the first J neighbours: all K, unless the reader asked for fewer."""
     revision: int
-    """Goes up when the memory gives entries other keys under the same ids."""
+    """Another number whenever a memory gives entries other keys under the same ids; no two
+    memories share one."""
+    capacity: int
+    """Of the memory, at the time; slots are below it."""
 
     def first(self, k: int) -> Neighbors:
         """The k nearest of these."""
@@ -56,6 +59,7 @@ class Neighbors:
                 for name in TENSORS
             },
             revision=self.revision,
+            capacity=self.capacity,
         )
 
     @staticmethod
@@ -66,6 +70,7 @@ class Neighbors:
         return Neighbors(
             **{name: torch.cat([getattr(part, name) for part in parts]) for name in TENSORS},
             revision=parts[0].revision,
+            capacity=parts[0].capacity,
         )
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Neighbors:

@@ -51,6 +51,7 @@ class Block:
             slots=torch.where(mask & ~is_new, merged(past.slots, self.ids), -1),
             keys=merged(past.keys, self.keys, keys_for if keys_for is not None else k),
             revision=past.revision,
+            capacity=past.capacity,
         )
 
 
@@ -61,13 +62,47 @@ def nearest_first(distances: Float[Tensor, "B J"], ids: Int[Tensor, "B J"]) -> I
     return newest.gather(1, by_distance)
 
 
-def matmul_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """Unit roundoff of a matrix product, which for float32 depends on a global setting.
+def expanded_scores(
+    norms: Float[Tensor, "N"], queries: Float[Tensor, "B D"], keys: Float[Tensor, "N D"]
+) -> Float[Tensor, "B N"]:
+    """`‖h‖² − 2 q·h`, to within `score_error` even where torch is set to coarse products.
 
-    `torch.get_float32_matmul_precision` refuses to answer once the setting was made for a backend.
+    A coarse product is exact for factors of few bits, so each factor is split in two such parts,
+    and the product of the two small ones is left out.
     """
+    bits = _product_bits(queries.dtype, queries.device)
+    if bits >= 24:
+        return torch.addmm(norms, queries, keys.T, alpha=-2)
+    (large_q, small_q), (large_k, small_k) = _split(queries, bits), _split(keys, bits)
+    scores = torch.addmm(norms, large_q, large_k.T, alpha=-2)
+    return scores.addmm_(large_q, small_k.T, alpha=-2).addmm_(small_q, large_k.T, alpha=-2)
+
+
+def score_error(key_size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """γ such that `expanded_scores` is off by at most γ(‖q‖ + ‖h‖)².
+
+    (D + 8)u bounds sums of D products rounded to u; splitting adds what it leaves out or rounds.
+    """
+    roundoff = torch.finfo(dtype).eps / 2
+    bits = _product_bits(dtype, device)
+    return (key_size + 8) * roundoff + (4 * 2.0 ** (-2 * bits) if bits < 24 else 0.0)
+
+
+def matmul_roundoff(dtype: torch.dtype, device: torch.device) -> float:
+    """Unit roundoff of a matrix product, which for float32 depends on a global setting."""
+    return 2.0 ** -_product_bits(dtype, device)
+
+
+def _product_bits(dtype: torch.dtype, device: torch.device) -> int:
+    # torch.get_float32_matmul_precision refuses to answer once a backend has its own setting.
     if dtype == torch.float64:
-        return torch.finfo(dtype).eps / 2
+        return 53
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     bits: int = {"tf32": 11, "bf16": 8}.get(backend.matmul.fp32_precision, 24)
-    return 2.0**-bits
+    return bits
+
+
+def _split(numbers: Float[Tensor, "N D"], bits: int) -> tuple[Tensor, Tensor]:
+    """Float32 numbers as a part of so many leading bits and the rest, both exact."""
+    large = (numbers.view(torch.int32) & -(1 << (24 - bits))).view(torch.float32)
+    return large, numbers - large

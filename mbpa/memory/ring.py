@@ -43,15 +43,17 @@ class Ring:
         self._head = 0
         self._free: Ints = np.zeros(0, np.int64)
 
-    def plan(self, count: int) -> Allocation:
-        """Slots and ids for `count` (at most `capacity`) new entries, oldest first."""
+    def plan(self, count: int, skipped: int = 0) -> Allocation:
+        """Slots and ids for `count` (at most `capacity`) new entries, oldest first; as many ids
+        as were `skipped` are passed over."""
         reused = min(count, len(self._free))
         fresh = min(count - reused, self.capacity - self.used)
         evicted = count - reused - fresh
         slots = np.concatenate(
             [self._free[:reused], np.arange(self.used, self.used + fresh), self.oldest(evicted)]
         )
-        return Allocation(np.arange(self.next_id, self.next_id + count), slots, reused, evicted)
+        first = self.next_id + skipped
+        return Allocation(np.arange(first, first + count), slots, reused, evicted)
 
     def commit(self, allocation: Allocation) -> None:
         count = len(allocation.slots)
@@ -64,7 +66,8 @@ class Ring:
         self._order[tail % self.capacity] = allocation.slots
         self._ids[allocation.slots] = allocation.ids
         self.live += count
-        self.next_id += count
+        if count:
+            self.next_id = int(allocation.ids[-1]) + 1
 
     def oldest(self, count: int) -> Ints:
         """Slots of the `count` oldest entries, oldest first."""

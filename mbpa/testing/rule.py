@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 
 import torch
@@ -11,8 +12,7 @@ from mbpa.kernels import inverse_distance, neighbor_weights
 from mbpa.memory import ExactMemory
 from mbpa.model import MbPA
 from mbpa.predictors import Adapted
-from mbpa.rules import Params, Rule
-from mbpa.rules import check_rule as check_is_rule
+from mbpa.rules import Params, Rule, require_rule
 from mbpa.testing.claims import require, same
 
 
@@ -29,7 +29,7 @@ def check_rule(rule: Rule) -> None:
         >>> import mbpa
         >>> mbpa.testing.check_rule(mbpa.Gradient(lr=0.1, steps=5, decay=0.1))
     """
-    check_is_rule(rule)
+    require_rule(rule)
     for dtype in (torch.float64, torch.float32):
         _is_pure(rule, dtype)
         _survives_zero_gradients(rule, dtype)
@@ -107,9 +107,11 @@ def _agrees_with_the_loop(rule: Rule, task: _Task, expected: Tensor, tolerance: 
     model, queries = task.model(rule), task.queries
     before = _listed(task.head.state_dict())
     try:
-        batched, again = model(queries), model(queries)
-        alone, flipped = model(queries[:1]), model(queries.flip(0)).flip(0)
-    except RuntimeError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it would be run query by query, and warned of
+            batched, again = model(queries), model(queries)
+            alone, flipped = model(queries[:1]), model(queries.flip(0)).flip(0)
+    except (RuntimeError, UserWarning) as error:
         raise AssertionError(
             "batching: expected a rule that runs for many queries at once, without branching on "
             f"the values of tensors or drawing random numbers, got {type(error).__name__}: {error}"
