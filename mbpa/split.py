@@ -358,7 +358,8 @@ def _picked(out: Tensor, want: Tensor, tolerance: float) -> bool:
 
 def _close(out: Tensor, want: Tensor, tolerance: float) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(out.dtype, want.dtype), torch.float32)
-    out, want = out.to(want.device, dtype), want.to(dtype)
+    # Broadcast first: in torch 2.11 isclose cannot where NaN is to equal NaN.
+    out, want = torch.broadcast_tensors(out.to(want.device, dtype), want.to(dtype))
     # Relative to the largest: an absolute floor would pass any two tensors of small numbers.
     scale = want[want.isfinite()].abs().amax().item() if want.isfinite().any() else 0.0
     return torch.isclose(out, want, rtol=0.0, atol=tolerance * scale, equal_nan=True)

@@ -635,14 +635,15 @@ def test_a_head_runs_in_eval_mode_whatever_mode_it_is_in() -> None:
 
 def test_a_compiled_or_wrapped_head_is_run_plainly() -> None:
     for wrap in (partial(torch.compile, backend="eager"), nn.DataParallel):
-        inner = nn.Linear(D, CLASSES)
+        head = wrap(nn.Linear(D, CLASSES))
+        device = next(head.parameters()).device  # DataParallel moves it to a GPU if there is one
         model = mbpa.MbPA(
-            head=wrap(inner),
-            memory=mbpa.ExactMemory(9, D),
+            head=head,
+            memory=mbpa.ExactMemory(9, D, device=device),
             predictor=mbpa.Adapted(mbpa.Gradient(0.1, 3), k=2),
         )
-        model.write(torch.eye(D)[:2], [0, 1])
-        assert model.explain(torch.zeros(1, D)).path == "span"
+        model.write(torch.eye(D, device=device)[:2], [0, 1])
+        assert model.explain(torch.zeros(1, D, device=device)).path == "span"
 
 
 def test_a_head_that_cannot_be_batched_is_adapted_query_by_query_with_a_warning() -> None:

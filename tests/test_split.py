@@ -695,6 +695,7 @@ def test_data_parallel_models_are_unwrapped() -> None:
     model = CASES[0].made()
     for at in ("fc", "module.fc"):
         embed, head = split(nn.DataParallel(model), at)
+        model.cpu()  # it is moved to a GPU if there is one; the copies share its weights
         assert not any(isinstance(module, nn.DataParallel) for module in embed.modules())
         CASES[0].check(model, embed, head)
 
