@@ -43,12 +43,13 @@ class StoredOutputs:
     def weighted_sum(self, weights: Float[Tensor, "B K"]) -> Float[Tensor, "B C"]:
         """`Σ_k weights_k output_k`."""
         count = len(self.table)
-        total = _weighted_rows(self.table, self.index.clamp_max(count - 1), (
-            weights.masked_fill(self.index >= count, 0)))  # fmt: skip
-        if len(self.unwritten):
-            outside, inside = (self.index - count).clamp_min(0), self.index < count
-            total += _weighted_rows(self.unwritten, outside, weights.masked_fill(inside, 0))
-        return total
+        if not len(self.unwritten):
+            return _weighted_rows(self.table, self.index, weights)
+        is_written = self.index < count
+        inside, outside = self.index.clamp_max(count - 1), (self.index - count).clamp_min(0)
+        return _weighted_rows(
+            self.table, inside, weights.masked_fill(~is_written, 0)
+        ) + _weighted_rows(self.unwritten, outside, weights.masked_fill(is_written, 0))
 
     def rows(self, rows: slice) -> StoredOutputs:
         return StoredOutputs(self.table, self.unwritten, self.index[rows])
