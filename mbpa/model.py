@@ -174,7 +174,8 @@ class MbPA:
         if tuple(values.shape) != expected:
             raise ValueError(
                 f"values must have shape {expected}, one for each of the keys "
-                f"{(*leading, *self.memory.key_shape)}, got {tuple(values.shape)}"
+                f"{(*leading, *self.memory.key_shape)}, got {tuple(values.shape)}; the memory "
+                f"holds {self.memory.kind}"
             )
         self.check_labels(values)
         return self.memory.write(flat, values.reshape(len(flat), *self.memory.value_shape))

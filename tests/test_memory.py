@@ -550,7 +550,7 @@ def test_it_says_what_it_is() -> None:
     assert repr(memory) == (
         "ExactMemory(0 of 9 entries, key_dim=(2, 3), targets of shape (4,), torch.float32, cpu)"
     )
-    assert "3 of 3 entries, key_dim=2, labels" in repr(filled(3))
+    assert "3 of 3 entries, keys of shape (2,), labels" in repr(filled(3))
     assert memory.to("cpu") is memory
     assert memory.resize(4) is memory
 

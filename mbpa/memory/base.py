@@ -124,6 +124,11 @@ class Memory(abc.ABC):
         return type(self)._delete is not Memory._delete
 
     @property
+    def kind(self) -> str:
+        """What the values are, in words."""
+        return "labels" if self.holds_labels else f"targets of shape {self.value_shape}"
+
+    @property
     def lock(self) -> threading.RLock:
         """Held during every call; hold it to make several calls one."""
         return self._lock
@@ -132,12 +137,10 @@ class Memory(abc.ABC):
         return self._ring.live
 
     def __repr__(self) -> str:
-        key = self.key_shape[0] if len(self.key_shape) == 1 else self.key_shape
-        kind = "labels" if self.holds_labels else f"targets of shape {self.value_shape}"
-        return (
-            f"{type(self).__name__}({len(self)} of {self.capacity} entries, key_dim={key}, "
-            f"{kind}, {self.dtype}, {self.device})"
+        held = (
+            f"{len(self)} of {self.capacity} entries, keys of shape {self.key_shape}, {self.kind}"
         )
+        return f"{type(self).__name__}({held}, {self.dtype}, {self.device})"
 
     def entries(self) -> Entries:
         """Everything it holds, oldest first."""

@@ -45,7 +45,7 @@ class ExactMemory(Memory):
         self._norms[slots] = keys.to(self.distance_dtype).square().sum(1)
 
     def _get(self, slots: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
-        return self._keys[slots], self._values[slots]
+        return self._keys.index_select(0, slots), self._values.index_select(0, slots)
 
     def _delete(self, slots: Int[Tensor, "N"]) -> None:
         self._keys[slots] = 0
