@@ -548,7 +548,8 @@ def test_the_revision_rises_when_slots_or_keys_change_hands_under_the_same_ids()
 def test_it_says_what_it_is() -> None:
     memory = ExactMemory(9, (2, 3), value_shape=(4,), value_dtype=torch.float32)
     assert repr(memory) == (
-        "ExactMemory(0 of 9 entries, key_dim=(2, 3), targets of shape (4,), torch.float32, cpu)"
+        "ExactMemory(0 of 9 entries, keys of shape (2, 3), targets of shape (4,), "
+        "torch.float32, cpu)"
     )
     assert "3 of 3 entries, keys of shape (2,), labels" in repr(filled(3))
     assert memory.to("cpu") is memory
