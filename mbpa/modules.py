@@ -38,7 +38,7 @@ class Head:
                 output = running(key)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise ValueError(f"{takes}, it says: {error}") from error
-        if not isinstance(output, Tensor) or len(output) != 1:
+        if not isinstance(output, Tensor) or output.shape[:1] != (1,):
             got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"{takes} and give a tensor (B, …), for one key it gave {got}")
         shape = tuple(output.shape[1:])

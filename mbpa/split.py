@@ -246,6 +246,7 @@ class _Tap(nn.Module):
     forward = __call__
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here cannot be found by pickle
+        # The layer's own __getstate__, for which the standard library has no types.
         return _new_tap, (type(self).__bases__[1],), self.__getstate__()  # type: ignore[no-untyped-call]
 
 

@@ -20,7 +20,7 @@ class SignDescent(mbpa.Rule):
     def __init__(self, lr: float, steps: int) -> None:
         self.lr, self.steps = lr, steps
 
-    def update(self, params, grads, start, state):  # type: ignore[no-untyped-def]
+    def update(self, params, grads, start, state):
         step, last = state if state is not None else (1, {name: 0 * g for name, g in grads.items()})
         moved = {
             name: p - self.lr / step * (grads[name] + 0.5 * last[name]).tanh()
@@ -63,7 +63,7 @@ def adapted_outputs(
     return torch.stack(outputs), torch.stack(changes)
 
 
-def adapt_one(head, rule, loss, params, keys, values, weights):  # type: ignore[no-untyped-def]
+def adapt_one(head, rule, loss, params, keys, values, weights):
     adapted = copy.deepcopy(head)
     moving = {n: p for n, p in adapted.named_parameters() if params is None or n in params}
     start = {name: p.detach().clone() for name, p in moving.items()}
@@ -78,7 +78,7 @@ def adapt_one(head, rule, loss, params, keys, values, weights):  # type: ignore[
     return adapted
 
 
-def loss_of_each(loss, outputs, values):  # type: ignore[no-untyped-def]
+def loss_of_each(loss, outputs, values):
     if loss == "cross_entropy":
         return outputs.exp().sum(1).log() - outputs[torch.arange(len(values)), values]
     if loss == "squared_error":

@@ -231,7 +231,7 @@ def test_chunks_keep_to_the_scratch_budget() -> None:
     problems = []
 
     class Spy(mbpa.Engine):
-        def adapt(self, problem, *rest, **named):  # type: ignore[no-untyped-def]
+        def adapt(self, problem, *rest, **named):
             problems.append(problem)
             return super().adapt(problem, *rest, **named)
 
@@ -312,7 +312,7 @@ def test_no_table_is_kept_that_exceeds_its_budget() -> None:
 
 def test_a_rule_that_extends_gradient_is_not_taken_for_it() -> None:
     class Doubled(mbpa.Gradient):
-        def update(self, params, grads, start, state):  # type: ignore[no-untyped-def]
+        def update(self, params, grads, start, state):
             twice = {name: 2 * g for name, g in grads.items()}
             return super().update(params, twice, start, state)
 

@@ -819,7 +819,7 @@ def test_coarse_products_do_not_widen_the_search(precision: str) -> None:
     memory.write(keys, torch.zeros(4000, dtype=torch.int64))
     queries, reaches = torch.randn(8, 128, generator=generator), []
     nearest = memory._nearest
-    memory._nearest = lambda q, k: reaches.append(k) or nearest(q, k)  # type: ignore[method-assign]
+    memory._nearest = lambda q, k: reaches.append(k) or nearest(q, k)
     expected = memory.read(queries, 10)
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

@@ -312,7 +312,7 @@ def own_rule() -> mbpa.Rule:
     class Halving(mbpa.Rule):
         steps = 2
 
-        def update(self, params, grads, start, state):  # type: ignore[no-untyped-def]
+        def update(self, params, grads, start, state):
             return {name: p - 0.5 * grads[name] for name, p in params.items()}, None
 
     return Halving()
@@ -548,6 +548,13 @@ def test_embeddings_of_another_shape_are_refused() -> None:
         model(torch.zeros(2, 4))
 
 
+class Total(nn.Linear):
+    """A head that gives one number for the whole batch."""
+
+    def forward(self, keys: Tensor) -> Tensor:
+        return super().forward(keys).sum()
+
+
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_parts_of_another_kind_are_refused() -> None:
     head, memory, predictor = nn.Linear(D, CLASSES), mbpa.ExactMemory(9, D), mbpa.Parametric()
@@ -557,6 +564,8 @@ def test_parts_of_another_kind_are_refused() -> None:
         mbpa.MbPA(head=head, memory=100, predictor=predictor)
     with pytest.raises(ValueError, match="for one key it gave tuple"):
         mbpa.MbPA(head=nn.LSTM(D, CLASSES), memory=memory, predictor=predictor)
+    with pytest.raises(ValueError, match=r"for one key it gave \(\)"):
+        mbpa.MbPA(head=Total(D, CLASSES), memory=memory, predictor=predictor)
     with pytest.raises(ValueError, match="path must be None or the name of one, got 'fast'"):
         mbpa.Engine(path="fast")
 
@@ -599,7 +608,7 @@ def test_heads_that_work_in_place_change_neither_inputs_nor_memory() -> None:
 def test_a_linear_layer_with_a_forward_of_its_own_is_not_taken_for_a_matrix() -> None:
     head = nn.Linear(D, CLASSES)
     plain = head.forward
-    head.forward = lambda keys: 3 * plain(keys)  # type: ignore[method-assign]
+    head.forward = lambda keys: 3 * plain(keys)
     model = mbpa.MbPA(
         head=head,
         memory=mbpa.ExactMemory(9, D),
@@ -736,7 +745,7 @@ def test_refresh_refuses_another_number_of_inputs() -> None:
 def test_a_parametric_model_does_not_search() -> None:
     model = make_model(mbpa.Parametric())
     model.write(*examples(5))
-    model.memory.read = lambda *a, **k: pytest.fail("searched")  # type: ignore[method-assign]
+    model.memory.read = lambda *a, **k: pytest.fail("searched")
     inputs, _ = examples(3, seed=2)
     assert str(model.explain(inputs[:1])).endswith("this is the parametric prediction")
     assert model(inputs).shape == (3, CLASSES)

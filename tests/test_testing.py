@@ -172,7 +172,7 @@ class AcceptsAnything(mbpa.ExactMemory):
 class HasNoLock(mbpa.ExactMemory):
     def __init__(self, capacity: int, key_dim: int) -> None:
         super().__init__(capacity, key_dim)
-        self._lock = contextlib.nullcontext()  # type: ignore[assignment]
+        self._lock = contextlib.nullcontext()
 
     def _put(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self._keys[slots] = keys
@@ -407,7 +407,7 @@ def test_a_broken_rule_is_caught_by_the_part_it_breaks(rule: type[mbpa.Rule], pa
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_what_is_no_rule_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rule must be a mbpa.Rule, got 'gradient'"):
-        check_rule("gradient")  # type: ignore[arg-type]
+        check_rule("gradient")
     SignDescent.steps = 0
     try:
         with pytest.raises(ValueError, match="steps must be an integer of at least 1, got 0"):

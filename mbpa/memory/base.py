@@ -22,13 +22,13 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mbpa.memory import validation
+from mbpa.memory.form import EntryForm
 from mbpa.memory.neighbors import Candidates, Entries, Neighbors
 from mbpa.memory.ranking import SCRATCH_BYTES, Block, nearest_first, score_error
 from mbpa.memory.ring import Ints, Ring
-from mbpa.memory.validation import KEY_DTYPES
 
 
-class Memory(abc.ABC):
+class Memory(EntryForm, abc.ABC):
     """Pairs of keys and values in a ring of fixed capacity; safe to use from several threads.
 
     A backend implements four hooks: `_clear`, `_put`, `_get`, `_nearest`; and `_delete` if it can
@@ -56,17 +56,9 @@ class Memory(abc.ABC):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if dtype not in KEY_DTYPES:
-            raise ValueError(f"dtype must be one of {KEY_DTYPES}, got {dtype}")
+        super().__init__(key_dim, value_shape, value_dtype, dtype, device)
         self._lock = threading.RLock()
         self._ring = Ring(validation.count("capacity", capacity))
-        self.key_shape = validation.shape("key_dim", key_dim)
-        if not self.key_shape:
-            raise ValueError("key_dim must have at least one dimension, got ()")
-        self.value_shape = validation.shape("value_shape", value_shape, least=0)
-        self.value_dtype = validation.value_dtype(value_dtype)
-        self.dtype = dtype
-        self._device = torch.empty(0, device=device).device  # "cuda" → "cuda:0"
         self._reset(self._ring)
 
     # The hooks of a backend
@@ -92,7 +84,7 @@ class Memory(abc.ABC):
         1 ≤ k ≤ the entries it has: `len(self)`, and without `_delete` those that stayed behind.
         """
 
-    def _delete(self, slots: Int[Tensor, "N"]) -> None:  # noqa: B027 (optional, not forgotten)
+    def _delete(self, slots: Int[Tensor, "N"]) -> None:
         """Drop the entries in these slots."""
 
     # What it holds
@@ -102,31 +94,9 @@ class Memory(abc.ABC):
         return self._ring.capacity
 
     @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def key_size(self) -> int:
-        return math.prod(self.key_shape)
-
-    @property
-    def distance_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
-
-    @property
-    def holds_labels(self) -> bool:
-        """Whether the values are class labels, not regression targets."""
-        return not self.value_dtype.is_floating_point
-
-    @property
     def _drops_entries(self) -> bool:
         """Whether the backend forgets what is deleted, or goes on proposing it."""
         return type(self)._delete is not Memory._delete
-
-    @property
-    def kind(self) -> str:
-        """What the values are, in words."""
-        return "labels" if self.holds_labels else f"targets of shape {self.value_shape}"
 
     @property
     def lock(self) -> threading.RLock:
@@ -397,25 +367,6 @@ class Memory(abc.ABC):
         return keys, torch.empty(shape, dtype=self.value_dtype, device=self.device)
 
     # Validation and bookkeeping
-
-    def _checked_keys(self, keys: Tensor) -> Float[Tensor, "N D"]:
-        return validation.flat_keys(keys, "keys", self.key_shape, self.dtype, self.device)
-
-    def _checked_queries(self, queries: Tensor) -> Float[Tensor, "N D"]:
-        """Queries keep their precision: only what is stored is rounded to the memory's dtype."""
-        wide = self.distance_dtype
-        return validation.flat_keys(queries, "queries", self.key_shape, wide, self.device)
-
-    def _checked_values(self, values: Tensor | Sequence[Any]) -> Shaped[Tensor, "N *V"]:
-        return validation.stored_values(values, self.value_shape, self.value_dtype, self.device)
-
-    def _checked_entries(
-        self, keys: Tensor, values: Tensor | Sequence[Any]
-    ) -> tuple[Tensor, Tensor]:
-        flat, stored = self._checked_keys(keys), self._checked_values(values)
-        if len(flat) != len(stored):
-            raise ValueError(f"keys and values must be as many, got {len(flat)} and {len(stored)}")
-        return flat, stored
 
     def _find(self, ids: Tensor | Iterable[int]) -> Ints:
         wanted = validation.distinct_ids(ids).numpy()

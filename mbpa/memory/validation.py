@@ -31,6 +31,13 @@ def shape(name: str, size: Any, least: int = 1) -> tuple[int, ...]:
     return tuple(count(name, each, least) for each in sizes)
 
 
+def key_dtype(dtype: torch.dtype) -> torch.dtype:
+    """A dtype for keys."""
+    if dtype not in KEY_DTYPES:
+        raise ValueError(f"dtype must be one of {KEY_DTYPES}, got {dtype}")
+    return dtype
+
+
 def value_dtype(dtype: torch.dtype) -> torch.dtype:
     """A dtype for labels or for regression targets."""
     if dtype not in LABEL_DTYPES and dtype not in KEY_DTYPES:

@@ -1,0 +1,74 @@
+"""What the entries of a memory look like: shapes, dtypes, device, and so what it accepts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from mbpa.memory import validation
+
+
+class EntryForm:
+    """The form of keys and values; `Memory` documents the arguments."""
+
+    def __init__(
+        self,
+        key_dim: int | Sequence[int],
+        value_shape: Sequence[int],
+        value_dtype: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.key_shape = validation.shape("key_dim", key_dim)
+        if not self.key_shape:
+            raise ValueError("key_dim must have at least one dimension, got ()")
+        self.value_shape = validation.shape("value_shape", value_shape, least=0)
+        self.value_dtype = validation.value_dtype(value_dtype)
+        self.dtype = validation.key_dtype(dtype)
+        self._device = torch.empty(0, device=device).device  # "cuda" → "cuda:0"
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def key_size(self) -> int:
+        return math.prod(self.key_shape)
+
+    @property
+    def distance_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def holds_labels(self) -> bool:
+        """Whether the values are class labels, not regression targets."""
+        return not self.value_dtype.is_floating_point
+
+    @property
+    def kind(self) -> str:
+        """What the values are, in words."""
+        return "labels" if self.holds_labels else f"targets of shape {self.value_shape}"
+
+    def _checked_keys(self, keys: Tensor) -> Float[Tensor, "N D"]:
+        return validation.flat_keys(keys, "keys", self.key_shape, self.dtype, self.device)
+
+    def _checked_queries(self, queries: Tensor) -> Float[Tensor, "N D"]:
+        """Queries keep their precision: only what is stored is rounded to the memory's dtype."""
+        wide = self.distance_dtype
+        return validation.flat_keys(queries, "queries", self.key_shape, wide, self.device)
+
+    def _checked_values(self, values: Tensor | Sequence[Any]) -> Shaped[Tensor, "N *V"]:
+        return validation.stored_values(values, self.value_shape, self.value_dtype, self.device)
+
+    def _checked_entries(
+        self, keys: Tensor, values: Tensor | Sequence[Any]
+    ) -> tuple[Tensor, Tensor]:
+        flat, stored = self._checked_keys(keys), self._checked_values(values)
+        if len(flat) != len(stored):
+            raise ValueError(f"keys and values must be as many, got {len(flat)} and {len(stored)}")
+        return flat, stored
