@@ -7,12 +7,13 @@ READY := $(VENV)/.ready
 export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test check bench clean
 
 help:
 	@echo "make demo    a network meets digits it was not trained on: table, figure, explanation"
 	@echo "make test    formatting, types and all tests"
 	@echo "make check   formatting and types alone"
+	@echo "make bench   how fast the engine is, against a loop, torch.func and the hardware"
 	@echo "make clean   remove what the other targets made"
 
 $(READY): pyproject.toml constraints.txt
@@ -22,6 +23,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/mbpa demo
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks --curves
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
+from mbpa.adaptation import Adaptation
 from mbpa.memory import Neighbors
 from mbpa.predictors import Part
 
@@ -86,7 +87,7 @@ def _lines(one: Explanation) -> Iterator[str]:
         if part.adaptation is not None:
             assert part.adaptation.change is not None  # explain asks for it
             moved = float(part.adaptation.change[0])
-            how = f", parameters moved by {moved:.3g} (path: {part.adaptation.path})"
+            how = f", parameters moved by {moved:.3g} ({_path(part.adaptation)})"
         if len(one.parts) > 1 or how:
             yield f"{share}{part.name}{how}"
     found = 0 if one.neighbors is None else int(one.neighbors.mask.sum())
@@ -101,6 +102,14 @@ def _lines(one: Explanation) -> Iterator[str]:
             f"  id {int(one.neighbors.ids[0, i])}: {_value(one, one.neighbors.values[0, i])}"
             f"{weight}  distance {float(one.neighbors.distances[0, i]) ** 0.5:.3g}"
         )
+
+
+def _path(adaptation: Adaptation) -> str:
+    """How it was computed, and what speaks for that."""
+    others = dict(sorted(adaptation.seconds.items(), key=lambda pair: pair[1]))
+    own = others.pop(adaptation.path, 0.0)
+    beside = "".join(f", {name} {1e6 * took:.2g}" for name, took in others.items())
+    return f"path: {adaptation.path}, estimated {1e6 * own:.2g} µs a query{beside}"
 
 
 def _prediction(one: Explanation, prediction: Tensor) -> str:

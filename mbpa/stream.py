@@ -22,7 +22,7 @@ def score_stream(
     inputs: Float[Tensor, "T ..."],
     targets: Int[Tensor, "T"],
     *,
-    block: int = 64,
+    block: int | None = None,
     progress: bool = False,
 ) -> Float[Tensor, "T"]:
     """Log-probability of each target, predicted before it is written to the memory.
@@ -33,9 +33,12 @@ def score_stream(
     Args:
         inputs: in order of time; embedded block by block.
         targets: the label of each.
-        block: how many items are scored at once; the scores do not depend on it.
+        block: how many items are scored at once; the scores do not depend on it. Default: 64, or
+            2,048 where the memory is on a GPU.
         progress: show a bar on standard error.
     """
+    if block is None:
+        block = 64 if model.memory.device.type == "cpu" else 2048
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     if not model.memory.holds_labels:

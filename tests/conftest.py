@@ -3,8 +3,10 @@
 The hook must be in place before anything imports `mbpa`, hence the order below.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import hypothesis
@@ -17,7 +19,17 @@ from beartype import BeartypeConf, FrozenDict, beartype
 typechecked = beartype(
     conf=BeartypeConf(is_pep484_tower=True, hint_overrides=FrozenDict({Self: Any}))
 )
-jaxtyping.install_import_hook("mbpa", "conftest.typechecked")
+mbpa_spec = importlib.util.find_spec("mbpa")
+ROOT = Path(mbpa_spec.submodule_search_locations[0])
+MODULES = [
+    ".".join(("mbpa", *p.relative_to(ROOT).with_suffix("").parts)) for p in ROOT.rglob("*.py")
+]
+# Triton compiles the source of its kernels, and must find them undecorated.
+TYPECHECKED = [name for name in MODULES if "fused" not in name and "__init__" not in name]
+jaxtyping.install_import_hook(TYPECHECKED, "conftest.typechecked")
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported; test_kernels wants it
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers are as many as the cores

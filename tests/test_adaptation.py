@@ -201,28 +201,6 @@ def test_chunks_of_any_size_agree(path: str) -> None:
     assert (answers[1] - answers[2]).abs().max() <= 1e-12
 
 
-def test_the_plan_takes_the_fast_paths_where_they_are_fast() -> None:
-    def path(head: nn.Module, rule: mbpa.Rule, k: int, key_dim: int, capacity: int) -> str | None:
-        model = mbpa.MbPA(
-            head=head,
-            memory=mbpa.ExactMemory(capacity, key_dim),
-            predictor=mbpa.Adapted(rule, k=k),
-        )
-        classes = model.classes
-        model.write(torch.randn(k, key_dim), torch.arange(k) % classes)
-        return model.explain(torch.randn(2, key_dim)).path
-
-    imagenet = nn.Linear(512, 1000)
-    assert path(imagenet, mbpa.Gradient(0.1, 10), 50, 512, 1000) == "span"
-    assert path(imagenet, mbpa.Gradient(0.1, 1), 50, 512, 1000) == "one step"
-    assert path(imagenet, mbpa.RMSprop(0.1, 2), 50, 512, 1000) == "dense"
-    words = nn.Linear(64, 2000)
-    assert path(words, mbpa.Gradient(1.0, 1), 256, 64, 1000) == "one step"
-    assert path(nn.Linear(4, 3), mbpa.Gradient(0.1, 50), 200, 4, 1000) == "dense"
-    mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-    assert path(mlp, mbpa.Gradient(0.1, 2), 5, 8, 100) == "functional"
-
-
 def test_chunks_keep_to_the_scratch_budget() -> None:
     head, _ = make_head("linear")
     keys, values, queries = data((6,), "cross_entropy", torch.float32)
@@ -237,11 +215,12 @@ def test_chunks_keep_to_the_scratch_budget() -> None:
 
     object.__setattr__(context, "engine", Spy())
     model.predictor(context)
-    whole = make_plan(problems[0], True, 1 << 30)
-    assert whole.chunk == len(queries)
-    tight = make_plan(problems[0], True, 4096)
+    rates = mbpa.device.Rates(1e11, 1e10, 1e-6)
+    assert make_plan(problems[0], ENTRIES, 1 << 30, rates).chunk == len(queries)
+    tight = make_plan(problems[0], ENTRIES, 4096, rates)
     assert 1 <= tight.chunk < 8
-    assert make_plan(problems[0], True, 1).chunk == 1
+    assert tight.held <= 4096
+    assert make_plan(problems[0], ENTRIES, 1, rates).chunk == 1
 
 
 def test_stored_outputs_follow_the_memory_and_the_head() -> None:

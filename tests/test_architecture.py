@@ -11,6 +11,7 @@ ROOT = Path(mbpa.__file__).parent
 # Each row may import from the rows above it, and from its own package.
 LAYERS = [
     {"errors"},
+    {"device"},
     {"sharing"},
     {"memory", "split"},
     {"kernels", "rules", "adaptation", "modules"},
@@ -78,6 +79,8 @@ def test_the_core_imports_little_besides_torch() -> None:
         if layer(name.split(".")[0]) >= layer("experiments") and not name.startswith("testing"):
             continue
         roots = {other.split(".")[0] for other in imported(tree)}
+        if "fused" in name:  # imported only where there is Triton
+            roots -= {"triton"}
         assert roots <= LIGHT | {"mbpa"} | set(sys.stdlib_module_names), name
 
 
@@ -88,3 +91,14 @@ def test_the_core_does_not_use_pickle() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 called = f"{node.value.id}.{node.attr}"
                 assert called not in {"torch.load", "torch.save"}, name
+
+
+def test_kernels_are_imported_only_where_they_are_used() -> None:
+    for name, tree in modules().items():
+        if "fused" not in name:
+            at_the_top = imported(ast.Module([n for n in tree.body if not _is_block(n)], []))
+            assert not any("fused" in other for other in at_the_top), name
+
+
+def _is_block(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.ClassDef)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 import oracle
@@ -11,6 +12,12 @@ import torch
 from torch import nn
 
 import mbpa
+from mbpa.adaptation.engine import SOLVERS
+from mbpa.adaptation.plan import make_plan
+from mbpa.adaptation.problem import Problem
+from mbpa.adaptation.stored import StoredOutputs
+from mbpa.device import measured_rates
+from mbpa.modules import own_precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,3 +158,89 @@ def test_the_conformance_suite_passes_on_the_gpu(dtype: torch.dtype) -> None:
     mbpa.testing.check_memory(
         lambda capacity, key_dim: mbpa.ExactMemory(capacity, key_dim, dtype=dtype, device="cuda")
     )
+
+
+MEMORY_CASES = {
+    "span in registers": (nn.Linear(64, 1000), mbpa.Gradient(0.1, 10), 50),
+    "span through memory": (nn.Linear(64, 8000), mbpa.Gradient(0.1, 5), 64),
+    "span, many neighbours": (nn.Linear(64, 2000), mbpa.Gradient(0.1, 3, decay=0.1), 200),
+    "one step": (nn.Linear(64, 5000), mbpa.Gradient(0.1), 50),
+    "rmsprop": (nn.Linear(256, 500), mbpa.RMSprop(0.01, 3), 50),
+    "adam": (nn.Linear(256, 500), mbpa.Adam(0.01, 3), 20),
+    "layers": (
+        nn.Sequential(
+            nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 9)
+        ),
+        mbpa.Gradient(0.1, 6),
+        10,
+    ),
+    "user's rule": (nn.Linear(64, 300), oracle.SignDescent(0.1, 3), 20),
+}
+
+
+@pytest.mark.parametrize("case", MEMORY_CASES)
+def test_the_plan_foretells_the_peak_of_memory(case: str) -> None:
+    head, rule, k = MEMORY_CASES[case]
+    size = next(head.parameters()).shape[1]
+    torch.manual_seed(0)
+    head = copy.deepcopy(head).cuda()
+    classes = [module for module in head.modules() if isinstance(module, nn.Linear)][
+        -1
+    ].out_features
+    keys = torch.randn(256, k, size, device="cuda")
+    queries = torch.randn(256, size, device="cuda")
+    with own_precision(queries):
+        problem = Problem(
+            head=head,
+            rule=rule,
+            loss="cross_entropy",
+            adapting=tuple(name for name, _ in head.named_parameters()),
+            queries=queries,
+            outputs=head(queries),
+            keys=keys,
+            values=torch.randint(classes, (256, k), device="cuda"),
+            weights=torch.rand(256, k, device="cuda").softmax(1),
+        )
+        rates = measured_rates(queries.device)
+        rows = None
+        if case == "one step":
+            table = torch.rand(500, classes, device="cuda")
+            index = torch.randint(500, (256, k), device="cuda")
+            rows = StoredOutputs(table, table[:0], index)
+        plan = make_plan(problem, None if rows is None else 500, 1 << 34, rates)
+        if case == "one step":
+            assert plan.path == "one step"
+        assert plan.chunk == 256
+        SOLVERS[plan.path](problem.rows(slice(0, 2)), rows and rows.rows(slice(0, 2)), False)
+        SOLVERS[plan.path](problem, rows, False)  # libraries take memory of their own, once
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        solved = SOLVERS[plan.path](problem, rows, False)
+        taken = torch.cuda.max_memory_allocated() - before
+    assert solved[0].shape == (256, classes)
+    assert 0.8 < plan.held / taken < 1.25, (plan.path, plan.held, taken)
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="would starve tests beside it")
+def test_real_exhaustion_is_survived() -> None:
+    """All but a little of the GPU's memory is taken; the chunk planned for more does not fit."""
+    torch.manual_seed(0)
+    head = nn.Linear(512, 2000).cuda()
+    memory = mbpa.ExactMemory(1000, 512, device="cuda")
+    memory.write(torch.randn(1000, 512, device="cuda"), torch.randint(2000, (1000,)).cuda())
+    queries = torch.randn(512, 512, device="cuda")
+    predictor = mbpa.Adapted(mbpa.RMSprop(0.01, 3, initial_square=1.0), k=20)
+    expected = mbpa.MbPA(head=head, memory=memory, predictor=predictor)(keys=queries)
+    model = mbpa.MbPA(
+        head=head,
+        memory=memory,
+        predictor=predictor,
+        engine=mbpa.Engine(scratch_bytes=1 << 36),
+    )
+    torch.cuda.empty_cache()
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - (2 << 30), dtype=torch.uint8, device="cuda")
+    with pytest.warns(UserWarning, match="out of memory; adapting"):
+        got = model(keys=queries)
+    del hog
+    assert (got - expected).abs().max() < 1e-4

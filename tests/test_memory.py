@@ -380,6 +380,59 @@ def test_small_blocks_and_chunks_find_what_one_block_finds(
     assert torch.equal(found.keys, causal.keys)
 
 
+@pytest.mark.parametrize("count", [70_000, 70_001, 69_999, 300])
+def test_the_smallest_scores_are_those_of_a_sort(count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(1000, (2, count), generator=generator).float()
+    scores[0, 5:] = math.inf  # slots that are empty
+    for k in (1, 9, 64):
+        values, places = ranking.smallest(scores, k)
+        assert torch.equal(values, scores.sort(dim=1).values[:, :k])
+        assert torch.equal(scores.gather(1, places), values)
+        assert all(len(row.unique()) == k for row in places)
+
+
+class Lending(ExactMemory):
+    """A backend without a way of its own to the keys, that hands out what it stores."""
+
+    _get_keys, _get_values = Memory._get_keys, Memory._get_values
+
+    def _get(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        self.fetched = getattr(self, "fetched", 0) + len(slots)
+        first = int(slots[0])
+        if torch.equal(slots, torch.arange(first, first + len(slots))):
+            return self._keys[first : first + len(slots)], self._values[first : first + len(slots)]
+        return super()._get(slots)
+
+
+def test_a_read_of_everything_fetches_each_key_once_and_finds_what_brute_force_finds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(n, 20, generator=generator) for n in (200, 30))
+    memory = Lending(200, 20)
+    memory.write(keys, torch.arange(200))
+    for gone in ([], [0, 7, 199]):
+        memory.delete(gone)
+        live = memory.ids
+        for k in (len(live), 150):
+            memory.fetched = 0
+            found = memory.read(queries, k, keys_for=2)
+            assert memory.fetched <= 200 + 30 * (k + 2)  # for values and two keys of each
+            order, distances = brute_force(keys[live], queries, k)
+            assert torch.equal(found.ids, live[order])
+            assert torch.equal(found.distances, distances)
+            assert torch.equal(found.keys, keys[found.ids[:, :2]])
+            torch.testing.assert_close(found.dots, (queries @ keys.T).gather(1, found.ids))
+
+
+def test_a_read_does_not_write_to_what_a_backend_lends() -> None:
+    memory = Lending(100, 3)
+    keys = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
+    memory.write(keys, torch.arange(100))
+    for row in range(100):
+        memory.read(keys[row : row + 1], 1)
+    assert torch.equal(memory._keys, keys)
+
+
 class ElementsMade(TorchDispatchMode):
     """Counts the elements of everything that torch computes."""
 

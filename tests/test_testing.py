@@ -140,8 +140,8 @@ class DeletesTooMuch(DictMemory):
 
 class FindsTwice(DictMemory):
     def _nearest(self, queries: Tensor, k: int) -> Candidates:
-        slots, beyond = super()._nearest(queries, k)
-        return Candidates(torch.cat([slots, slots], 1), beyond)
+        found = super()._nearest(queries, k)
+        return Candidates(torch.cat([found.slots, found.slots], 1), found.beyond)
 
 
 class ScalesKeysInPlace(DictMemory):

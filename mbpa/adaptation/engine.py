@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mbpa.adaptation.layers import layered
 from mbpa.adaptation.losses import CROSS_ENTROPY
 from mbpa.adaptation.per_query import dense, functional
-from mbpa.adaptation.plan import DENSE, FUNCTIONAL, ONE_STEP, SPAN, Plan, make_plan
+from mbpa.adaptation.plan import DENSE, FUNCTIONAL, LAYERS, ONE_STEP, PATHS, SPAN, Plan, make_plan
 from mbpa.adaptation.problem import Adaptation, Problem
-from mbpa.adaptation.span import one_step, span
+from mbpa.adaptation.span import one_step, span, step_factors
 from mbpa.adaptation.stored import OutputStore, StoredOutputs
+from mbpa.device import Rates, free_bytes, measured_rates, ran_out_of_memory, takes_kernels
 from mbpa.memory import Neighbors
 
-SCRATCH_BYTES = 1 << 29
+MOST_SCRATCH = {"cuda": 1 << 33}  # what is taken of free memory unless the user says otherwise
+MUCH_SCRATCH = 1 << 28  # only for more than this is it worth asking how much is free
 STORE_BYTES = 1 << 30
+HALF_ERROR = 1e-3  # in log-probability, that half-precision rows may cause
+
+Solved = tuple[Tensor, Tensor | None]
 
 
 class Engine:
     """Computes adaptations for one head and one memory, keeping what can be used again.
 
     Args:
-        scratch_bytes: what a chunk of queries may take while it is adapted.
+        scratch_bytes: what a chunk of queries may take while it is adapted; default: half of the
+            free memory, at most 512 MiB on a CPU and 8 GiB on a GPU. Where that is not to be had
+            after all, chunks get smaller, with a warning.
         store_bytes: what each table of kept head outputs may take.
-        path: compute everything this way ("functional", "dense", "span", "one step") rather than
-            the cheapest way; a `ValueError` where that cannot be done.
+        half_store: on a GPU, keep probabilities for one-step adaptation in half precision: half
+            the memory and time. Used where the log-probabilities are certain to be within 1e-3;
+            other calls take the long way.
+        path: compute everything this way ("functional", "dense", "span", "one step", "layers")
+            rather than the cheapest way; a `ValueError` where that cannot be done.
+        rates: of the device, for choosing the cheapest way; measured if not given.
     """
 
     def __init__(
         self,
-        scratch_bytes: int = SCRATCH_BYTES,
+        scratch_bytes: int | None = None,
         store_bytes: int = STORE_BYTES,
+        *,
+        half_store: bool = False,
         path: str | None = None,
+        rates: Rates | None = None,
     ) -> None:
-        if path not in (None, FUNCTIONAL, DENSE, SPAN, ONE_STEP):
-            raise ValueError(f"path must be None or the name of one, got {path!r}")
-        self._scratch_bytes = scratch_bytes
-        self._store_bytes = store_bytes
-        self._path = path
+        if path not in (None, *PATHS):
+            raise ValueError(f"path must be None or one of {PATHS}, got {path!r}")
+        self._scratch_bytes, self._store_bytes = scratch_bytes, store_bytes
+        self._path, self._rates, self._half_store = path, rates, half_store
+        self._plans: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
         self._raw = OutputStore(lambda outputs: outputs)
         self._probabilities = OutputStore(lambda outputs: outputs.softmax(-1))
+        self._halves = OutputStore(lambda outputs: outputs.softmax(-1), torch.float16)
 
     def adapt(
         self, problem: Problem, neighbors: Neighbors, want_change: bool = False
@@ -49,33 +68,91 @@ class Engine:
         """Solve the problem, whose neighbours these are."""
         row_bytes = problem.outputs[0].numel() * problem.dtype.itemsize
         can_store = neighbors.capacity * row_bytes <= self._store_bytes
-        rows = neighbors.capacity if can_store else None
-        plan = make_plan(problem, rows, self._scratch_bytes, self._path)
-        if plan.path == FUNCTIONAL or plan.path == DENSE:
-            solve = functional if plan.path == FUNCTIONAL else dense
-            return Adaptation(*solve(problem, plan.chunk), plan.path, plan.seconds)
-        assert problem.linear is not None  # what is left is for linear heads
+        plan = self._plan(problem, neighbors.capacity if can_store else None, want_change)
         lookup: AbstractContextManager[StoredOutputs | None] = nullcontext()
-        if can_store:
-            is_final = plan.path == ONE_STEP and problem.loss == CROSS_ENTROPY
-            store = self._probabilities if is_final else self._raw
-            lookup = store.lookup(problem.linear, neighbors, problem.keys)
+        if can_store and problem.linear is not None and plan.path in (SPAN, ONE_STEP, DENSE):
+            lookup = self._store_for(problem, plan.path).lookup(
+                problem.linear, neighbors, problem.keys
+            )
         with lookup as stored:
-            parts = [
-                _solved(problem.rows(rows), plan, stored and stored.rows(rows), want_change)
-                for start in range(0, len(problem.queries), plan.chunk)
-                for rows in [slice(start, start + plan.chunk)]
-            ]
+            if stored is not None and stored.table.dtype != problem.dtype:
+                error = float(step_factors(problem).abs().sum(1).max()) * 2.0**-11
+                if error > HALF_ERROR:
+                    plan, stored = self._plan(problem, None, want_change), None
+            parts = _in_chunks(plan, problem, stored, want_change)
+        if len(parts) == 1:
+            return Adaptation(*parts[0], plan.path, plan.seconds)
         outputs = torch.cat([part[0] for part in parts])
         changes = [part[1] for part in parts if part[1] is not None]
         return Adaptation(outputs, torch.cat(changes) if changes else None, plan.path, plan.seconds)
 
+    def _plan(self, problem: Problem, table_rows: int | None, want_change: bool) -> Plan:
+        """A plan, made once for all problems of the same form."""
+        device, path = problem.queries.device, self._path
+        most = self._scratch_bytes or MOST_SCRATCH.get(device.type, 1 << 29)
+        if table_rows is None and path == ONE_STEP:
+            path = None
 
-def _solved(
-    problem: Problem, plan: Plan, stored: StoredOutputs | None, want_change: bool
-) -> tuple[Tensor, Tensor | None]:
-    if plan.path == SPAN:
-        return span(problem, stored, want_change)
+        def make(limit: int) -> Plan:
+            rates = self._rates or measured_rates(device)
+            return make_plan(problem, table_rows, limit, rates, path, want_change)
+
+        plans = self._plans.setdefault(problem.head, {})
+        form = (problem.form, table_rows, want_change)
+        plan = plans.get(form)
+        if plan is None:
+            plan = plans[form] = make(most)
+        if self._scratch_bytes is not None or plan.held <= MUCH_SCRATCH:
+            return plan
+        left = free_bytes(device) // 2
+        return plan if plan.held <= left else make(left)
+
+    def _store_for(self, problem: Problem, path: str) -> OutputStore:
+        if path != ONE_STEP or problem.loss != CROSS_ENTROPY:
+            return self._raw
+        if self._half_store and takes_kernels(problem.outputs):
+            return self._halves
+        return self._probabilities
+
+
+def _in_chunks(
+    plan: Plan, problem: Problem, stored: StoredOutputs | None, want_change: bool
+) -> list[Solved]:
+    """The problem, some queries at a time; fewer where there is not enough memory for as many."""
+    parts: list[Solved] = []
+    start, chunk = 0, plan.chunk
+    while start < len(problem.queries):
+        part, kept = problem, stored
+        if chunk < len(problem.queries):
+            rows = slice(start, start + chunk)
+            part, kept = problem.rows(rows), stored and stored.rows(rows)
+        try:
+            solved = SOLVERS[plan.path](part, kept, want_change)
+        except (RuntimeError, MemoryError) as error:
+            if chunk == 1 or not ran_out_of_memory(error):
+                raise
+            chunk = min(chunk, len(problem.queries) - start) // 2
+            warnings.warn(
+                f"out of memory; adapting {chunk} queries at a time, set "
+                f"Engine(scratch_bytes=) below {plan.held:.0f} to start there",
+                stacklevel=2,
+            )
+            continue
+        parts.append(solved)
+        start += chunk
+    return parts
+
+
+def _one_step(problem: Problem, stored: StoredOutputs | None, want_change: bool) -> Solved:
     assert stored is not None  # the plan takes one step only from stored outputs
     outputs = one_step(problem, stored)
     return outputs, span(problem, None, True)[1] if want_change else None
+
+
+SOLVERS: dict[str, Callable[[Problem, StoredOutputs | None, bool], Solved]] = {
+    FUNCTIONAL: lambda problem, stored, want_change: functional(problem),
+    DENSE: dense,
+    SPAN: span,
+    ONE_STEP: _one_step,
+    LAYERS: lambda problem, stored, want_change: layered(problem, want_change),
+}

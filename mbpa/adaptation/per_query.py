@@ -14,18 +14,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mbpa.adaptation.losses import loss_per_neighbor, residual
+from mbpa.adaptation.losses import CROSS_ENTROPY, loss_per_neighbor, residual
 from mbpa.adaptation.problem import Problem
-from mbpa.rules import Params
+from mbpa.adaptation.stored import StoredOutputs
+from mbpa.device import ran_out_of_memory, takes_kernels
+from mbpa.rules import Adam, Params, RMSprop
 from mbpa.sharing import share
 
 Forward = Callable[[Params, Tensor], Tensor]
+MOST_FUSED = 128  # neighbours
 Slope = Callable[[Params, Tensor, Tensor, Tensor], Params]
 
 
-def functional(problem: Problem, chunk: int) -> tuple[Float[Tensor, "B *C"], Float[Tensor, "B"]]:
+def functional(problem: Problem) -> tuple[Float[Tensor, "B *C"], Float[Tensor, "B"]]:
     """Adapted outputs and norms of the change, by autograd."""
-    shell = _shell_of(problem.head)
+    shell = shell_of(problem.head)
     tensors = {
         name: tensor.detach().to(problem.dtype) if tensor.is_floating_point() else tensor
         for name, tensor in [*shell.named_parameters(), *shell.named_buffers()]
@@ -41,11 +44,16 @@ def functional(problem: Problem, chunk: int) -> tuple[Float[Tensor, "B *C"], Flo
     def objective(params: Params, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
         return weights @ loss_per_neighbor(problem.loss, forward(params, keys), values)
 
-    return _each_adapted(problem, start, forward, torch.func.grad(objective), chunk)
+    return _each_adapted(problem, start, forward, torch.func.grad(objective))
 
 
-def dense(problem: Problem, chunk: int) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"]]:
-    """Adapted outputs and norms of the change of a linear head, by its gradient in closed form."""
+def dense(
+    problem: Problem, stored: StoredOutputs | None, want_change: bool
+) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
+    """Adapted outputs and norms of the change of a linear head, by its gradient in closed form;
+    `stored` holds raw outputs."""
+    if is_fused(problem) and not want_change:
+        return _fused(problem, stored), None
     head = problem.linear
     assert head is not None  # the plan sends nothing else here
     loss = str(problem.loss)
@@ -60,11 +68,42 @@ def dense(problem: Problem, chunk: int) -> tuple[Float[Tensor, "B C"], Float[Ten
         closed = {"weight": slopes.T @ keys, "bias": slopes.sum(0)}
         return {name: closed[name] for name in params}
 
-    return _each_adapted(problem, start, forward, slope, chunk)
+    return _each_adapted(problem, start, forward, slope)
+
+
+def is_fused(problem: Problem) -> bool:
+    """Whether one kernel takes a whole step of `dense`."""
+    head, rule = problem.linear, problem.rule
+    if head is None or not head.weight_adapts or type(rule) not in (RMSprop, Adam):
+        return False
+    is_simple = problem.loss == CROSS_ENTROPY and problem.weights.shape[1] <= MOST_FUSED
+    return is_simple and takes_kernels(problem.outputs)
+
+
+def _fused(problem: Problem, stored: StoredOutputs | None) -> Float[Tensor, "B C"]:
+    from mbpa.adaptation.fused.dense import dense_outputs
+
+    head, rule = problem.linear, problem.rule
+    assert head is not None
+    assert isinstance(rule, RMSprop | Adam)
+    rows = stored or StoredOutputs.of_each(head(problem.keys))
+    return dense_outputs(
+        rows.table,
+        rows.unwritten,
+        rows.index.contiguous(),
+        head.weight,
+        head.bias,
+        problem.keys,
+        problem.queries,
+        problem.weights.contiguous(),
+        problem.values.contiguous(),
+        rule,
+        bias_adapts=head.bias_adapts,
+    )
 
 
 def _each_adapted(
-    problem: Problem, start: Params, forward: Forward, slope: Slope, chunk: int
+    problem: Problem, start: Params, forward: Forward, slope: Slope
 ) -> tuple[Tensor, Tensor]:
     def adapted(query: Tensor, keys: Tensor, values: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         params, state = start, None
@@ -77,10 +116,10 @@ def _each_adapted(
     tensors = problem.queries, problem.keys, problem.values, problem.weights
     inputs = [_differentiable(tensor) for tensor in tensors]
     try:
-        outputs, change = torch.vmap(adapted, chunk_size=chunk)(*inputs)
-    except torch.OutOfMemoryError:
-        raise
+        outputs, change = torch.vmap(adapted)(*inputs)
     except RuntimeError as error:
+        if ran_out_of_memory(error):
+            raise
         warnings.warn(
             f"{type(problem.head).__name__} cannot be run for many queries at once, so they are "
             f"adapted one by one: {str(error).splitlines()[0]}",
@@ -95,7 +134,7 @@ def _differentiable(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else tensor
 
 
-def _shell_of(head: nn.Module) -> nn.Module:
+def shell_of(head: nn.Module) -> nn.Module:
     """A copy of the head for this call alone: `functional_call` swaps parameters in the module it
     is given, which must be neither the user's nor another thread's."""
     shell = share(head, {})

@@ -1,20 +1,34 @@
 """Which way to compute a problem, and how many queries at a time.
 
-Each path that can do it is priced from counted operations and bytes moved a query, at rough rates
-of the device; the cheapest is taken. All paths agree, so a bad guess costs time and nothing else.
+Each path that can do it is priced from counted operations, bytes and calls, at the rates of the
+device; the cheapest is taken. All paths agree, so a bad guess costs time and nothing else. The
+bytes a path holds at its peak are counted too, and decide how many queries make a chunk.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor, nn
+
+from mbpa.adaptation.layers import layered_cost
+from mbpa.adaptation.losses import CROSS_ENTROPY, SQUARED_ERROR, loss_per_neighbor
+from mbpa.adaptation.per_query import is_fused as is_dense_fused
+from mbpa.adaptation.per_query import shell_of
 from mbpa.adaptation.problem import Problem
+from mbpa.adaptation.span import is_fused
 from mbpa.adaptation.stored import takes_product
-from mbpa.rules import Gradient
+from mbpa.device import Rates
+from mbpa.rules import Adam, Gradient, RMSprop, Rule
 
-RATES = {"cpu": (5e10, 1e10), "cuda": (4e13, 3e12)}  # operations and bytes a second
-FUNCTIONAL, DENSE, SPAN, ONE_STEP = "functional", "dense", "span", "one step"
-VMAP_OVERHEAD = 3  # of autograd's saved tensors and small kernels, over the closed form
+FUNCTIONAL, DENSE, SPAN, ONE_STEP, LAYERS = "functional", "dense", "span", "one step", "layers"
+PATHS = FUNCTIONAL, DENSE, SPAN, ONE_STEP, LAYERS
+CPU_BYTES = {SPAN: 1 << 23, DENSE: 1 << 26, LAYERS: 1 << 26, FUNCTIONAL: 1 << 26}
+"""Of scratch, above which larger chunks are slower on a CPU: what `span` passes over at each step
+no longer fits its caches, and what the others make anew is given back to the system in between."""
+NARROW = 16  # columns; a product with fewer takes as long
 
 
 @dataclass(frozen=True)
@@ -25,10 +39,34 @@ class Plan:
     chunk: int
     seconds: dict[str, float]
     """Estimated for a query, by each path that could have been taken."""
+    held: float
+    """Bytes of scratch that a chunk takes at its peak, estimated."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of one query."""
+
+    operations: float
+    moved: float
+    """Bytes."""
+    calls: float
+    """Of torch or of kernels, for a chunk."""
+    held: float
+    """Bytes of scratch at the peak."""
+
+    def seconds(self, rates: Rates, chunk: int) -> float:
+        work = self.operations / rates.operations + self.moved / rates.bytes
+        return work + self.calls * rates.call / chunk
 
 
 def make_plan(
-    problem: Problem, table_rows: int | None, max_bytes: int, path: str | None = None
+    problem: Problem,
+    table_rows: int | None,
+    max_bytes: int,
+    rates: Rates,
+    path: str | None = None,
+    want_change: bool = False,
 ) -> Plan:
     """The cheapest path for the problem, in chunks that keep within `max_bytes` of scratch.
 
@@ -37,54 +75,204 @@ def make_plan(
             to call; `None` if there is none.
         max_bytes: scratch memory; at least one query is taken at a time whatever it says.
         path: take this one; a `ValueError` if it cannot compute the problem.
+        want_change: the norm of the change is asked for too, which takes some paths more memory.
     """
-    prices = _prices(problem, table_rows)
-    operations, bandwidth = RATES.get(problem.queries.device.type, RATES["cpu"])
-    seconds = {name: p.operations / operations + p.moved / bandwidth for name, p in prices.items()}
+    prices = _prices(problem, table_rows, want_change)
     if path is not None and path not in prices:
         raise ValueError(f"path must be one of {sorted(prices)} for this problem, got {path!r}")
+    limits = CPU_BYTES if problem.queries.device.type == "cpu" else {}
+    chunks = {
+        name: int(min(max_bytes, limits.get(name, max_bytes)) // price.held)
+        for name, price in prices.items()
+    }
+    chunks = {name: max(1, min(len(problem.queries), chunk)) for name, chunk in chunks.items()}
+    seconds = {name: price.seconds(rates, chunks[name]) for name, price in prices.items()}
     path = path or min(seconds, key=lambda name: seconds[name])
-    chunk = max(1, min(len(problem.queries), int(max_bytes // prices[path].held)))
-    return Plan(path, chunk, seconds)
+    return Plan(path, chunks[path], seconds, chunks[path] * prices[path].held)
+
+
+def _prices(problem: Problem, table_rows: int | None, want_change: bool) -> dict[str, Price]:
+    prices = {FUNCTIONAL: _functional(problem)}
+    is_gradient = type(problem.rule) is Gradient  # a subclass may move the parameters otherwise
+    if problem.linear is not None:
+        prices[DENSE] = _dense(problem, table_rows is not None, want_change)
+        if is_gradient:
+            prices[SPAN] = _span(problem, table_rows is not None, want_change)
+        if is_gradient and problem.rule.steps == 1 and table_rows is not None:
+            prices[ONE_STEP] = _one_step(problem, table_rows, want_change)
+    elif problem.layers is not None and is_gradient:
+        operations, moved, held = layered_cost(problem)
+        calls = 60 + 10 * len(problem.layers) * problem.rule.steps
+        prices[LAYERS] = Price(operations, moved, calls, held)
+    return prices
+
+
+def _functional(problem: Problem) -> Price:
+    size, steps, count = problem.dtype.itemsize, problem.rule.steps, problem.keys.shape[1]
+    traits = _traits_of(problem)
+    updating, waiting = _copies(problem.rule, traits.adapting, traits.largest)
+    slopes, gradients = count * traits.in_loss, size * traits.adapting
+    is_labelled = problem.loss == CROSS_ENTROPY  # then the two are there at once
+    ending = slopes + gradients if is_labelled else max(slopes, gradients)
+    beside = max(count * traits.in_head, ending)
+    return Price(
+        operations=6 * steps * count * traits.adapting,
+        moved=steps * (12 * size * traits.adapting + 16 * count * traits.saved),
+        calls=100 + 65 * len(problem.adapting) * steps,
+        held=max(size * updating, size * waiting + count * traits.saved + beside),
+    )
+
+
+def _dense(problem: Problem, is_kept: bool, want_change: bool) -> Price:
+    assert problem.linear is not None
+    (classes, key), (_, count) = problem.linear.weight.shape, problem.weights.shape
+    size, steps, table = problem.dtype.itemsize, problem.rule.steps, count * classes
+    work = 4 * steps * count * classes * key
+    if is_dense_fused(problem) and not want_change:
+        from mbpa.adaptation.fused.dense import padded_sizes
+
+        moments = 3 if isinstance(problem.rule, Adam) else 2
+        rows, width, padded = padded_sizes(count, key, classes)
+        held = moments * padded * (width + 16) + padded * rows + 2 * rows * width
+        held += 0 if is_kept else table
+        return Price(work / 4, 4 * 2 * moments * steps * padded * width, 10 + steps, 4 * held)
+    sizes = problem.linear.weight_adapts * classes * key, problem.linear.bias_adapts * classes
+    updating, waiting = _copies(problem.rule, sum(sizes), max(sizes))
+    # The outputs, for cross-entropy a softmax and its residual; then slopes and the gradient.
+    outputs = 3 * table + 2 * count if problem.loss == CROSS_ENTROPY else 2 * table
+    held = max(updating, waiting + max(outputs, table + classes * (key + 1)))
+    moved = 12 * size * steps * classes * (key + 2 * count)
+    return Price(work, moved, 60 + 25 * steps, size * held)
+
+
+def _span(problem: Problem, is_kept: bool, want_change: bool) -> Price:
+    count, classes = problem.weights.shape[1], problem.outputs.shape[1]
+    rule, key, size = problem.rule, problem.queries.shape[1], problem.dtype.itemsize
+    assert isinstance(rule, Gradient)
+    table = (count + 1) * classes
+    operations = 2 * count**2 * key + 2 * (count + 1) * table * rule.steps
+    operations += 0 if is_kept else 2 * table * key
+    if is_fused(problem) and not want_change:
+        from mbpa.adaptation.fused.span import scratch_bytes
+
+        held = scratch_bytes(count, classes, rule.steps, problem.queries.device)
+        held += 0 if is_kept else 4 * table
+        return Price(operations / 4, 8 * table * rule.steps, 6 + rule.steps, held)
+    # Outputs, slopes, and by the rule and the loss: the start, the velocity, values padded.
+    is_labelled = problem.loss == CROSS_ENTROPY
+    buffers = 2 + (rule.decay != 0) + (rule.momentum != 0) + (not is_labelled)
+    held = buffers * table + classes + 2 * (count + 1) ** 2 + 2 * count
+    if want_change:  # coefficients and their velocity: the old, the new and what leads there
+        held += (4 if rule.steps == 1 else 5) * count * classes
+    full = rule.steps - (rule.momentum == 0)  # the last step moves the query's row alone
+    operations = 2 * count**2 * key + 2 * (count + 1) ** 2 * max(classes, NARROW) * full
+    operations += 0 if is_kept else 2 * table * key
+    return Price(operations, 8 * size * table * rule.steps, 45 + 4 * rule.steps, size * held)
+
+
+def _one_step(problem: Problem, table_rows: int, want_change: bool) -> Price:
+    count, classes = problem.weights.shape[1], problem.outputs.shape[1]
+    key, size, batch = problem.queries.shape[1], problem.dtype.itemsize, len(problem.queries)
+    is_kernel = is_fused(problem)
+    is_product = takes_product(table_rows, count, batch) and not is_kernel
+    spread = table_rows if is_product else 0
+    results = 2 if problem.loss == CROSS_ENTROPY else 3
+    held: float = size * max(3 * count, count + max(spread + classes, results * classes))
+    if want_change:  # another path finds it
+        held = max(held, _span(problem, False, True).held)
+    return Price(
+        operations=2 * count * key + 2 * max(spread, count) * classes,
+        moved=size * (count * key + (classes * spread / batch if spread else count * classes)),
+        calls=8 if is_kernel else 25,
+        held=held,
+    )
+
+
+COPIES = {Gradient: (2, 4, 2), RMSprop: (5, 6, 3), Adam: (6, 8, 4)}
+"""Of what adapts that `Rule.update` and its caller hold: at the worst moment of a first step, of a
+later step, and between steps."""
+OTHER_COPIES = 5, 7, 4  # a guess
+
+
+def _copies(rule: Rule, adapting: int, largest: int) -> tuple[int, int]:
+    """Numbers held at the worst moment of an update, or of the norm of the change after the last,
+    and while the gradient of a later step is taken, for as many that adapt."""
+    kinds = (COPIES[kind] for kind in type(rule).__mro__ if kind in COPIES)
+    first, later, between = next(kinds, OTHER_COPIES)
+    decays, pushes = (bool(getattr(rule, name, 0)) for name in ("decay", "momentum"))
+    ending = between * adapting + 2 * largest
+    if rule.steps == 1:
+        return max(first * adapting + largest, (first + decays) * adapting, ending), 0
+    return (later + decays + pushes) * adapting + largest, (between + pushes) * adapting
 
 
 @dataclass(frozen=True)
-class _Price:
-    operations: float
-    moved: float
-    held: float
-    """Bytes of scratch a query."""
+class Traits:
+    """Of a head, for adapting some of its parameters through autograd."""
+
+    adapting: int
+    """Numbers that adapt."""
+    largest: int
+    """Numbers in the largest tensor of them."""
+    saved: float
+    """Bytes that forward and backward save for a neighbour; `torch.func.grad` keeps them all to
+    the end."""
+    in_head: float
+    """Bytes that they take for a neighbour besides, at the worst moment in the head."""
+    in_loss: float
+    """Likewise in the loss."""
 
 
-def _prices(problem: Problem, table_rows: int | None) -> dict[str, _Price]:
-    size, steps = problem.dtype.itemsize, problem.rule.steps
-    count = problem.keys.shape[1]
-    outputs, key = problem.outputs[0].numel(), problem.queries[0].numel()
-    adapting = sum(p.numel() for n, p in problem.head.named_parameters() if n in problem.adapting)
-    work = 4 * steps * count * adapting
-    moved = size * steps * 8 * adapting
-    held = size * (8 * adapting + 16 * count * (key + outputs))
-    if problem.linear is None:
-        held += 3 * count * problem.activation_bytes
-        return {FUNCTIONAL: _Price(VMAP_OVERHEAD * work, VMAP_OVERHEAD * moved, held)}
-    prices = {
-        FUNCTIONAL: _Price(VMAP_OVERHEAD * work, VMAP_OVERHEAD * moved, held),
-        DENSE: _Price(work, moved, held),
-    }
-    if type(problem.rule) is not Gradient:  # a subclass may move the parameters otherwise
-        return prices
-    table = count * outputs
-    gram = 2 * count * count * key
-    inputs = 0 if table_rows is not None else 2 * table * key
-    products = 2 * count * table * (steps - 1)
-    prices[SPAN] = _Price(
-        gram + inputs + products, size * table * 6 * steps, size * (6 * table + 2 * count * count)
-    )
-    if steps == 1 and table_rows is not None:
-        spread = table_rows if takes_product(table_rows, count) else 0
-        prices[ONE_STEP] = _Price(
-            2 * count * key + 2 * max(spread, count) * outputs,
-            size * (count * key + (0 if spread else table)),
-            size * (4 * outputs + 2 * spread),
-        )
-    return prices
+_known: WeakKeyDictionary[nn.Module, dict[object, Traits]] = WeakKeyDictionary()
+
+
+def _traits_of(problem: Problem) -> Traits:
+    """Found once a head: autograd has to run for it."""
+    known = _known.setdefault(problem.head, {})
+    key = problem.adapting, problem.loss, problem.dtype, problem.keys.shape[2:]
+    if key not in known:
+        sizes = [p.numel() for n, p in problem.head.named_parameters() if n in problem.adapting]
+        one, three = _kept(problem, 1), _kept(problem, 3)
+        each = [(more - less) / 2 for less, more in zip(one, three, strict=True)]
+        known[key] = Traits(sum(sizes), max(sizes), *each)
+    return known[key]
+
+
+def _kept(problem: Problem, rows: int) -> tuple[float, float, float]:
+    """`Traits.saved`, `in_head` and `in_loss` for some neighbours, and what does not depend on
+    their number.
+
+    At its worst moment there are two more of the largest in the head, and its inputs if they are
+    not saved; of the outputs' size, three in all for cross-entropy, four for a squared error. A
+    user's own loss is taken for the latter.
+    """
+    saved: dict[int, int] = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        storages.append(tensor.untyped_storage())  # or another may get its address
+        saved[storages[-1].data_ptr()] = storages[-1].nbytes()
+        return tensor
+
+    head = problem.head
+    owned = dict([*head.named_parameters(), *head.named_buffers()])
+    tensors = {name: tensor.detach().clone() for name, tensor in owned.items()}
+    params = [tensors[name].requires_grad_() for name in problem.adapting]
+    storages = [tensor.untyped_storage() for tensor in tensors.values()]
+    own = {storage.data_ptr() for storage in storages}
+    keys = problem.keys.new_zeros(rows, *problem.keys.shape[2:], dtype=params[0].dtype)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        outputs = torch.func.functional_call(shell_of(head), tensors, (keys,))
+        by_head = set(saved)
+        is_labelled = problem.loss == CROSS_ENTROPY
+        loss = CROSS_ENTROPY if is_labelled else SQUARED_ERROR
+        values = problem.values.new_zeros(rows) if is_labelled else torch.zeros_like(outputs)
+        losses = loss_per_neighbor(loss, outputs, values)
+        torch.autograd.grad(losses.sum(), params, create_graph=True, allow_unused=True)
+    ends = {*own, keys.data_ptr(), outputs.data_ptr()}
+    largest = max((saved[place] for place in by_head - ends), default=0)
+    in_head = 2 * largest + (0 if keys.data_ptr() in saved else keys.nbytes)
+    by_loss = [saved[place] for place in saved.keys() - by_head]
+    in_loss = max(0, (3 if is_labelled else 4) - by_loss.count(outputs.nbytes)) * outputs.nbytes
+    kept = sum(saved[place] for place in saved.keys() - own)
+    wider = problem.dtype.itemsize / params[0].dtype.itemsize  # than a head of half precision
+    return wider * kept, wider * in_head, wider * in_loss

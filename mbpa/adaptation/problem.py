@@ -6,8 +6,10 @@ let the rule lower Σ_k w_k loss(head(h_k), v_k), evaluate the adapted head at t
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
@@ -15,6 +17,17 @@ from torch import Tensor, nn
 
 from mbpa.adaptation.losses import CROSS_ENTROPY, SQUARED_ERROR, Loss
 from mbpa.rules import Rule
+
+ELEMENTWISE = (
+    nn.ReLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.GELU,
+    nn.SiLU,
+    nn.ELU,
+    nn.LeakyReLU,
+    nn.Softplus,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +38,10 @@ class LinearHead:
     bias: Float[Tensor, "C"] | None
     weight_adapts: bool
     bias_adapts: bool
+
+    @property
+    def adapts(self) -> bool:
+        return self.weight_adapts or self.bias_adapts
 
     def __call__(self, inputs: Float[Tensor, "... D"]) -> Float[Tensor, "... C"]:
         return nn.functional.linear(inputs, self.weight, self.bias)
@@ -45,6 +62,15 @@ class Problem:
     keys: Float[Tensor, "B K *D"]
     values: Shaped[Tensor, "B K *V"]
     weights: Float[Tensor, "B K"]
+    dots: Float[Tensor, "B K"] | None = None
+    """Inner products of the queries with their neighbours, where they are known."""
+
+    @property
+    def form(self) -> object:
+        """All that a plan depends on, besides the head: equal for problems of the same form."""
+        shapes = self.queries.shape, self.keys.shape, self.values.shape, self.outputs.shape
+        kind = self.linear is None, self.layers is None, self.rule, self.loss, self.adapting
+        return shapes, kind, self.dtype, self.queries.device
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -65,25 +91,37 @@ class Problem:
         return LinearHead(weight, bias, "weight" in self.adapting, "bias" in self.adapting)
 
     @cached_property
-    def activation_bytes(self) -> int:
-        """What autograd keeps of the head's forward for one neighbour."""
-        kept = 0
+    def layers(self) -> tuple[LinearHead | nn.Module, ...] | None:
+        """The head as linear layers and activations in the order they run, where it is a
+        `Sequential` of nothing else and its loss has a derivative in closed form."""
+        if type(self.head) is not nn.Sequential or self.queries.ndim != 2:
+            return None
+        if self.loss not in (CROSS_ENTROPY, SQUARED_ERROR):
+            return None
+        modules = list(self.head.named_modules(remove_duplicate=False))
+        if not all(_is_layer(module) for _, module in modules):
+            return None
+        linear = [module for _, module in modules if type(module) is nn.Linear]
+        tensors = [tensor for module in linear for tensor in module.parameters()]
+        if not linear or len(set(tensors)) < len(tensors):  # tied ones move together
+            return None
+        return tuple(
+            self._linear_layer(name, module) if type(module) is nn.Linear else _pure(module)
+            for name, module in modules
+            if type(module) in (nn.Linear, *ELEMENTWISE)
+        )
 
-        def keep(tensor: Tensor) -> Tensor:
-            nonlocal kept
-            kept += 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
-            return tensor
-
-        dtype = next(self.head.parameters()).dtype
-        key = self.keys[:1, 0].to(dtype, copy=True)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            self.head(key)
-        return kept
+    def _linear_layer(self, name: str, module: nn.Linear) -> LinearHead:
+        bias = None if module.bias is None else module.bias.detach().to(self.dtype)
+        weight = module.weight.detach().to(self.dtype)
+        adapts = [f"{name}.{kind}" in self.adapting for kind in ("weight", "bias")]
+        return LinearHead(weight, bias, *adapts)
 
     def rows(self, rows: slice) -> Problem:
         """The same for some of the queries."""
-        tensors = ("queries", "outputs", "keys", "values", "weights")
-        return replace(self, **{name: getattr(self, name)[rows] for name in tensors})
+        names = ("queries", "outputs", "keys", "values", "weights")
+        parts: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, **parts, dots=None if self.dots is None else self.dots[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,3 +141,23 @@ class Adaptation:
         """What came of it for some of the queries."""
         change = None if self.change is None else self.change[rows]
         return replace(self, outputs=self.outputs[rows], change=change)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether `Problem.layers` knows its kind, for flat inputs, and it does nothing else."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name) for name in hooks) or "forward" in vars(module):
+        return False
+    if type(module) is nn.Dropout:
+        return not module.training
+    if type(module) is nn.Flatten:
+        return module.start_dim in (1, -1) and module.end_dim in (1, -1)
+    return type(module) in (nn.Sequential, nn.Linear, nn.Identity, *ELEMENTWISE)
+
+
+def _pure(activation: nn.Module) -> nn.Module:
+    """The same, leaving its input alone."""
+    if getattr(activation, "inplace", False):
+        activation = copy.copy(activation)
+        activation.inplace = False  # type: ignore[assignment]
+    return activation

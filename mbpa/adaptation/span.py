@@ -1,12 +1,12 @@
 """Linear head, gradient steps: exact without ever building a query's weights.
 
-The change of the weights stays in the span of the neighbours, W_t − W = Σ_k a_k h_kᵀ, so A (K × C)
-is kept in place of W (C × D). With Z0 the un-adapted outputs of the neighbours, G the Gram matrix
-of what adapts and u its column for the query,
+The change of the weights stays in the span of the neighbours, so their outputs L (K × C) are moved
+in place of W (C × D). With G the Gram matrix of what adapts, and the query as one more neighbour,
+of weight zero,
 
-    A ← (1−β) A − α w ⊙ residual(Z0 + G A),        z(q) = W q + b + uᵀ A.
+    L ← (1−β) L + β L⁰ − α G (w ⊙ residual(L)),        z(q) = the query's row of L.
 
-After one step from A = 0 only uᵀA is left of this, a sum over stored rows.
+After one step only that row is left of this, a sum over stored rows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
-from mbpa.adaptation.losses import CROSS_ENTROPY, residual
+from mbpa.adaptation.losses import CROSS_ENTROPY
 from mbpa.adaptation.problem import LinearHead, Problem
 from mbpa.adaptation.stored import StoredOutputs
+from mbpa.device import takes_kernels
 from mbpa.rules import Gradient
 
 
@@ -26,21 +28,74 @@ def span(
 ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
     """Adapted outputs, and the norm of the change if wanted; `stored` holds raw outputs."""
     head, rule = _linear_and_gradient(problem)
-    start = head(problem.keys) if stored is None else stored.gathered()  # B K C
-    gram = _products(head, problem.keys @ problem.keys.mT)  # B K K
-    weights = problem.weights[..., None]
-    velocity = weights * residual(str(problem.loss), start, problem.values)
-    coefficients = -rule.lr * velocity  # A after the first step
-    for _ in range(rule.steps - 1):
-        outputs = torch.baddbmm(start, gram, coefficients)
-        gradient = weights * residual(str(problem.loss), outputs, problem.values)
-        velocity = gradient.add_(velocity, alpha=rule.momentum) if rule.momentum else gradient
-        coefficients = coefficients.mul_(1 - rule.decay).sub_(velocity, alpha=rule.lr)
-    moved = torch.einsum("bk,bkc->bc", _query_products(problem, head), coefficients)
-    if not want_change:
-        return problem.outputs + moved, None
+    if is_fused(problem) and not want_change:
+        from mbpa.adaptation.fused.span import span_outputs
+
+        rows = stored or StoredOutputs.of_each(head(problem.keys))
+        return span_outputs(
+            rows.table,
+            rows.unwritten,
+            rows.index.contiguous(),
+            problem.outputs.contiguous(),
+            problem.keys.contiguous(),
+            problem.queries.contiguous(),
+            problem.weights.contiguous(),
+            problem.values.contiguous(),
+            lr=rule.lr,
+            steps=rule.steps,
+            decay=rule.decay,
+            weight_adapts=head.weight_adapts,
+            bias_adapts=head.bias_adapts,
+        ), None
+    return _recursion(problem, stored, want_change)
+
+
+def is_fused(problem: Problem) -> bool:
+    """Whether one kernel takes a whole step."""
+    has_momentum = isinstance(problem.rule, Gradient) and problem.rule.momentum != 0
+    is_simple = problem.loss == CROSS_ENTROPY and not has_momentum
+    return is_simple and takes_kernels(problem.outputs)
+
+
+def _recursion(
+    problem: Problem, stored: StoredOutputs | None, want_change: bool
+) -> tuple[Tensor, Tensor | None]:
+    head, rule = _linear_and_gradient(problem)
+    batch, count = problem.weights.shape
+    # Everything has a last row for the query; it moves, and nothing moves because of it.
+    if stored is None:
+        outputs = torch.cat([head(problem.keys), problem.outputs[:, None]], 1)
+    else:
+        outputs = stored.gathered(problem.outputs)
+    gram = _products(head, problem.keys @ problem.keys.mT)
+    pull = outputs.new_zeros(batch, count + 1, count + 1)
+    torch.mul(gram, problem.weights[:, None], out=pull[:, :count, :count])
+    torch.mul(_query_products(problem, head), problem.weights, out=pull[:, count, :count])
+    targets = _targets(problem)
+    start = outputs.clone() if rule.decay else outputs
+    slopes = torch.empty_like(outputs)
+    pushed = torch.zeros_like(outputs) if rule.momentum else None
+    coefficients = velocity = outputs.new_zeros(()) if want_change else None
+    for step in range(rule.steps):
+        _residual(outputs, targets, out=slopes)
+        if coefficients is not None and velocity is not None:
+            velocity = rule.momentum * velocity + problem.weights[..., None] * slopes[:, :count]
+            coefficients = (1 - rule.decay) * coefficients - rule.lr * velocity
+        if pushed is None and step == rule.steps - 1:  # only the query is asked for
+            outputs, pull = outputs[:, count:].clone(), pull[:, count:]
+            start = start[:, count:]
+        if pushed is None:
+            outputs.baddbmm_(pull, slopes, beta=1 - rule.decay, alpha=-rule.lr)
+        else:
+            pushed.baddbmm_(pull, slopes, beta=rule.momentum)
+            outputs.mul_(1 - rule.decay).sub_(pushed, alpha=rule.lr)
+        if rule.decay:
+            outputs.add_(start, alpha=rule.decay)
+    result = outputs[:, -1]
+    if coefficients is None:
+        return result, None
     squared = (coefficients * (gram @ coefficients)).sum((1, 2))
-    return problem.outputs + moved, squared.clamp_min(0).sqrt()
+    return result, squared.clamp_min(0).sqrt()
 
 
 def one_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
@@ -49,12 +104,55 @@ def one_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
 
         z(q) = W q + b − α Σ_k w_k u_k (p_k − v_k),        v_k one-hot for labels
     """
-    head, rule = _linear_and_gradient(problem)
-    weights = rule.lr * problem.weights * _query_products(problem, head)
-    outputs = problem.outputs - stored.weighted_sum(weights)
+    if takes_kernels(problem.outputs) and problem.loss == CROSS_ENTROPY:
+        return _fused_step(problem, stored)
+    factors = step_factors(problem)
+    outputs = problem.outputs - stored.weighted_sum(factors)
     if problem.loss == CROSS_ENTROPY:
-        return outputs.scatter_add_(1, problem.values, weights)
-    return outputs + torch.einsum("bk,bkc->bc", weights, problem.values)
+        return outputs.scatter_add_(1, problem.values, factors)
+    return outputs + torch.einsum("bk,bkc->bc", factors, problem.values)
+
+
+def _fused_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
+    from mbpa.adaptation.fused.rows import minus_rows
+
+    head, rule = _linear_and_gradient(problem)
+    dots = problem.dots
+    if dots is None:
+        dots = torch.bmm(problem.keys, problem.queries[..., None])[..., 0]
+    return minus_rows(
+        problem.outputs.contiguous(),
+        stored.table,
+        stored.unwritten,
+        stored.index.contiguous(),
+        problem.weights.contiguous(),
+        dots.contiguous(),
+        problem.values.contiguous(),
+        by_weight=rule.lr * head.weight_adapts,
+        by_bias=rule.lr * head.bias_adapts,
+    )
+
+
+def step_factors(problem: Problem) -> Float[Tensor, "B K"]:
+    """α w_k u_k: by how much a neighbour's residual moves the query's outputs in one step."""
+    head, rule = _linear_and_gradient(problem)
+    return rule.lr * problem.weights * _query_products(problem, head)
+
+
+def _targets(problem: Problem) -> Tensor:
+    """Values with a row for the query, whatever it says."""
+    if problem.loss == CROSS_ENTROPY:
+        return functional.pad(problem.values, (0, 1))[..., None]
+    return functional.pad(problem.values, (0, 0, 0, 1))
+
+
+def _residual(outputs: Tensor, targets: Tensor, *, out: Tensor) -> None:
+    """The loss's derivative by the outputs, by the kind of its targets: labels or values."""
+    if targets.is_floating_point():
+        torch.sub(outputs, targets, out=out)
+    else:
+        torch.softmax(outputs, -1, out=out)
+        out.scatter_add_(-1, targets, out.new_full((), -1).expand(targets.shape))
 
 
 def _linear_and_gradient(problem: Problem) -> tuple[LinearHead, Gradient]:
@@ -64,7 +162,10 @@ def _linear_and_gradient(problem: Problem) -> tuple[LinearHead, Gradient]:
 
 
 def _query_products(problem: Problem, head: LinearHead) -> Float[Tensor, "B K"]:
-    return _products(head, torch.einsum("bkd,bd->bk", problem.keys, problem.queries))
+    dots = problem.dots
+    if dots is None:
+        dots = torch.bmm(problem.keys, problem.queries[..., None])[..., 0]
+    return _products(head, dots)
 
 
 def _products(head: LinearHead, products: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,14 +31,26 @@ class StoredOutputs:
     """Of entries that are not in the memory yet; they are rows N, N+1, …"""
     index: Int[Tensor, "B K"]
 
-    def gathered(self) -> Float[Tensor, "B K C"]:
-        count = len(self.table)
-        if not len(self.unwritten):
-            return self.table[self.index]
-        outside = (self.index - count).clamp_min(0)
-        inside = self.index.clamp_max(count - 1)
-        written = (self.index < count)[..., None]
-        return torch.where(written, self.table[inside], self.unwritten[outside])
+    @staticmethod
+    def of_each(outputs: Float[Tensor, "B K C"]) -> StoredOutputs:
+        """A table made for one call."""
+        table = outputs.flatten(0, 1)
+        index = torch.arange(len(table), device=table.device).view(outputs.shape[:2])
+        return StoredOutputs(table, table[:0], index)
+
+    def gathered(self, below: Float[Tensor, "B C"]) -> Float[Tensor, "B L C"]:
+        """The outputs of each query's neighbours, and a row of the query's own below them."""
+        count, index = len(self.table), functional.pad(self.index, (0, 1))
+        if len(self.unwritten):
+            outside = (index - count).clamp_min(0)
+            is_written = (index < count)[..., None]
+            rows = torch.where(
+                is_written, self.table[index.clamp_max(count - 1)], self.unwritten[outside]
+            )
+        else:
+            rows = self.table[index]
+        rows[:, -1] = below
+        return rows
 
     def weighted_sum(self, weights: Float[Tensor, "B K"]) -> Float[Tensor, "B C"]:
         """`Σ_k weights_k output_k`."""
@@ -55,15 +67,16 @@ class StoredOutputs:
         return StoredOutputs(self.table, self.unwritten, self.index[rows])
 
 
-def takes_product(rows: int, count: int) -> bool:
-    """Whether a sum over `count` of so many rows is cheaper as a product with all of them."""
-    return rows <= 32 * count
+def takes_product(rows: int, count: int, batch: int) -> bool:
+    """Whether sums over `count` of so many rows are cheaper as a product with all of them, which
+    are then read once for the whole batch and at the speed of a matrix product."""
+    return rows * (1 + 30 / batch) <= 64 * count
 
 
 def _weighted_rows(
     table: Float[Tensor, "N C"], index: Int[Tensor, "B K"], weights: Float[Tensor, "B K"]
 ) -> Float[Tensor, "B C"]:
-    if not takes_product(len(table), index.shape[1]):
+    if not takes_product(len(table), index.shape[1], len(index)):
         return functional.embedding_bag(index, table, mode="sum", per_sample_weights=weights)
     spread = torch.zeros(len(index), len(table), dtype=table.dtype, device=table.device)
     return spread.scatter_add_(1, index, weights) @ table
@@ -74,10 +87,13 @@ class OutputStore:
 
     Args:
         finish: applied to outputs before they are stored (say, softmax).
+        dtype: in which they are stored, if not in the head's.
     """
 
-    def __init__(self, finish: Callable[[Tensor], Tensor]) -> None:
-        self._finish = finish
+    def __init__(
+        self, finish: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        self._finish, self._dtype = finish, dtype
         self._lock = threading.Lock()
         self._made_by: tuple[Tensor, Tensor | None, int] | None = None
         self._table = torch.empty(0, 0)
@@ -92,50 +108,78 @@ class OutputStore:
         Other threads wait meanwhile, since they may overwrite rows of the table.
         """
         with self._lock:
-            shape = neighbors.capacity, len(head.weight)
-            if self._table.shape != shape or not _are_alike(self._table, head.weight):
-                self._table = head.weight.new_zeros(shape)  # zeros: a product reads every row
-                self._ids = torch.full(shape[:1], -1, device=head.weight.device)
-                self._made_by = None
-            if not self._is_current(head, neighbors.revision):
+            self._make_room(neighbors.capacity, head)
+            slots, ids = neighbors.slots, neighbors.ids
+            missing = self._ids[slots] != ids  # slot −1 has id −1, as padding has
+            index = slots.clamp_min(0)
+            same = self._has_made(head, neighbors.revision)
+            is_current, is_short = torch.stack([same, missing.any()]).tolist()  # one wait for both
+            if not is_current:
                 self._ids.fill_(-1)
                 bias = None if head.bias is None else head.bias.clone()
                 self._made_by = head.weight.clone(), bias, neighbors.revision
-            yield self._filled(head, neighbors, keys)
+                missing = neighbors.mask
+            unwritten = self._table[:0]
+            if is_short or not is_current:
+                places = missing.flatten().nonzero()[:, 0]
+                found = [tensor.flatten(0, 1)[places] for tensor in (ids, slots, keys)]
+                rows, unwritten = self._filled(head, *found)
+                index = index.flatten().index_copy(0, places, rows).view_as(index)
+            yield StoredOutputs(self._table, unwritten, index)
 
-    def _is_current(self, head: LinearHead, revision: int) -> bool:
-        if self._made_by is None:
-            return False
-        weight, bias, made_at = self._made_by
-        if weight.shape != head.weight.shape:
-            return False
-        if (bias is None) != (head.bias is None) or revision != made_at:
-            return False
-        same_bias = bias is None or head.bias is None or torch.equal(bias, head.bias)
-        return same_bias and torch.equal(weight, head.weight)
+    def _make_room(self, capacity: int, head: LinearHead) -> None:
+        weight, dtype = head.weight, self._dtype or head.weight.dtype
+        shape, old = (capacity, len(weight)), self._table
+        if (old.shape, old.device, old.dtype) == (shape, weight.device, dtype):
+            return
+        del old
+        self._made_by, self._table = None, torch.empty(0, 0)  # gone before the new one comes
+        aligned = ALIGNED if weight.is_cuda else 1
+        width = -(-len(weight) // aligned) * aligned
+        # Zeros, since a product reads every row.
+        rows = torch.zeros(capacity, width, dtype=dtype, device=weight.device)
+        self._table = rows[:, : len(weight)]
+        self._ids = torch.full((capacity + 1,), -1, device=weight.device)
+
+    def _has_made(self, head: LinearHead, revision: int) -> Bool[Tensor, ""]:
+        """Whether the table is of this head and of this revision of the memory."""
+        if self._made_by is not None:
+            weight, bias, made_at = self._made_by
+            alike = weight.shape == head.weight.shape and (bias is None) == (head.bias is None)
+            if alike and revision == made_at:
+                same = weight.eq(head.weight).all()
+                if bias is not None and head.bias is not None:
+                    same &= bias.eq(head.bias).all()
+                return same
+        return torch.zeros((), dtype=torch.bool, device=head.weight.device)
 
     def _filled(
-        self, head: LinearHead, neighbors: Neighbors, keys: Float[Tensor, "B K D"]
-    ) -> StoredOutputs:
-        slots, ids, mask = neighbors.slots, neighbors.ids, neighbors.mask
-        index = slots.clamp_min(0)
-        missing = mask & ((slots < 0) | (self._ids[index] != ids))
-        unwritten = self._table[:0]
-        if missing.any():
-            # Each missing entry once, however many queries found it.
-            new_ids, inverse = ids[missing].unique(return_inverse=True)
-            some = torch.empty_like(new_ids)
-            some[inverse] = torch.arange(len(inverse), device=some.device)
-            new_slots = slots[missing][some]
-            outputs = self._finish(head(keys[missing][some]))
-            kept = new_slots >= 0
-            self._table[new_slots[kept]] = outputs[kept]
-            self._ids[new_slots[kept]] = new_ids[kept]
-            unwritten = outputs[~kept]
-            place = (~kept).cumsum(0) - 1 + len(self._table)
-            index = index.masked_scatter(missing, torch.where(kept, new_slots, place)[inverse])
-        return StoredOutputs(self._table, unwritten, index)
+        self,
+        head: LinearHead,
+        ids: Int[Tensor, "M"],
+        slots: Int[Tensor, "M"],
+        keys: Float[Tensor, "M D"],
+    ) -> tuple[Int[Tensor, "M"], Float[Tensor, "U C"]]:
+        """Rows for these entries, and the outputs of those among them that are not written yet.
+
+        Each is computed once, however many queries found it.
+        """
+        new_ids, inverse = ids.unique(return_inverse=True)
+        some = torch.empty_like(new_ids)
+        some[inverse] = torch.arange(len(inverse), device=some.device)
+        new_slots = slots[some]
+        outputs = self._finish(head(keys[some])).to(self._table.dtype)
+        kept = new_slots >= 0
+        self._table[new_slots[kept]] = outputs[kept]
+        self._ids[new_slots[kept]] = new_ids[kept]
+        place = (~kept).cumsum(0) - 1 + len(self._table)
+        rows = torch.where(kept, new_slots, place)[inverse]
+        unwritten = outputs[~kept]
+        if len(unwritten):
+            width = self._table.stride(0)  # both tables are read by one stride
+            unwritten = functional.pad(unwritten, (0, width - unwritten.shape[1]))
+            unwritten = unwritten[:, : outputs.shape[1]]
+        return rows, unwritten
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.device == other.device and one.dtype == other.dtype
+ALIGNED = 16  # numbers; a GPU reads rows that start at a multiple of this four at a time

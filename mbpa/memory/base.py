@@ -24,7 +24,15 @@ from torch import Tensor
 from mbpa.memory import validation
 from mbpa.memory.form import EntryForm
 from mbpa.memory.neighbors import Candidates, Entries, Neighbors
-from mbpa.memory.ranking import SCRATCH_BYTES, Block, nearest_first, score_error
+from mbpa.memory.ranking import (
+    SCRATCH_BYTES,
+    Block,
+    Windows,
+    full_precision,
+    measured,
+    nearest_first,
+    unsure_rows,
+)
 from mbpa.memory.ring import Ints, Ring
 
 
@@ -77,6 +85,14 @@ class Memory(EntryForm, abc.ABC):
     def _get(self, slots: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
         """Keys and values of these slots, of which there is at least one, and none is empty."""
 
+    def _get_keys(self, slots: Int[Tensor, "N"]) -> Float[Tensor, "N D"]:
+        """The keys alone, in a tensor that is the caller's; a backend may have a shorter way."""
+        return self._get(slots)[0].clone()
+
+    def _get_values(self, slots: Int[Tensor, "N"]) -> Shaped[Tensor, "N *V"]:
+        """The values alone, likewise."""
+        return self._get(slots)[1]
+
     @abc.abstractmethod
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         """Slots of at least the `k` nearest entries, and what lies beyond.
@@ -116,7 +132,7 @@ class Memory(EntryForm, abc.ABC):
         """Everything it holds, oldest first."""
         with self._lock:
             slots = self._ring.oldest(len(self))
-            keys, values = self._fetched(self._tensor(slots))
+            keys, values = self._get(self._tensor(slots)) if len(slots) else self._nothing
             ids = torch.from_numpy(self._ring.ids(slots))
             return Entries(ids, keys.reshape(-1, *self.key_shape), values)
 
@@ -157,7 +173,7 @@ class Memory(EntryForm, abc.ABC):
             slots = self._tensor(self._find(ids))
             if len(slots) != len(flat):
                 raise ValueError(f"ids and keys must be as many, got {len(slots)} and {len(flat)}")
-            self._put(slots, flat, self._fetched(slots)[1])
+            self._put(slots, flat, self._values_of(slots))
             self._revision = next(_REVISIONS)
 
     def delete(self, ids: Int[Tensor, "N"] | Iterable[int]) -> None:
@@ -227,10 +243,8 @@ class Memory(EntryForm, abc.ABC):
         flat = self._checked_queries(queries)
         k = validation.count("k", k)
         keys_for = None if keys_for is None else validation.count("keys_for", keys_for, least=0)
-        with self._lock, torch.autocast(self.device.type, enabled=False):
-            since = torch.zeros(len(flat), dtype=torch.int64, device=self.device)
-            needed = torch.full_like(since, min(k, len(self)))
-            return self._shaped(self._read(flat, k, keys_for, since, needed))
+        with self._lock, full_precision(self.device):
+            return self._shaped(self._read(flat, k, keys_for))
 
     def read_causally(
         self,
@@ -248,14 +262,17 @@ class Memory(EntryForm, abc.ABC):
         flat, values = self._checked_entries(keys, values)
         k = validation.count("k", k)
         keys_for = None if keys_for is None else validation.count("keys_for", keys_for, least=0)
-        with self._lock, torch.autocast(self.device.type, enabled=False):
+        with self._lock, full_precision(self.device):
             queries, count, live = self._checked_queries(keys), len(flat), len(self)
             gone = np.maximum(live + np.arange(count) - self.capacity, 0)
             new_ids = self._ring.next_id + np.arange(count)
             old_ids = self._ring.ids(self._ring.oldest(min(live, count)))  # gone < count: enough
             since = self._tensor(np.concatenate([old_ids, new_ids])[gone])
             needed = self._tensor(np.clip(live - gone, 0, k))
-            past = self._read(queries, k, keys_for, since, needed)
+            # The nearest may be out of sight for the last of them, in proportion to what is.
+            seen = max(1, live - int(gone[-1])) if count else 1
+            reach = (k + k // 4 + 8) * live // seen
+            past = self._read(queries, k, keys_for, Windows(since, needed), reach)
             own = Block(queries, values, self._tensor(new_ids), since)
             return self._shaped(own.merged_into(past, k, keys_for))
 
@@ -264,64 +281,59 @@ class Memory(EntryForm, abc.ABC):
         queries: Float[Tensor, "B D"],
         k: int,
         keys_for: int | None,
-        since: Int[Tensor, "B"],
-        needed: Int[Tensor, "B"],
+        windows: Windows | None = None,
         reach: int = 0,
     ) -> Neighbors:
-        """Rank `reach` candidates a query, in chunks; ask again where that was not enough.
-
-        Args:
-            since: id of the oldest entry that each query may see.
-            needed: how many neighbours each query must find.
-        """
+        """Rank `reach` candidates a query, in chunks; ask again where that was not enough."""
         width = min(k, len(self))
         stored = len(self) if self._drops_entries else self._ring.used
         reach = min(stored, max(reach, k + k // 8 + 8))
-        row_bytes = max(1, reach * self.key_size * self.distance_dtype.itemsize)
-        rows = max(1, SCRATCH_BYTES // row_bytes)
-        parts = []
-        for chunk, low, need in zip(
-            queries.split(rows), since.split(rows), needed.split(rows), strict=True
-        ):
-            ranked, beyond = self._ranked(chunk, width, keys_for, low, reach)
-            if width and reach < stored:
-                unsure = self._unsure(chunk, ranked.distances, need, beyond).nonzero()[:, 0]
-                if len(unsure):
-                    wider = self._read(
-                        chunk[unsure], k, keys_for, low[unsure], need[unsure], 4 * reach
-                    )
-                    ranked = ranked.with_rows(unsure, wider)
-            parts.append(ranked)
-        return Neighbors.concatenated(parts)
+        numbers = 16 * max(reach, self.key_size)  # about; keys take what `measured` allows itself
+        rows = max(1, SCRATCH_BYTES // (numbers * self.distance_dtype.itemsize))
+        if len(queries) > rows:
+            parts = []
+            for start in range(0, len(queries), rows):
+                chunk = slice(start, start + rows)
+                theirs = windows and windows.rows(chunk)
+                parts.append(self._read(queries[chunk], k, keys_for, theirs, reach))
+            return Neighbors.concatenated(parts)
+        found, beyond = self._ranked(queries, width, keys_for, windows, reach)
+        if width and reach < stored:
+            unsure = unsure_rows(queries, found.distances, windows and windows.needed, beyond)
+            if len(unsure):
+                theirs = windows and windows.rows(unsure)
+                wider = self._read(queries[unsure], k, keys_for, theirs, 4 * reach)
+                found = found.with_rows(unsure, wider)
+        return found
 
     def _ranked(
         self,
         queries: Float[Tensor, "B D"],
         width: int,
         keys_for: int | None,
-        since: Int[Tensor, "B"],
+        windows: Windows | None,
         reach: int,
     ) -> tuple[Neighbors, Float[Tensor, "B"] | None]:
         """The `width` nearest of `reach` candidates, by recomputed distance, newer first."""
-        slots, beyond = self._found(queries, reach, width)
-        ids = torch.where(slots >= 0, self._slot_ids[slots.clamp_min(0)], -1)
-        hidden = ids < since[:, None]
-        any_entry = int(self._ring.oldest(1)[0])  # stands in where there is none to fetch
-        keys, values = self._fetched(torch.where(ids >= 0, slots, any_entry).flatten())
-        keys = keys.to(self.distance_dtype).unflatten(0, slots.shape)  # B J D
-        distances = (keys - queries[:, None]).square_().sum(-1).masked_fill_(hidden, math.inf)
-        dots = torch.einsum("bjd,bd->bj", keys, queries)
+        slots, beyond, known = self._found(queries, reach, width)
+        ids = self._slot_ids[slots]
+        hidden = ids < (0 if windows is None else windows.since[:, None])
+        if self.device.type != "cpu" or hidden.any():  # to look is cheap there, to ask the ring not
+            slots = slots.masked_fill(hidden, int(self._ring.oldest(1)[0]))  # there to be fetched
+        in_use = self._slot_ids[: self._ring.used]
+        distances, dots = known or measured(queries, slots, in_use, self._keys_of)
+        distances = distances.masked_fill(hidden, math.inf)
         order = nearest_first(distances, ids)[:, :width]
-        rows = torch.arange(len(queries), device=self.device)[:, None]
-        mask = ~hidden[rows, order]
+        distances, slots, ids = (t.gather(1, order) for t in (distances, slots, ids))
+        hidden = distances == math.inf
         return Neighbors(
-            values=values.unflatten(0, slots.shape)[rows, order],
-            distances=distances[rows, order],
-            dots=dots[rows, order],
-            mask=mask,
-            ids=torch.where(mask, ids[rows, order], -1),
-            slots=torch.where(mask, slots[rows, order], -1),
-            keys=keys[rows, order[:, :keys_for]],
+            values=self._values_of(slots),
+            distances=distances,
+            dots=dots.gather(1, order),
+            mask=~hidden,
+            ids=ids.masked_fill_(hidden, -1),
+            slots=slots.masked_fill(hidden, -1),
+            keys=self._keys_of(slots[:, :keys_for]),
             revision=self._revision,
             capacity=self.capacity,
         ), beyond
@@ -331,37 +343,23 @@ class Memory(EntryForm, abc.ABC):
         if not width or not len(queries):
             empty = torch.empty(len(queries), width, dtype=torch.int64, device=self.device)
             return Candidates(empty, None)
-        slots, beyond = self._nearest(queries, reach)
-        missing = width - slots.shape[1]
-        if missing > 0:
-            slots = torch.nn.functional.pad(slots, (0, missing), value=-1)
-        return Candidates(slots, beyond)
+        found = self._nearest(queries, reach)
+        missing = width - found.slots.shape[1]
+        if missing <= 0:
+            return found
+        slots = torch.nn.functional.pad(found.slots, (0, missing), value=-1)
+        return Candidates(slots, found.beyond)
 
-    def _unsure(
-        self,
-        queries: Float[Tensor, "B D"],
-        distances: Float[Tensor, "B K"],
-        needed: Int[Tensor, "B"],
-        beyond: Float[Tensor, "B"] | None,
-    ) -> Tensor:
-        """Which rows may have missed a neighbour: too few found, or something left out is as near.
+    def _keys_of(self, slots: Int[Tensor, "*S"]) -> Float[Tensor, "*S D"]:
+        keys = self._get_keys(slots.flatten()) if slots.numel() else self._nothing[0]
+        return keys.to(self.distance_dtype).reshape(*slots.shape, self.key_size)
 
-        An entry left out at distance d ≤ d_K has ‖h‖ ≤ ‖q‖ + √d_K, so its ‖h‖² − 2q·h + ‖q‖² was
-        off by at most γ(2‖q‖ + √d_K)², with γ from `score_error`.
-        """
-        farthest = distances.gather(1, (needed - 1).clamp_min(0)[:, None])[:, 0]
-        unsure = farthest.isinf()
-        if beyond is not None:
-            gamma = score_error(self.key_size, self.distance_dtype, self.device)
-            slack = gamma * (2 * queries.norm(dim=1) + farthest.sqrt()).square()
-            unsure |= farthest + slack >= beyond
-        return unsure & (needed > 0)
+    def _values_of(self, slots: Int[Tensor, "*S"]) -> Shaped[Tensor, "*S *V"]:
+        values = self._get_values(slots.flatten()) if slots.numel() else self._nothing[1]
+        return values.reshape(*slots.shape, *self.value_shape)
 
-    def _fetched(
-        self, slots: Int[Tensor, "N"]
-    ) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
-        if len(slots):
-            return self._get(slots)
+    @property
+    def _nothing(self) -> tuple[Float[Tensor, "0 D"], Shaped[Tensor, "0 *V"]]:
         keys = torch.empty(0, self.key_size, dtype=self.dtype, device=self.device)
         shape = (0, *self.value_shape)
         return keys, torch.empty(shape, dtype=self.value_dtype, device=self.device)
@@ -380,6 +378,8 @@ class Memory(EntryForm, abc.ABC):
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
 
     def _shaped(self, neighbors: Neighbors) -> Neighbors:
+        if len(self.key_shape) == 1:
+            return neighbors
         return neighbors.with_keys(neighbors.keys.unflatten(2, self.key_shape))
 
     def _refill(self, entries: Entries, capacity: int, next_id: int) -> None:
@@ -401,7 +401,8 @@ class Memory(EntryForm, abc.ABC):
         self._ring = ring
         self._revision = next(_REVISIONS)
         with torch.inference_mode(False):  # what is made here is written to later
-            self._slot_ids = torch.full((ring.capacity,), -1, device=self.device)
+            # One more than there are slots: slot −1, where nothing was found, has id −1.
+            self._slot_ids = torch.full((ring.capacity + 1,), -1, device=self.device)
             self._clear()
 
 

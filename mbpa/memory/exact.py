@@ -2,6 +2,7 @@
 
 Keys and their squared norms stay where they are; a read costs `‖h‖² − 2 q·h` for every key, in
 blocks, and never sorts more than a block and the best so far. Empty slots have infinite norm.
+Large memories on a GPU are searched in half precision first (`coarse.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from mbpa.device import takes_kernels
 from mbpa.memory.base import Memory
+from mbpa.memory.coarse import CoarseKeys
 from mbpa.memory.neighbors import Candidates
-from mbpa.memory.ranking import SCRATCH_BYTES, expanded_scores
+from mbpa.memory.ranking import SCRATCH_BYTES, distance_table, expanded_scores, smallest
 
 
 class ExactMemory(Memory):
@@ -36,6 +39,7 @@ class ExactMemory(Memory):
         self._norms = torch.full(
             (self.capacity,), math.inf, dtype=self.distance_dtype, device=self.device
         )
+        self._coarse = CoarseKeys(self._keys) if takes_kernels(self._norms) else None
 
     def _put(
         self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]
@@ -43,9 +47,17 @@ class ExactMemory(Memory):
         self._keys[slots] = keys
         self._values[slots] = values
         self._norms[slots] = keys.to(self.distance_dtype).square().sum(1)
+        if self._coarse is not None:
+            self._coarse.put(slots, keys)
 
     def _get(self, slots: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
         return self._keys.index_select(0, slots), self._values.index_select(0, slots)
+
+    def _get_keys(self, slots: Int[Tensor, "N"]) -> Float[Tensor, "N D"]:
+        return self._keys.index_select(0, slots)
+
+    def _get_values(self, slots: Int[Tensor, "N"]) -> Shaped[Tensor, "N *V"]:
+        return self._values.index_select(0, slots)
 
     def _delete(self, slots: Int[Tensor, "N"]) -> None:
         self._keys[slots] = 0
@@ -55,22 +67,34 @@ class ExactMemory(Memory):
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         count, rows = self._ring.used, len(queries)
         if k >= count:  # no slot is empty, and every entry is asked for
-            return Candidates(torch.arange(count, device=self.device).expand(rows, -1), None)
+            newest_first = self._tensor(self._ring.oldest(count)).flip(0)  # easiest to rank
+            return Candidates(newest_first.expand(rows, -1), None)
+        if self._coarse is not None and self._coarse.can_find(k, count):
+            return self._coarse.nearest(self._norms, queries, k, count)
+        if self._coarse is not None and count * rows * queries.itemsize <= SCRATCH_BYTES:
+            return self._nearest_of_few(queries, k, count)
         widest = max(rows, self.key_size)  # of the scores, and of keys kept in half precision
         size = max(k, SCRATCH_BYTES // (widest * self.distance_dtype.itemsize))
+        squares = queries.square().sum(1)
         best: tuple[Tensor, Tensor] | None = None
         for start in range(0, count, size):
             stop = min(start + size, count)
             keys = self._keys[start:stop].to(self.distance_dtype)
             scores = expanded_scores(self._norms[start:stop], queries, keys)
-            values, slots = scores.topk(min(k, stop - start), largest=False, sorted=False)
-            slots += start
+            values, slots = smallest(scores, min(k, stop - start))
             if best is not None:
-                values, slots = torch.cat([best[0], values], 1), torch.cat([best[1], slots], 1)
-                values, chosen = values.topk(k, largest=False, sorted=False)
+                slots = torch.cat([best[1], slots + start], 1)
+                values, chosen = torch.cat([best[0], values], 1).topk(k, largest=False)
                 slots = slots.gather(1, chosen)
             best = values, slots
         assert best is not None  # count ≥ 1
         values, slots = best
-        beyond = values.amax(1) + queries.square().sum(1)
-        return Candidates(slots, beyond)
+        return Candidates(slots, values[:, -1] + squares)
+
+    def _nearest_of_few(self, queries: Float[Tensor, "B D"], k: int, count: int) -> Candidates:
+        """Every distance computed as it is meant, which a GPU does as fast as it sorts them."""
+        keys, norms = self._keys[:count].to(queries.dtype), self._norms[:count]
+        distances = distance_table(queries, keys).masked_fill_(norms == math.inf, math.inf)
+        distances, slots = distances.topk(k, largest=False)
+        dots = expanded_scores(torch.zeros_like(norms), queries, keys).mul_(-0.5)
+        return Candidates(slots, distances[:, -1], (distances, dots.gather(1, slots)))

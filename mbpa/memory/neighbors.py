@@ -89,6 +89,9 @@ class Candidates(NamedTuple):
     beyond: Float[Tensor, "B"] | None
     """Squared distance, up to rounding, that nothing left out falls short of; `None` from a
     backend that cannot tell, which makes its reads approximate."""
+    measured: tuple[Float[Tensor, "B J"], Float[Tensor, "B J"]] | None = None
+    """Σ(h−q)², infinite where there is nothing, and q·h, from a backend that has computed just
+    these; else they are computed from the keys."""
 
 
 class Entries(NamedTuple):

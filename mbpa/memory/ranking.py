@@ -1,16 +1,39 @@
-"""The order in which neighbours come, and how entries not written yet take part in it."""
+"""Distances, the order in which neighbours come, and how entries not written yet take part in it.
+
+On a CPU, keys are gathered and subtracted in pieces that stay in its cache: the arithmetic is three
+passes over them, and from main memory each would cost as much as the search itself. The pieces
+share one scratch, or are worked on in place, since the pages of new memory cost as much again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mbpa.device import takes_kernels
 from mbpa.memory.neighbors import Neighbors
 
 SCRATCH_BYTES = 1 << 28  # keys gathered, or scores computed, at a time
+CACHE_BYTES = 1 << 21  # of them on a CPU, by each thread
+TILE_ROWS = 64  # queries that share a pass over keys
+
+
+class Windows(NamedTuple):
+    """What each of several queries may see of a memory, where that is not all of it."""
+
+    since: Int[Tensor, "B"]
+    """Id of the oldest entry."""
+    needed: Int[Tensor, "B"]
+    """How many neighbours there are to be found."""
+
+    def rows(self, rows: slice | Tensor) -> Windows:
+        return Windows(self.since[rows], self.needed[rows])
 
 
 class Block:
@@ -19,9 +42,7 @@ class Block:
     def __init__(self, keys: Tensor, values: Tensor, ids: Tensor, since: Tensor) -> None:
         self.keys, self.values, self.ids = keys, values, ids
         hidden = (ids >= ids[:, None]) | (ids < since[:, None])
-        rows = max(1, SCRATCH_BYTES // max(1, keys.nbytes))
-        squares = [(keys - part[:, None]).square_().sum(-1) for part in keys.split(rows)]
-        self.distances = torch.cat(squares).masked_fill_(hidden, math.inf)
+        self.distances = distance_table(keys, keys).masked_fill_(hidden, math.inf)
         self.dots = keys @ keys.T
 
     def merged_into(self, past: Neighbors, k: int, keys_for: int | None) -> Neighbors:
@@ -57,9 +78,148 @@ class Block:
 
 def nearest_first(distances: Float[Tensor, "B J"], ids: Int[Tensor, "B J"]) -> Int[Tensor, "B J"]:
     """Positions in each row by rising distance, equally near ones from newest to oldest."""
+    if distances.device.type != "cpu":
+        if distances.dtype != torch.float32 or not ids.numel():
+            return _by_distance_and_age(distances, ids)
+        # Both in one number: floats that are not negative are in the order of their bits.
+        age = (ids.amax() - ids).clamp_max((1 << 32) - 1)
+        return (distances.view(torch.int32).to(torch.int64) << 32 | age).argsort(dim=1)
+    rising, order = distances.sort(dim=1, stable=True)
+    tied = rising[:, 1:] == rising[:, :-1]
+    if tied.any():  # looking costs less than sorting everything twice
+        ids_in_order = ids.gather(1, order)
+        is_wrong = tied & (ids_in_order[:, 1:] > ids_in_order[:, :-1])
+        rows = is_wrong.any(1).nonzero()[:, 0]
+        order[rows] = _by_distance_and_age(distances[rows], ids[rows])
+    return order
+
+
+def _by_distance_and_age(distances: Tensor, ids: Tensor) -> Tensor:
     newest = ids.argsort(dim=1, descending=True)
     by_distance = distances.gather(1, newest).argsort(dim=1, stable=True)
     return newest.gather(1, by_distance)
+
+
+def unsure_rows(
+    queries: Float[Tensor, "B D"],
+    distances: Float[Tensor, "B K"],
+    needed: Int[Tensor, "B"] | None,
+    beyond: Float[Tensor, "B"] | None,
+) -> Int[Tensor, "R"]:
+    """Rows that may lack one of the neighbours needed: too few found, or one left out is as near.
+
+    An entry left out at distance d ≤ d_K has ‖h‖ ≤ ‖q‖ + √d_K, so its ‖h‖² − 2q·h + ‖q‖² was
+    off by at most γ(2‖q‖ + √d_K)², with γ from `score_error`.
+    """
+    if needed is None:
+        farthest = distances[:, -1]
+    else:
+        farthest = distances.gather(1, (needed - 1).clamp_min(0)[:, None])[:, 0]
+    if beyond is None:
+        unsure = farthest == math.inf
+    else:
+        gamma = score_error(queries.shape[1], queries.dtype, queries.device)
+        norms = queries.square().sum(1).sqrt()
+        slack = gamma * (2 * norms + farthest.sqrt()).square()
+        unsure = farthest + slack >= beyond  # and where that is infinite
+    if needed is not None:
+        unsure &= needed > 0
+    return unsure.nonzero()[:, 0]
+
+
+def measured(
+    queries: Float[Tensor, "B D"],
+    slots: Int[Tensor, "B J"],
+    slot_ids: Int[Tensor, "N"],
+    fetch: Callable[[Tensor], Tensor],
+) -> tuple[Float[Tensor, "B J"], Float[Tensor, "B J"]]:
+    """`Σ(h−q)²` and `q·h` of each query and the keys in its slots.
+
+    Args:
+        slot_ids: of all slots; negative for those whose key cannot be fetched.
+        fetch: gives keys (…, D) for slots (…), in new tensors.
+    """
+    if 2 * slots.shape[1] <= len(slot_ids) or not len(slots):
+        return _measured_singly(queries, slots, fetch)
+    every = torch.arange(len(slot_ids), device=slots.device).where(slot_ids >= 0, slots[0, 0])
+    distances, dots = [], []
+    for part in every.split(max(1, SCRATCH_BYTES // (queries.shape[1] * queries.itemsize))):
+        keys = fetch(part)  # once for all queries, most of which have these among theirs
+        distances.append(distance_table(queries, keys))
+        dots.append(expanded_scores(keys.new_zeros(len(keys)), queries, keys).mul_(-0.5))
+    return torch.cat(distances, 1).gather(1, slots), torch.cat(dots, 1).gather(1, slots)
+
+
+def _measured_singly(
+    queries: Tensor, slots: Tensor, fetch: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    row_bytes = slots.shape[1] * queries.shape[1] * queries.itemsize
+    rows = max(1, _piece_bytes(queries.device) // max(1, row_bytes))
+    if len(queries) > rows:
+        pairs = zip(queries.split(rows), slots.split(rows), strict=True)
+        distances, dots = zip(*(_measured_singly(*pair, fetch) for pair in pairs), strict=True)
+        return torch.cat(distances), torch.cat(dots)
+    keys = fetch(slots)
+    products = torch.bmm(queries[:, None], keys.mT)[:, 0]
+    return keys.sub_(queries[:, None]).square_().sum(-1), products
+
+
+def distance_table(
+    queries: Float[Tensor, "B D"], keys: Float[Tensor, "N D"]
+) -> Float[Tensor, "B N"]:
+    """`Σ(h−q)²` of every query and every key."""
+    if takes_kernels(queries):
+        from mbpa.memory.fused import pair_distances
+
+        return pair_distances(queries, keys)
+    rows = max(1, min(len(queries), TILE_ROWS))
+    size = max(1, _piece_bytes(keys.device) // (rows * keys.shape[1] * keys.itemsize))
+    scratch = keys.new_empty(rows, min(size, len(keys)), keys.shape[1])
+
+    def tile(queries: Tensor, keys: Tensor) -> Tensor:
+        out = scratch[: len(queries), : len(keys)]
+        return torch.sub(keys, queries[:, None], out=out).square_().sum(-1)
+
+    columns = keys.split(size)
+    return torch.cat(
+        [torch.cat([tile(part, each) for each in columns], 1) for part in queries.split(rows)]
+    )
+
+
+def _piece_bytes(device: torch.device) -> int:
+    if device.type != "cpu":
+        return SCRATCH_BYTES
+    return min(SCRATCH_BYTES, CACHE_BYTES * torch.get_num_threads())
+
+
+def smallest(
+    scores: Float[Tensor, "B N"], k: int
+) -> tuple[Float[Tensor, "B k"], Int[Tensor, "B k"]]:
+    """The k smallest of each row, rising, and where they are.
+
+    They lie in the k groups with the smallest minima. A group is `size` scores that are `stride`
+    apart, so that all minima are one vectorised pass, and they leave few scores to sort.
+    """
+    count = scores.shape[1]
+    size = math.isqrt(count // k)  # about as many minima as members of k groups
+    if size < 4 or scores.numel() < 1 << 17:  # not worth the steps
+        values, places = scores.topk(k, largest=False)
+        return values, places
+    stride = count // size
+    grouped = scores[:, : size * stride].unflatten(1, (size, stride))
+    groups = grouped.amin(1).topk(k, largest=False, sorted=False).indices
+    members = grouped.gather(2, groups[:, None].expand(-1, size, -1)).flatten(1)
+    members = torch.cat([members, scores[:, size * stride :]], 1)  # and those in no group
+    values, chosen = members.topk(k, largest=False)
+    in_group = chosen // k * stride + groups.gather(1, chosen % k)
+    return values, in_group.where(chosen < size * k, chosen + size * (stride - k))
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Switches autocast off, which is not for free, where it is on."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def expanded_scores(

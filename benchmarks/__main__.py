@@ -1,0 +1,113 @@
+"""`python -m benchmarks`: run everything on a device, write JSON, print tables.
+
+Every part is written to the file as it is done, so that a run cut short leaves what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mbpa
+from benchmarks import adaptation, end_to_end, retrieval
+from mbpa.device import measured_rates
+
+LIMITS = {"operations": 795e12 / 3, "bytes": 4.2e12}
+"""Of an H200: float16 products, three for one of float32's accuracy, and its memory."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device)
+    parser.add_argument("--only", nargs="*", help="cases whose name has one of these in it")
+    parser.add_argument("--seconds", type=float, default=0.5, help="to spend on each timing")
+    parser.add_argument("--curves", action="store_true", help="growth in every size, too")
+    parser.add_argument("--out", type=Path, help="default: results/benchmarks/DEVICE.json")
+    arguments = parser.parse_args()
+    chosen = torch.device(arguments.device)
+    out = arguments.out or Path("results/benchmarks") / f"{chosen.type}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"machine": machine(chosen), "parts": {}}
+    failed = False
+    for name, result in parts(chosen, arguments):
+        failed |= name == "failed"
+        report["parts"].setdefault(name, []).append(result)
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(line(name, result), flush=True)
+    print(f"written to {out}")
+    return int(failed)
+
+
+def parts(device: torch.device, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    def wanted(name: str) -> bool:
+        return not arguments.only or any(word in name for word in arguments.only)
+
+    budget, is_gpu = arguments.seconds, device.type == "cuda"
+    for case in adaptation.CASES[device.type]:
+        if wanted(f"adaptation {case.name}"):
+            try:
+                yield "adaptation", adaptation.measure(case, device, budget)
+            except AssertionError as error:  # it does not agree: the others are still worth having
+                yield "failed", {"case": case.name, "error": str(error)}
+    for kind in retrieval.KINDS:
+        for batch in (1, 64, 1024) if is_gpu else (1, 64):
+            if wanted(f"retrieval {kind}"):
+                entries = 400_000 if is_gpu else 20_000
+                yield (
+                    "retrieval",
+                    retrieval.measure(kind, entries, 512, 50, batch, device, budget),
+                )
+        if is_gpu and wanted(f"millions {kind}"):
+            yield "millions", retrieval.measure_millions(kind, 10_000_000, 256, device, budget)
+    for batch in (1, 64):
+        if wanted("prediction"):
+            yield "prediction", end_to_end.measure_prediction(batch, device, budget)
+    if wanted("stream") and is_gpu:
+        for block in (1024, 2048, 4096):
+            yield "stream", end_to_end.measure_stream(device, block)
+    if arguments.curves:
+        yield "curves", adaptation.curves(device, budget / 2)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    rates = measured_rates(device)
+    known = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "mbpa": mbpa.__version__,
+    }
+    return {**known, "measured": {"operations": rates.operations, "bytes": rates.bytes}}
+
+
+def line(part: str, result: dict[str, Any]) -> str:
+    """A result in one line."""
+    if part == "curves":
+        return "curves of " + ", ".join(result)
+    head = f"{part:11} {result['case']:28}"
+    if part == "adaptation":
+        micro = result["microseconds"]
+        times = "  ".join(f"{name} {took:.3g}" for name, took in micro.items())
+        least = 1e6 * max(
+            result["operations"] / LIMITS["operations"], result["bytes"] / LIMITS["bytes"]
+        )
+        return (
+            f"{head} µs/query: {times}  (loop/engine {micro['loop'] / micro['engine']:.0f}x, "
+            f"torch.func/engine {micro['torch.func'] / micro['engine']:.1f}x, path "
+            f"{result['path']}, H200 limit {least:.3g}, error {result['error']:.1e})"
+        )
+    rest = {name: value for name, value in result.items() if name not in ("case", "operations")}
+    return f"{head} {json.dumps(rest)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

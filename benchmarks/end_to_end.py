@@ -1,0 +1,105 @@
+"""Whole predictions: an adapted one against the kernel vote, and a stream of words.
+
+Supports the claim that adapting costs little more than looking things up.
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mbpa
+from benchmarks.timing import seconds
+
+
+def measure_prediction(batch: int, device: torch.device, budget: float) -> dict[str, Any]:
+    """C 200, D 512, K 50, T 10, N 20,000: milliseconds a batch."""
+    torch.manual_seed(0)
+    head = nn.Linear(512, 200).to(device)
+    memory = mbpa.ExactMemory(20_000, 512, device=device)
+    memory.write(
+        0.2 * torch.randn(20_000, 512, device=device), torch.randint(200, (20_000,), device=device)
+    )
+    adapted = mbpa.Adapted(mbpa.Gradient(0.1, 10), k=50)
+    models = {
+        name: mbpa.MbPA(head=head, memory=memory, predictor=predictor)
+        for name, predictor in (("adapted", adapted), ("vote", mbpa.NeighborVote(k=50)))
+    }
+    batches = [0.2 * torch.randn(batch, 512, device=device) for _ in range(4)]
+    turn = iter(range(1 << 30))
+    took = seconds(
+        {name: lambda m=model: m(keys=batches[next(turn) % 4]) for name, model in models.items()},
+        device,
+        budget,
+    )
+    return {
+        "case": f"whole prediction, batch {batch}",
+        "milliseconds": {name: 1e3 * each for name, each in took.items()},
+        "adapted / vote": took["adapted"] / took["vote"],
+    }
+
+
+def measure_stream(device: torch.device, block: int) -> dict[str, Any]:
+    """The words of the PTB test set, N 5,000, K 256, T 1, states given: seconds for all."""
+    words, source = _words()
+    classes, size = 10_000, 268
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(classes, size, generator=generator)
+    states = _states(vectors, words).to(device)
+    targets = words[1:].to(device)
+    torch.manual_seed(0)
+    head = nn.Linear(size, classes)
+    nn.init.normal_(head.weight, std=size**-0.5, generator=generator)
+    took, total = [], 0.0
+    for _ in range(3):
+        model = mbpa.MbPA(
+            head=head.to(device),
+            memory=mbpa.ExactMemory(5_000, size, device=device),
+            predictor=mbpa.Adapted(mbpa.Gradient(1.0), k=256),
+        )
+        _wait(device)
+        start = time.perf_counter()
+        scores = mbpa.score_stream(model, states, targets, block=block)
+        total = float(scores.mean())
+        took.append(time.perf_counter() - start)
+    return {
+        "case": "stream of words",
+        "source": source,
+        "tokens": len(targets),
+        "block": block,
+        "seconds": sorted(took)[1],
+        "mean log-probability": total,
+    }
+
+
+def _words() -> tuple[Tensor, str]:
+    path = Path(os.environ.get("MBPA_DATA") or ".") / "ptb" / "ptb.test.txt.xz"
+    if not path.is_file():
+        generator = torch.Generator().manual_seed(0)
+        shares = 1 / torch.arange(1, 10_001).float()
+        drawn = torch.multinomial(shares, 82_431, replacement=True, generator=generator)
+        return drawn, "drawn by Zipf's law"
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        tokens = [token for line in file for token in [*line.split(), "<eos>"]]
+    numbers: dict[str, int] = {}
+    return torch.tensor([0] + [numbers.setdefault(t, len(numbers)) for t in tokens]), "PTB test set"
+
+
+def _states(vectors: Tensor, words: Tensor) -> Tensor:
+    """Stand-ins for a network's states: running means of random word vectors."""
+    state, states = torch.zeros(vectors.shape[1]), []
+    for vector in vectors[words[:-1]]:
+        state = 0.6 * state + 0.4 * vector
+        states.append(state)
+    return torch.stack(states)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,152 @@
+"""Exact retrieval: `Memory.read` against one matrix product and a top-k, and against the truth.
+
+Supports the claim that exactness costs next to nothing, up to ten million keys on one GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mbpa
+from benchmarks.timing import seconds
+from mbpa.memory import base
+
+KINDS = "random", "clustered"
+
+
+def some_keys(kind: str, count: int, size: int, device: torch.device, seed: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    if kind == "random":
+        return normal(count, size)
+    same = torch.Generator(device).manual_seed(0)
+    centers = 2 * torch.randn(1000, size, generator=same, device=device)
+    chosen = torch.randint(1000, (count,), generator=generator, device=device)
+    return centers[chosen] + 0.5 * normal(count, size)
+
+
+def measure(
+    kind: str, entries: int, size: int, k: int, batch: int, device: torch.device, budget: float
+) -> dict[str, Any]:
+    """A read of float32 keys; milliseconds a batch."""
+    memory = mbpa.ExactMemory(entries, size, device=device)
+    keys = some_keys(kind, entries, size, device, 1)
+    memory.write(keys, torch.zeros(entries, dtype=torch.int64, device=device))
+    batches = [some_keys(kind, batch, size, device, 2 + turn) for turn in range(4)]
+    norms, turn = keys.square().sum(1), iter(range(1 << 30))
+
+    def queries() -> Tensor:
+        return batches[next(turn) % len(batches)]
+
+    def plain() -> object:
+        return torch.addmm(norms, queries(), keys.T, alpha=-2).topk(k, largest=False)
+
+    found = memory.read(batches[0][:32], k)
+    missed = recall_lost(found.ids, keys, batches[0][:32], k)
+    took = seconds(
+        {
+            "read, no keys": lambda: memory.read(queries(), k, keys_for=0),
+            "read": lambda: memory.read(queries(), k),
+            "addmm + topk": plain,
+        },
+        device,
+        budget,
+    )
+    half = 2 if device.type == "cuda" else 4
+    return {
+        "case": f"{kind} keys",
+        "entries": entries,
+        "key size": size,
+        "k": k,
+        "batch": batch,
+        "recall": 1 - missed,
+        "searched again": searched_again(memory, batches[0], k),
+        "milliseconds": {name: 1e3 * each for name, each in took.items()},
+        "operations": 2.0 * batch * entries * size,
+        "bytes": float(half * entries * size),
+    }
+
+
+def recall_lost(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> float:
+    """The share of the true nearest, by Σ(h−q)² in float64, that was not found."""
+    lost = 0
+    for row, query in zip(ids, queries, strict=True):
+        best = torch.cat(
+            [(part.double() - query.double()).square().sum(1) for part in keys.split(1 << 20)]
+        )
+        true = best.topk(k, largest=False).indices
+        lost += k - int(torch.isin(row.to(true.device), true).sum())
+    return lost / (k * len(queries))
+
+
+def searched_again(memory: mbpa.Memory, queries: Tensor, k: int) -> float:
+    """The share of queries that the first search could not be sure of."""
+    again, unsure_rows = 0, base.unsure_rows
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal again
+        rows = unsure_rows(*arguments)
+        again += len(rows)
+        return rows
+
+    base.unsure_rows = counted  # type: ignore[assignment]
+    try:
+        memory.read(queries, k, keys_for=0)
+    finally:
+        base.unsure_rows = unsure_rows
+    return again / len(queries)
+
+
+def measure_millions(
+    kind: str, entries: int, size: int, device: torch.device, budget: float
+) -> dict[str, Any]:
+    """Ten million float16 keys: writing when empty and when full, latencies, recall."""
+    memory = mbpa.ExactMemory(entries, size, dtype=torch.float16, device=device)
+    labels = torch.zeros(1 << 18, dtype=torch.int64, device=device)
+    rates = []
+    written, seed = 0, 0
+    while written < entries:
+        count = min(len(labels), entries - written)
+        keys = some_keys(kind, count, size, device, seed).half()
+        rates.append(_write_rate(memory, keys, labels[:count], device))
+        written, seed = written + count, seed + 1
+    when_full = _write_rate(memory, keys, labels[: len(keys)], device)
+    took = {}
+    for batch in (1, 64, 1024):
+        batches = [some_keys(kind, batch, size, device, 1000 + turn) for turn in range(4)]
+        turn = iter(range(1 << 30))
+        work = {"": lambda b=batches, t=turn: memory.read(b[next(t) % 4], 50, keys_for=0)}
+        took[str(batch)] = 1e3 * seconds(work, device, budget)[""]
+    queries = batches[0][:16]
+    entries_held = memory.entries()
+    found = memory.read(queries, 50)
+    place = torch.searchsorted(entries_held.ids.to(device), found.ids)
+    return {
+        "case": f"{kind} keys, float16",
+        "entries": entries,
+        "key size": size,
+        "k": 50,
+        "recall": 1 - recall_lost(place, entries_held.keys, queries, 50),
+        "searched again": searched_again(memory, batches[0], 50),
+        "writes a second, empty": rates[1],
+        "writes a second, full": when_full,
+        "milliseconds by batch": took,
+        "bytes": float(2 * entries * size),
+    }
+
+
+def _write_rate(memory: mbpa.Memory, keys: Tensor, labels: Tensor, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    memory.write(keys, labels)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return len(keys) / (time.perf_counter() - start)

@@ -1,0 +1,363 @@
+"""The span form on a GPU. The recursion runs on the outputs themselves: with L the outputs of a
+query's neighbours and G their Gram matrix,
+
+    L ← L + β(L⁰ − L) − α G r,        r = w ⊙ (softmax L − Y),
+
+the query itself being one more neighbour, of weight zero, whose row of L is the answer. Programs
+share a query's classes and tell each other the sums of exponentials of each neighbour's outputs.
+`_resident` keeps its block of L in registers for all steps and waits for the other programs of its
+query at each. Where a query has too many classes or neighbours for that, `_step` takes one step a
+launch and passes L through memory once; more than `MOST_ROWS` neighbours then take several
+programs, which read one buffer and write another. Neighbours that leave no row for the query (128,
+say) have its outputs z beside them: z ← z + β(z⁰ − z) − α uᵀ r, with u its products with them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mbpa.adaptation.fused.numbers import (
+    LOG2_E,
+    NO_PEAK,
+    RESIDUAL_SCALE,
+    dot_of_halves,
+    halves,
+    joined,
+    merged_log_sum,
+    row_starts,
+    scale_for,
+    scaled_outputs,
+    scaled_residual,
+)
+from mbpa.device import is_interpreted
+
+MOST_ROWS = 128  # of a Gram matrix that one program holds
+RESIDENT_CLASSES = 64  # of a program that waits for others
+PROGRAMS = 1024  # enough to keep a GPU busy
+STEEP = tl.constexpr(60.0)  # powers of two by which sums may move in a step without a new peak
+
+
+def span_outputs(
+    table: Float[Tensor, "N C"],
+    extra: Float[Tensor, "M C"],
+    index: Int[Tensor, "B K"],
+    at_query: Float[Tensor, "B C"],
+    keys: Float[Tensor, "B K D"],
+    queries: Float[Tensor, "B D"],
+    weights: Float[Tensor, "B K"],
+    labels: Int[Tensor, "B K"],
+    *,
+    lr: float,
+    steps: int,
+    decay: float,
+    weight_adapts: bool,
+    bias_adapts: bool,
+) -> Float[Tensor, "B C"]:
+    """Adapted outputs at the queries, for cross-entropy.
+
+    Args:
+        table: outputs of the head, one row an entry; `extra` has the rows from N on.
+        index: the rows of each query's neighbours.
+        at_query: the head's own outputs at the queries.
+    """
+    (batch, count), classes, new = index.shape, table.shape[1], weights.new_empty
+    rows, tiles, beside = _tiled(count)
+    padded = tiles * rows
+    gram = new(2, batch, padded, padded, dtype=torch.float16)
+    factors, products = new(batch, 2), new(batch, padded)
+    arrived = new(batch, dtype=torch.int32)
+    longest = torch.linalg.vector_norm(keys, dim=-1).amax(1) if tiles > 1 else weights
+    _gram[(batch, tiles, tiles)](
+        keys, queries, longest, gram, factors, products, arrived,
+        count, keys.shape[2], padded, lr, lr * (1 + decay * steps),
+        WEIGHT=weight_adapts, BIAS=bias_adapts, BESIDE=beside, TILES=tiles, ROWS=rows, SIZES=32,
+        num_warps=4 if rows <= 64 else 8,
+    )  # fmt: skip
+    sources = table, extra if len(extra) else table, index, at_query, len(table), table.stride(0)
+    neighbors = gram, factors, products, weights, labels
+    parts = triton.cdiv(classes, RESIDENT_CLASSES)
+    if tiles == 1 and not beside and parts <= _most_waiting(weights.device):
+        result = torch.empty_like(at_query)
+        sums = new(2, steps, batch, parts, padded)
+        _resident[(batch * parts,)](
+            *sources, result, *neighbors, sums, arrived, batch, parts, count, classes, steps, decay,
+            PARTS=triton.next_power_of_2(parts), DECAY=decay != 0,
+            ROWS=rows, CLASSES=RESIDENT_CLASSES, num_warps=4 if rows <= 64 else 8, num_stages=1,
+        )  # fmt: skip
+        return result
+    block = 32 if rows > 64 else 64
+    blocks = triton.cdiv(classes, block)
+    parts = triton.cdiv(blocks, triton.cdiv(blocks, max(1, PROGRAMS // batch)))
+    outputs, sums = new(batch, padded, blocks * block), new(2, 2, batch, parts, padded)
+    sizes = count, classes, blocks
+    shape = {"BESIDE": beside, "ROWS": rows, "CLASSES": block, "num_warps": 4}
+    _start[(batch, parts, tiles)](*sources, outputs, sums, *sizes, **shape)
+    spare = torch.empty_like(outputs) if tiles > 1 else outputs
+    result = at_query.clone() if beside else at_query
+    for step in range(steps):
+        last = beside and step == steps - 1
+        _step[(batch, parts, 1 if last else tiles)](
+            *sources, outputs, spare, result, *neighbors, sums, *sizes, step % 2, decay,
+            PARTS=triton.next_power_of_2(parts), TILES=tiles, DECAY=decay != 0, LAST=last,
+            num_stages=2 if tiles == 1 else 1, **shape,
+        )  # fmt: skip
+        outputs, spare = spare, outputs
+    return result if beside else outputs[:, count, :classes] / LOG2_E.value
+
+
+def scratch_bytes(count: int, classes: int, steps: int, device: torch.device) -> int:
+    """What `span_outputs` takes for a query."""
+    rows, tiles, beside = _tiled(count)
+    parts = triton.cdiv(classes, RESIDENT_CLASSES)
+    held = 4 * (rows * tiles) ** 2 + 4 * classes
+    if tiles == 1 and not beside and parts <= _most_waiting(device):
+        return held + 8 * steps * parts * rows
+    return held + 4 * (1 if tiles == 1 else 2) * tiles * rows * classes
+
+
+def _tiled(count: int) -> tuple[int, int, bool]:
+    """Rows of a tile, tiles, and whether there is no row left for the query."""
+    rows = min(MOST_ROWS, max(16, triton.next_power_of_2(count + 1)))
+    tiles = triton.cdiv(count, rows)
+    return rows, tiles, count == tiles * rows
+
+
+def _most_waiting(device: torch.device) -> int:
+    """How many programs may wait for each other: so many that all of them are running."""
+    if is_interpreted():
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count // 2
+
+
+@triton.jit
+def _gram(
+    keys, queries, longest, gram, factors, products, arrived, count, size, padded, lr, most_lr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, BESIDE: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr, SIZES: tl.constexpr,
+):  # fmt: skip
+    """Halves of the scaled Gram matrix of what adapts, the query being row `count`; if that is not
+    a row, its products with the neighbours; and how far an output may move in a step."""
+    b, across, down = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    i, j = across * ROWS + tl.arange(0, ROWS), down * ROWS + tl.arange(0, ROWS)
+    is_i, is_j = i <= count, j <= count
+    queries += b * size
+    rows_i = tl.where(i < count, keys + (b * count + i) * size, queries)
+    rows_j = tl.where(j < count, keys + (b * count + j) * size, queries)
+    dots = tl.zeros((ROWS, ROWS), tl.float32)
+    at_query = tl.zeros((ROWS,), tl.float32)
+    if WEIGHT:
+        for d0 in range(0, size, SIZES):
+            d = d0 + tl.arange(0, SIZES)
+            is_d = d < size
+            left = tl.load(
+                rows_i[:, None] + d[None, :], mask=is_i[:, None] & is_d[None, :], other=0.0
+            )
+            right = tl.load(
+                rows_j[None, :] + d[:, None], mask=is_j[None, :] & is_d[:, None], other=0.0
+            )
+            dots = tl.dot(left, right, dots, input_precision="tf32x3")
+            if BESIDE:
+                query = tl.load(queries + d, mask=is_d, other=0.0)
+                at_query += tl.sum(left * query[None, :], 1)
+    if BIAS:
+        dots += 1.0
+        at_query += 1.0
+    if TILES == 1:
+        most = tl.max(tl.max(tl.abs(dots), 1), 0)
+    else:
+        norm = tl.load(longest + b)
+        most = norm * norm + 1.0
+    scale = scale_for(most)
+    high, low = halves(tl.where(is_i[:, None] & is_j[None, :], dots * scale, 0.0))
+    at = gram + (b * padded + i[:, None]) * padded + j[None, :]
+    tl.store(at, high)
+    tl.store(at + tl.num_programs(0).to(tl.int64) * padded * padded, low)
+    if down == 0:
+        if BESIDE:
+            tl.store(products + b * padded + i, at_query * (-lr / RESIDUAL_SCALE))
+        if across == 0:
+            tl.store(factors + 2 * b, 1.0 / scale * (-lr * LOG2_E / RESIDUAL_SCALE))
+            tl.store(factors + 2 * b + 1, most * (most_lr * LOG2_E))
+            tl.store(arrived + b, 0)
+
+
+@triton.jit
+def _sources(
+    table, extra, index, at_query, written, stride, b, k, count, classes, BESIDE: tl.constexpr
+):  # fmt: skip
+    """Where the outputs of each row start, and which rows there are."""
+    starts = row_starts(table, extra, index + b * count + k, written, stride, k < count)
+    is_row = k < count
+    if not BESIDE:
+        starts, is_row = tl.where(k == count, at_query + b * classes, starts), k <= count
+    return starts, is_row
+
+
+@triton.jit(do_not_specialize=["batch", "steps"])
+def _resident(
+    table, extra, index, at_query, written, stride, result,
+    gram, factors, products, weights, labels, sums, arrived,
+    batch, parts, count, classes, steps, decay,
+    PARTS: tl.constexpr, DECAY: tl.constexpr, ROWS: tl.constexpr, CLASSES: tl.constexpr,
+):  # fmt: skip
+    b, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    k = tl.arange(0, ROWS)
+    c = part * CLASSES + tl.arange(0, CLASSES)
+    gram += b * ROWS * ROWS + k[:, None] * ROWS + k[None, :]
+    left_high, left_low = tl.load(gram), tl.load(gram + batch.to(tl.int64) * ROWS * ROWS)
+    factor, is_steep = tl.load(factors + 2 * b), tl.load(factors + 2 * b + 1) > STEEP
+    weight = tl.load(weights + b * count + k, mask=k < count, other=0.0) * RESIDUAL_SCALE
+    label = tl.load(labels + b * count + k, mask=k < count, other=-1).to(tl.int32)
+    starts, is_row = _sources(
+        table, extra, index, at_query, written, stride, b, k, count, classes, False
+    )
+    here = is_row[:, None] & (c < classes)[None, :]
+    output = scaled_outputs(starts, c, here)
+    log_sum = tl.max(output, 1)
+    for step in range(steps):
+        peak = log_sum
+        if is_steep:
+            peak = tl.max(output, 1)
+        total = tl.sum(tl.exp2(output - peak[:, None]), 1)
+        if PARTS == 1:
+            log_sum = peak + tl.log2(total)
+        else:
+            # Each step has a place of its own, so that nothing is overwritten that is still read.
+            peaks = sums + (step * batch + b) * parts * ROWS
+            totals = peaks + steps.to(tl.int64) * batch * parts * ROWS
+            tl.store(peaks + part * ROWS + k, peak)
+            tl.store(totals + part * ROWS + k, total)
+            tl.debug_barrier()
+            tl.atomic_add(arrived + b, 1, sem="release")
+            while tl.atomic_add(arrived + b, 0, sem="acquire") < (step + 1) * parts:
+                pass
+            log_sum = merged_log_sum(peaks, totals, parts, ROWS, k, PARTS)
+        high, low = halves(scaled_residual(output, log_sum, weight, label, c))
+        moved = dot_of_halves(left_high, left_low, high, low, tl.zeros_like(output))
+        if DECAY:
+            first = scaled_outputs(starts, c, here)
+            output += tl.where(here, decay * (first - output), 0.0)
+        output += factor * moved
+    is_query = (k == count)[:, None] & (c < classes)[None, :]
+    at = result + b * classes + c[None, :] + tl.zeros_like(k)[:, None]
+    tl.store(at, output / LOG2_E, mask=is_query)
+
+
+@triton.jit
+def _start(
+    table, extra, index, at_query, written, stride, outputs, sums,
+    count, classes, blocks,
+    BESIDE: tl.constexpr, ROWS: tl.constexpr, CLASSES: tl.constexpr,
+):  # fmt: skip
+    """Gather the neighbours' outputs, with peak and sum of exponentials over each part."""
+    b, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    k = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    padded = tl.num_programs(2) * ROWS
+    starts, is_row = _sources(
+        table, extra, index, at_query, written, stride, b, k, count, classes, BESIDE
+    )
+    peak = tl.full((ROWS,), NO_PEAK, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    each = tl.cdiv(blocks, parts)
+    for block in range(part * each, tl.minimum((part + 1) * each, blocks)):
+        c = block * CLASSES + tl.arange(0, CLASSES)
+        here = is_row[:, None] & (c < classes)[None, :]
+        output = scaled_outputs(starts, c, here)
+        tl.store(outputs + (b * padded + k[:, None]) * blocks * CLASSES + c[None, :], output)
+        peak, total = joined(peak, total, output)
+    at = sums + (b * parts + part) * padded + k
+    tl.store(at, peak)
+    tl.store(at + 2 * tl.num_programs(0).to(tl.int64) * parts * padded, total)
+
+
+@triton.jit(do_not_specialize=["turn"])
+def _step(
+    table, extra, index, at_query, written, stride, old, new, result,
+    gram, factors, products, weights, labels, sums, count, classes, blocks, turn, decay,
+    PARTS: tl.constexpr, TILES: tl.constexpr, DECAY: tl.constexpr, LAST: tl.constexpr,
+    BESIDE: tl.constexpr, ROWS: tl.constexpr, CLASSES: tl.constexpr,
+):  # fmt: skip
+    b, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    batch = tl.num_programs(0).to(tl.int64)
+    tile, padded, width = tl.program_id(2), TILES * ROWS, blocks * CLASSES
+    row = tl.arange(0, ROWS)
+    k = tile * ROWS + row
+    factor, is_steep = tl.load(factors + 2 * b), tl.load(factors + 2 * b + 1) > STEEP
+    whole = batch * parts * padded
+    old_peaks, new_peaks = sums + turn * whole, sums + (1 - turn) * whole
+    old_peaks += b * parts * padded
+    old_sums = old_peaks + 2 * whole
+    old += b * padded * width
+    new += b * padded * width
+    gram += (b * padded + k[:, None]) * padded + row[None, :]
+    to_low = batch * padded * padded
+    own_log_sum = merged_log_sum(old_peaks, old_sums, parts, padded, k, PARTS)
+    if TILES == 1:  # what does not change from block to block
+        log_sum = own_log_sum
+        weight = tl.load(weights + b * count + k, mask=k < count, other=0.0) * RESIDUAL_SCALE
+        label = tl.load(labels + b * count + k, mask=k < count, other=-1).to(tl.int32)
+        if BESIDE:
+            product = tl.load(products + b * padded + k)
+        if not LAST:
+            left_high, left_low = tl.load(gram), tl.load(gram + to_low)
+    if DECAY:
+        starts, is_row = _sources(
+            table, extra, index, at_query, written, stride, b, k, count, classes, BESIDE
+        )
+    peak = own_log_sum
+    if is_steep:
+        peak = tl.full((ROWS,), NO_PEAK, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    each = tl.cdiv(blocks, parts)
+    for block in range(part * each, tl.minimum((part + 1) * each, blocks)):
+        c = block * CLASSES + tl.arange(0, CLASSES)
+        moved = tl.zeros((ROWS, CLASSES), tl.float32)
+        shift = tl.zeros((CLASSES,), tl.float32)
+        output = tl.zeros((ROWS, CLASSES), tl.float32)
+        for other in tl.static_range(TILES):
+            j = other * ROWS + row
+            if TILES > 1:
+                log_sum = merged_log_sum(old_peaks, old_sums, parts, padded, j, PARTS)
+                weight = tl.load(weights + b * count + j, mask=j < count, other=0.0)
+                weight *= RESIDUAL_SCALE
+                label = tl.load(labels + b * count + j, mask=j < count, other=-1).to(tl.int32)
+                if BESIDE:
+                    product = tl.load(products + b * padded + j)
+                if not LAST:
+                    left_high = tl.load(gram + other * ROWS)
+                    left_low = tl.load(gram + to_low + other * ROWS)
+            output = tl.load(old + j[:, None] * width + c[None, :])
+            residual = scaled_residual(output, log_sum, weight, label, c)
+            if BESIDE:
+                shift += tl.sum(product[:, None] * residual, 0)
+            if not LAST:
+                high, low = halves(residual)
+                moved = dot_of_halves(left_high, left_low, high, low, moved)
+        if BESIDE and tile == 0:
+            at, is_c = b * classes + c, c < classes
+            value = tl.load(result + at, mask=is_c, other=0.0)
+            if DECAY:
+                shift += decay * (tl.load(at_query + at, mask=is_c, other=0.0) - value)
+            tl.store(result + at, value + shift, mask=is_c)
+        if not LAST:
+            at = k[:, None] * width + c[None, :]
+            if TILES > 1:
+                output = tl.load(old + at)
+            changed = output + factor * moved
+            if DECAY:
+                here = is_row[:, None] & (c < classes)[None, :]
+                first = scaled_outputs(starts, c, here)
+                changed += tl.where(here, decay * (first - output), 0.0)
+            tl.store(new + at, changed)
+            if is_steep:
+                peak, total = joined(peak, total, changed)
+            else:
+                total += tl.sum(tl.exp2(changed - peak[:, None]), 1)
+    if not LAST:
+        at = new_peaks + (b * parts + part) * padded + k
+        tl.store(at, peak)
+        tl.store(at + 2 * whole, total)

@@ -1,0 +1,249 @@
+"""MLP head, gradient steps: exact without ever building a query's weights.
+
+With x the inputs of a layer, δ the weighted slopes of the loss by its outputs, a row r of each for
+each neighbour of each step so far, and a_r numbers known in advance,
+
+    ΔW = Σ_r a_r δ_r x_rᵀ,        z(x) = W x + b + Σ_r a_r (x·x_r + 1) δ_r.
+
+The lowest layer that adapts has the same inputs at every step, so K rows are all its past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from mbpa.adaptation.losses import residual
+from mbpa.adaptation.problem import LinearHead, Problem
+from mbpa.rules import Gradient
+
+Layer = LinearHead | nn.Module
+
+
+def layered(
+    problem: Problem, want_change: bool
+) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
+    """Adapted outputs, and the norm of the change if wanted."""
+    below, lowest_layer, above, rule = _parted(problem)
+    keys, queries = problem.keys, problem.queries[:, None]
+    for layer in below:
+        keys, queries = _through(layer, keys), _through(layer, queries)
+    lowest = _Lowest(lowest_layer, keys, rule)
+    rates = _rates(rule, keys)
+    upper = [_part(layer, keys, rates) for layer in above]
+    weights = problem.weights[..., None]
+    for _ in range(rule.steps):
+        outputs = lowest.outputs()
+        for part in upper:
+            outputs = part.forward(outputs)
+        slopes = residual(str(problem.loss), outputs, problem.values).mul_(weights)
+        for part in reversed(upper):
+            slopes = part.backward(slopes)
+        lowest.learn(slopes)
+    outputs = lowest(queries)
+    for part in upper:
+        outputs = part(outputs)
+    if not want_change:
+        return outputs[:, 0], None
+    adapting = [part for part in (lowest, *upper) if isinstance(part, _Adapting)]
+    squares = torch.stack([part.squared_change(keys.shape[1]) for part in adapting]).sum(0)
+    return outputs[:, 0], squares.clamp_min(0).sqrt()
+
+
+class _Activation:
+    """An elementwise function; its derivative wants its inputs, or its outputs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.derivative = module, DERIVATIVES[type(module)]
+
+    def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K I"]:
+        outputs: Tensor = self.module(inputs)
+        self.kept = outputs if type(self.module) in BY_OUTPUT else inputs
+        return outputs
+
+    forward = __call__
+
+    def backward(self, slopes: Float[Tensor, "B K I"]) -> Float[Tensor, "B K I"]:
+        kept = self.kept
+        del self.kept
+        return self.derivative(self.module, slopes, kept)
+
+
+class _Frozen:
+    """A linear layer that stays as it is, above one that adapts."""
+
+    def __init__(self, layer: LinearHead) -> None:
+        self.layer = layer
+
+    def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        return _through(self.layer, inputs)
+
+    forward = __call__
+
+    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
+        return (slopes.flatten(0, 1) @ self.layer.weight).view(*slopes.shape[:2], -1)
+
+
+class _Adapting(_Frozen):
+    """A linear layer that adapts, with its past: R rows a query, and what became of each."""
+
+    inputs: Float[Tensor, "B R I"]
+    slopes: Float[Tensor, "B R O"]
+    rates: Float[Tensor, "R"]
+
+    def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        return super().__call__(inputs).baddbmm_(self._overlaps(inputs), self.slopes)
+
+    def squared_change(self, count: int) -> Float[Tensor, "B"]:
+        """‖ΔW‖² + ‖Δb‖² = Σ_r a_r δ_r · (ΔW x_r + Δb), from `count` rows at a time."""
+        squares = self.slopes.new_zeros(len(self.slopes))
+        rows = self.inputs.split(count, 1), self.slopes.split(count, 1), self.rates.split(count)
+        for inputs, slopes, rates in zip(*rows, strict=True):
+            moved = self._overlaps(inputs) @ self.slopes
+            squares += torch.einsum("k,bko,bko->b", rates, slopes, moved)
+        return squares
+
+    def _overlaps(self, inputs: Float[Tensor, "B K J"]) -> Float[Tensor, "B K R"]:
+        """a_r (x·x_r + 1): x·x_r is there if the weights adapt, 1 if the bias does."""
+        if not self.layer.weight_adapts:
+            return self.rates.expand(*inputs.shape[:2], -1)
+        products = inputs @ self.inputs.mT
+        if not self.layer.bias_adapts:
+            return products.mul_(self.rates)
+        torch.addcmul(self.rates, products, self.rates, out=products)
+        return products
+
+
+class _Lowest(_Adapting):
+    """The lowest that adapts. Its inputs are always the same, so all steps add to the same rows."""
+
+    def __init__(self, layer: LinearHead, keys: Float[Tensor, "B K I"], rule: Gradient) -> None:
+        super().__init__(layer)
+        self.start, self.rule = _through(layer, keys), rule
+        self.inputs, self.rates = keys, keys.new_ones(keys.shape[1])
+        self.slopes = self.velocity = torch.zeros_like(self.start)
+        self.gram = self._overlaps(keys)
+
+    def outputs(self) -> Float[Tensor, "B K O"]:
+        return torch.baddbmm(self.start, self.gram, self.slopes)
+
+    def learn(self, slopes: Float[Tensor, "B K O"]) -> None:
+        rule = self.rule
+        self.velocity = slopes.add_(self.velocity, alpha=rule.momentum) if rule.momentum else slopes
+        self.slopes.mul_(1 - rule.decay).sub_(self.velocity, alpha=rule.lr)
+
+
+class _Upper(_Adapting):
+    """Any other that adapts. Every step adds K rows."""
+
+    def __init__(
+        self, layer: LinearHead, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"]
+    ) -> None:
+        super().__init__(layer)
+        outs, ins = layer.weight.shape
+        self.all_rates = rates
+        self.all_slopes = keys.new_empty(len(keys), len(rates), outs)
+        self.all_inputs = keys.new_empty(len(keys), len(rates), ins if layer.weight_adapts else 0)
+        self._look_back(0)
+
+    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        if self.layer.weight_adapts:
+            self.all_inputs[:, self.seen : self.seen + inputs.shape[1]] = inputs
+        return self(inputs)
+
+    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
+        below = super().backward(slopes)
+        if self.layer.weight_adapts:
+            below.baddbmm_((slopes @ self.slopes.mT).mul_(self.rates), self.inputs)
+        self.all_slopes[:, self.seen : self.seen + slopes.shape[1]] = slopes
+        self._look_back(self.seen + slopes.shape[1])
+        return below
+
+    def _look_back(self, seen: int) -> None:
+        self.seen, self.rates = seen, self.all_rates[len(self.all_rates) - seen :]
+        self.inputs, self.slopes = self.all_inputs[:, :seen], self.all_slopes[:, :seen]
+
+
+def layered_cost(problem: Problem) -> tuple[float, float, float]:
+    """Operations, bytes moved and bytes of scratch at their peak, for one query."""
+    below, lowest, above, rule = _parted(problem)
+    count, steps, classes = problem.keys.shape[1], rule.steps, problem.outputs.shape[1]
+    earlier = count * steps * (steps - 1) // 2  # rows of the past, summed over the steps
+    outs, ins = lowest.weight.shape
+    operations = 2 * count * (ins * outs + count * ins + steps * count * outs)
+    moved = count * (ins + 8 * steps * (outs + classes))
+    held = count * ((3 if steps > 1 else 2) * outs + count + (ins if below else 0))
+    kept, passing = 0, 3 * outs  # by activations; with what else there is at the worst moment
+    for outs, ins, layer in _shapes(above):
+        operations += 4 * steps * count * ins * outs
+        moved += steps * count * (11 * ins + 6 * outs)
+        kept += ins  # as if an activation stood before each
+        rank = count * (steps - 1) if layer.weight_adapts else 0
+        passing = max(passing, kept + ins + max(ins, outs + rank) + classes, kept + 3 * outs)
+        if layer.adapts:
+            operations += 4 * count * earlier * (ins + outs)
+            moved += 2 * earlier * (ins + outs + count)
+            held += count * steps * (outs + (ins if layer.weight_adapts else 0))
+    held += count * passing
+    for outs, ins, _ in _shapes(below):
+        operations += 2 * (count + 1) * ins * outs
+        moved += (count + 1) * (ins + 3 * outs)
+        held = max(held, (count + 1) * 2 * outs)
+    return operations, moved * problem.dtype.itemsize, held * problem.dtype.itemsize
+
+
+def _shapes(layers: Sequence[Layer]) -> list[tuple[int, int, LinearHead]]:
+    return [(*layer.weight.shape, layer) for layer in layers if isinstance(layer, LinearHead)]
+
+
+def _parted(problem: Problem) -> tuple[Sequence[Layer], LinearHead, Sequence[Layer], Gradient]:
+    """The layers below the lowest that adapts, that one, those above it, and the rule."""
+    layers, rule = problem.layers, problem.rule
+    assert layers is not None  # the plan sends nothing else here
+    assert isinstance(rule, Gradient)
+    for place, layer in enumerate(layers):
+        if isinstance(layer, LinearHead) and layer.adapts:
+            return layers[:place], layer, layers[place + 1 :], rule
+    raise AssertionError("something adapts")
+
+
+def _part(
+    layer: Layer, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"]
+) -> _Activation | _Frozen:
+    if not isinstance(layer, LinearHead):
+        return _Activation(layer)
+    return _Upper(layer, keys, rates) if layer.adapts else _Frozen(layer)
+
+
+def _rates(rule: Gradient, keys: Float[Tensor, "B K I"]) -> Float[Tensor, "R"]:
+    """What a slope has added to the parameters n steps on, −α Σ_j (1−β)ⁿ⁻ʲ μʲ, the oldest first."""
+    rates = [-rule.lr]
+    for age in range(1, rule.steps):
+        rates.append((1 - rule.decay) * rates[-1] - rule.lr * rule.momentum**age)
+    rows = torch.tensor(rates[::-1], dtype=keys.dtype).repeat_interleave(keys.shape[1])
+    return rows.to(keys.device, non_blocking=True)
+
+
+def _through(layer: Layer, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+    """One product for the neighbours of all queries."""
+    outputs: Tensor = layer(inputs.flatten(0, 1))
+    return outputs.view(*inputs.shape[:2], -1)
+
+
+aten = torch.ops.aten
+DERIVATIVES: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Tensor]] = {
+    nn.ReLU: lambda _, slopes, y: aten.threshold_backward(slopes, y, 0),
+    nn.Tanh: lambda _, slopes, y: aten.tanh_backward(slopes, y),
+    nn.Sigmoid: lambda _, slopes, y: aten.sigmoid_backward(slopes, y),
+    nn.GELU: lambda f, slopes, x: aten.gelu_backward(slopes, x, approximate=f.approximate),
+    nn.SiLU: lambda _, slopes, x: aten.silu_backward(slopes, x),
+    nn.ELU: lambda f, slopes, x: aten.elu_backward(slopes, f.alpha, 1, 1, False, x),
+    nn.LeakyReLU: lambda f, slopes, x: aten.leaky_relu_backward(slopes, x, f.negative_slope, False),
+    nn.Softplus: lambda f, slopes, x: aten.softplus_backward(slopes, x, f.beta, f.threshold),
+}
+"""What autograd itself runs, of the activation, the slopes by its outputs, and what it kept."""
+BY_OUTPUT = (nn.ReLU, nn.Tanh, nn.Sigmoid)  # these keep their outputs y, the others their inputs x

@@ -1,0 +1,106 @@
+"""What the device at hand can do: our Triton kernels or not, how much memory, how fast.
+
+The kernels want a recent NVIDIA GPU and float32. Everything they compute has a plain torch form
+with the same result, which is what runs elsewhere. `MBPA_TRITON=0` in the environment forgoes them;
+`MBPA_TRITON=1` with `TRITON_INTERPRET=1` runs them, slowly, on a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+OLDEST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device computes, for choosing among ways of the same result."""
+
+    operations: float
+    """Of large matrix products, a second."""
+    bytes: float
+    """Read and written, a second."""
+    call: float
+    """Seconds that any operation takes, however small."""
+
+
+@cache
+def measured_rates(device: torch.device) -> Rates:
+    """Timed once a process, a few hundredths of a second; rounded to powers of two, so that noise
+    does not change what is chosen by them."""
+    size, numbers = (4096, 1 << 26) if device.type == "cuda" else (512, 1 << 22)
+    square = torch.full((size, size), 1e-3, device=device)
+    row, few = square.new_ones(numbers), square.new_ones(8)
+    operations = 2 * size**3 / _seconds(lambda: square @ square, device)
+    moved = 2 * row.nbytes / _seconds(lambda: row.add_(1), device)
+    call = _seconds(lambda: [few.add_(1) for _ in range(100)], device) / 100
+    return Rates(*(2.0 ** round(math.log2(rate)) for rate in (operations, moved, call)))
+
+
+def takes_kernels(tensor: Tensor) -> bool:
+    """Whether a kernel of ours may compute with this tensor."""
+    return tensor.dtype == torch.float32 and runs_kernels(tensor.device)
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether our kernels run on this device."""
+    wanted = os.environ.get("MBPA_TRITON")
+    if wanted == "0" or not _has_triton():
+        return False
+    if device.type == "cuda":
+        return _is_recent(device)
+    return wanted == "1" and is_interpreted()
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run as plain Python, one program after the other."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be had."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not every system tells
+        return 1 << 32
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether this error says that there was not enough memory; torch has no class for a CPU's."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _is_recent(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
+
+
+def _seconds(work: object, device: torch.device) -> float:
+    """The least of a few timings."""
+    assert callable(work)
+    took = []
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took.append(time.perf_counter() - start)
+    return min(took)
