@@ -22,6 +22,7 @@ from mbpa.memory import Neighbors
 
 MOST_SCRATCH = {"cuda": 1 << 33}  # what is taken of free memory unless the user says otherwise
 MUCH_SCRATCH = 1 << 28  # only for more than this is it worth asking how much is free
+MOST_PLANS = 1000  # remembered a head
 STORE_BYTES = 1 << 30
 HALF_ERROR = 1e-3  # in log-probability, that half-precision rows may cause
 
@@ -101,6 +102,8 @@ class Engine:
         form = (problem.form, table_rows, want_change)
         plan = plans.get(form)
         if plan is None:
+            if len(plans) >= MOST_PLANS:
+                plans.clear()
             plan = plans[form] = make(most)
         if self._scratch_bytes is not None or plan.held <= MUCH_SCRATCH:
             return plan

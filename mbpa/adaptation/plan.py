@@ -229,7 +229,7 @@ _known: WeakKeyDictionary[nn.Module, dict[object, Traits]] = WeakKeyDictionary()
 def _traits_of(problem: Problem) -> Traits:
     """Found once a head: autograd has to run for it."""
     known = _known.setdefault(problem.head, {})
-    key = problem.adapting, problem.loss, problem.dtype, problem.keys.shape[2:]
+    key = problem.adapting, problem.loss_name, problem.dtype, problem.keys.shape[2:]
     if key not in known:
         sizes = [p.numel() for n, p in problem.head.named_parameters() if n in problem.adapting]
         one, three = _kept(problem, 1), _kept(problem, 3)

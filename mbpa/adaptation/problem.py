@@ -69,8 +69,19 @@ class Problem:
     def form(self) -> object:
         """All that a plan depends on, besides the head: equal for problems of the same form."""
         shapes = self.queries.shape, self.keys.shape, self.values.shape, self.outputs.shape
-        kind = self.linear is None, self.layers is None, self.rule, self.loss, self.adapting
-        return shapes, kind, self.dtype, self.queries.device
+        rates = tuple(bool(getattr(self.rule, name, 0)) for name in ("decay", "momentum"))
+        rule = (
+            type(self.rule),
+            self.rule.steps,
+            *rates,
+        )  # a user's own may be changed, or unhashable
+        kind = self.linear is None, self.layers is None, self.loss_name, self.adapting
+        return shapes, kind, rule, self.dtype, self.queries.device
+
+    @property
+    def loss_name(self) -> str:
+        """Of a user's own loss: "own"."""
+        return self.loss if isinstance(self.loss, str) else "own"
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -130,7 +130,7 @@ def _most_waiting(device: torch.device) -> int:
     """How many programs may wait for each other: so many that all of them are running."""
     if is_interpreted():
         return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count // 2
+    return torch.cuda.get_device_properties(device).multi_processor_count // 4
 
 
 @triton.jit
