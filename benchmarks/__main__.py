@@ -33,7 +33,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="default: results/benchmarks/DEVICE.json")
     arguments = parser.parse_args()
     chosen = torch.device(arguments.device)
-    out = arguments.out or Path("results/benchmarks") / f"{chosen.type}.json"
+    name = f"{chosen.type}-part" if arguments.only else chosen.type  # a part replaces no whole
+    out = arguments.out or Path("results/benchmarks") / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"machine": machine(chosen), "parts": {}}
     failed = False

@@ -77,10 +77,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that there was not enough memory; torch has no class for a CPU's."""
+    """Whether this error says that there was not enough memory; torch has a
+    class for some of them."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    texts = "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 @cache

@@ -191,7 +191,7 @@ class Adapted(Predictor):
             keys=neighbors.keys.to(dtype),
             values=values,
             weights=weights,
-            dots=neighbors.dots if neighbors.dots.dtype == dtype else None,
+            dots=neighbors.dots if neighbors.dots.dtype == context.queries.dtype == dtype else None,
         )
         return weights, context.engine.adapt(problem, neighbors, want_change)
 

@@ -29,7 +29,7 @@ TYPECHECKED = [name for name in MODULES if "fused" not in name and "__init__" no
 jaxtyping.install_import_hook(TYPECHECKED, "conftest.typechecked")
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported; test_kernels wants it
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported; test_fused wants it
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers are as many as the cores

@@ -68,13 +68,14 @@ def adapt_one(head, rule, loss, params, keys, values, weights):
     moving = {n: p for n, p in adapted.named_parameters() if params is None or n in params}
     start = {name: p.detach().clone() for name, p in moving.items()}
     optimiser = optimiser_for(rule, list(moving.values()))
+    decay = getattr(rule, "decay", 0.0)
     for _ in range(rule.steps):
         adapted.zero_grad()
         (weights * loss_of_each(loss, adapted(keys), values)).sum().backward()
-        before = {name: p.detach().clone() for name, p in moving.items()}
+        before = {name: p.detach().clone() for name, p in moving.items()} if decay else {}
         optimiser()
-        for name, p in moving.items():
-            p.data -= getattr(rule, "decay", 0.0) * (before[name] - start[name])
+        for name in before:
+            moving[name].data -= decay * (before[name] - start[name])
     return adapted
 
 

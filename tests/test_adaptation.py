@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import oracle
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import mbpa
 from mbpa.adaptation.plan import make_plan
+from mbpa.adaptation.problem import Problem
 
 CLASSES, ENTRIES, K = 4, 40, 7
 
@@ -344,3 +346,100 @@ def test_half_precision_heads_and_keys_adapt_in_float32() -> None:
     )  # fmt: skip
     assert model(queries).dtype == torch.float32
     assert (model(queries[:4].half()) - outputs.log_softmax(1)).abs().max() < 0.05
+
+
+def test_rules_and_losses_need_no_hash_and_may_change() -> None:
+    @dataclass
+    class Descent(mbpa.Rule):
+        lr: float
+        steps: int = 1
+
+        def update(self, params, grads, start, state):
+            return {name: p - self.lr * grads[name] for name, p in params.items()}, None
+
+    @dataclass
+    class Scaled:
+        by: float
+
+        def __call__(self, outputs: Tensor, values: Tensor) -> Tensor:
+            return self.by * nn.functional.cross_entropy(outputs, values, reduction="none")
+
+    head, _ = make_head("linear")
+    keys, values, queries = data((6,), "cross_entropy", torch.float64)
+    rule = Descent(0.1)
+    model = make_model(head.double(), keys, values, rule, loss=Scaled(2.0))
+    plain = make_model(head, keys, values, mbpa.Gradient(0.2))
+    assert (model(queries) - plain(queries)).abs().max() <= 1e-9
+    rule.steps = 5
+    plain = make_model(head, keys, values, mbpa.Gradient(0.2, 5))
+    assert (model(queries) - plain(queries)).abs().max() <= 1e-9
+
+
+def test_heads_that_cannot_be_priced_are_still_adapted() -> None:
+    class Cast(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs.float()
+
+    torch.manual_seed(0)
+    mixed = nn.Sequential(nn.Linear(6, 8).bfloat16(), Cast(), nn.Linear(8, CLASSES))
+    keys, values, queries = data((6,), "cross_entropy", torch.float32)
+    model = make_model(mixed, keys, values, mbpa.Gradient(0.1, 2), params=("2.weight",))
+    assert model(queries).isfinite().all()
+
+
+def test_a_head_with_hooks_is_not_taken_for_a_matrix() -> None:
+    keys, values, queries = data((6,), "cross_entropy", torch.float32)
+
+    def problem(head: nn.Module) -> Problem:
+        neighbors = keys[None, :3], values[None, :3], torch.full((1, 3), 1 / 3)
+        rule = mbpa.Gradient(0.1, 2)
+        at_query = head(queries[:1]).detach()
+        adapting = ("weight", "bias")
+        return Problem(head, rule, "cross_entropy", adapting, queries[:1], at_query, *neighbors)
+
+    head, _ = make_head("linear")
+    assert problem(head).linear is not None
+    for hook in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
+        head, _ = make_head("linear")
+        getattr(head, f"register_{hook}")(lambda *arguments: None)
+        assert problem(head).linear is None, hook
+
+
+def test_all_paths_of_a_half_precision_head_agree() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(64, 4).bfloat16()
+    keys, labels = torch.randn(50, 64), torch.randint(4, (50,))
+    answers = []
+    for path in ("functional", "dense", "span", "one step"):
+        model = make_model(
+            head,
+            keys[:ENTRIES],
+            labels[:ENTRIES],
+            mbpa.Gradient(0.1),
+            engine=mbpa.Engine(path=path),
+        )
+        answers.append(model(keys[:8] + 0.1))
+    assert all((answer - answers[0]).abs().max() <= 1e-5 for answer in answers)
+
+
+def test_what_a_broken_head_once_said_does_not_linger() -> None:
+    head, _ = make_head("linear")
+    keys, values, queries = data((6,), "cross_entropy", torch.float32)
+    model = make_model(head, keys, values, mbpa.Gradient(0.1), engine=mbpa.Engine(path="one step"))
+    before, weight = model(queries), head.weight.data.clone()
+    head.weight.data.fill_(float("nan"))
+    model(queries[:1])
+    head.weight.data.copy_(weight)
+    assert torch.equal(model(queries[:1]).isfinite().all(), torch.tensor(True))
+    assert (model(queries) - before).abs().max() <= 1e-6
+
+
+def test_a_path_that_is_asked_for_is_taken_or_refused() -> None:
+    head, _ = make_head("linear")
+    keys, values, queries = data((6,), "cross_entropy", torch.float32)
+    engine = mbpa.Engine(path="one step", store_bytes=1)
+    model = make_model(head, keys, values, mbpa.Gradient(0.1), engine=engine)
+    with pytest.raises(ValueError, match=r"one of .* for this problem, got 'one step'"):
+        model(queries)
+    with pytest.raises(ValueError, match="scratch_bytes must be at least 1, got 0"):
+        mbpa.Engine(scratch_bytes=0)

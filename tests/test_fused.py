@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,6 +133,34 @@ def test_steep_and_flat_steps(device: str, scale: float, classes: int) -> None:
     assert difference(span(problem, None, False)[0], expected) < max(2e-5, 4e-6 * moved)
 
 
+@pytest.mark.parametrize("k", [6, 150])
+def test_queries_far_longer_than_their_neighbours(device: str, k: int) -> None:
+    problem = make_problem(device, mbpa.Gradient(0.01, 3), k=k, classes=20)
+    problem = replace(problem, queries=30 * problem.queries)
+    problem = replace(problem, outputs=problem.head(problem.queries))
+    expected = span(wide(problem), None, False)[0]
+    assert difference(span(problem, None, False)[0], expected) < 1e-4
+
+
+@pytest.mark.parametrize("classes", [20, 130])
+def test_nothing_to_multiply(device: str, classes: int) -> None:
+    rule = mbpa.Gradient(0.5, 3)
+    problem = make_problem(device, rule, k=6, classes=classes, adapting=("weight",), scale=0.0)
+    assert difference(span(problem, None, False)[0], problem.outputs.double()) < 1e-6
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+def test_classes_that_are_ruled_out_stay_so(device: str, decay: float) -> None:
+    problem = make_problem(device, mbpa.Gradient(0.5, 3, decay), k=6, classes=200)
+    problem.head.bias.data[64:128] = -math.inf
+    problem = replace(problem, outputs=problem.head(problem.queries), values=problem.values % 64)
+    expected = span(wide(problem), None, False)[0].log_softmax(1)
+    outputs = span(problem, None, False)[0].log_softmax(1)
+    assert (outputs[:, 64:128] == -math.inf).all()
+    seen = expected.isfinite()
+    assert (outputs[seen] - expected[seen]).abs().max() < 2e-5
+
+
 @pytest.mark.parametrize("classes", [20, 600])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_one_step_from_kept_rows(device: str, classes: int, dtype: torch.dtype) -> None:
@@ -148,6 +177,7 @@ RULES = {
     "rmsprop from zero": mbpa.RMSprop(0.01, 2),
     "rmsprop, one step": mbpa.RMSprop(0.01, 1),
     "adam": mbpa.Adam(0.02, 3, decay=0.1),
+    "adam without epsilon": mbpa.Adam(0.02, 2, epsilon=0.0),
 }
 
 
@@ -174,6 +204,11 @@ def test_elementwise_rules(
     assert all(difference(each, expected) < tolerance for each in outputs)
 
 
+def test_adam_that_forgets_squares_faster_than_means_is_left_to_torch(device: str) -> None:
+    problem = make_problem(device, mbpa.Adam(1.0, 8, beta2=0.1), k=5, classes=20)
+    assert not is_dense_fused(problem)
+
+
 def test_large_steps_do_not_overflow(device: str) -> None:
     rule = mbpa.RMSprop(30.0, 3, initial_square=1.0)
     problem = make_problem(device, rule, k=4, classes=6, scale=20.0)
@@ -192,6 +227,7 @@ KEYS = {
     "clustered": clusters,
     "far from the origin": lambda count, size: 100 + torch.randn(count, size),
     "tiny": lambda count, size: 1e-6 * torch.randn(count, size),
+    "hardly there": lambda count, size: 3e-18 * torch.randn(count, size),
     "beyond half precision": lambda count, size: 1e6 * torch.randn(count, size),
     "duplicates": lambda count, size: torch.randn(count, size).round(),
 }
@@ -202,7 +238,7 @@ KEYS = {
 def test_coarse_search_finds_the_nearest(
     device: str, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind == "beyond half precision" and dtype == torch.float16:
+    if kind in ("beyond half precision", "hardly there") and dtype == torch.float16:
         pytest.skip("cannot be stored")
     monkeypatch.setattr(coarse, "FEWEST_KEYS", 100)
     torch.manual_seed(0)
@@ -229,9 +265,10 @@ def test_coarse_search_scales_with_what_it_was_first_given(
     torch.manual_seed(0)
     memory = mbpa.ExactMemory(600, 5, device=device)
     keys = torch.cat([1e-4 * torch.randn(300, 5), 1e4 * torch.randn(300, 5)]).to(device)
-    for part in keys.split(300):
+    keys[0] = 0
+    for part in keys.split([1, 299, 300]):
         memory.write(part, torch.zeros(len(part), dtype=torch.int64))
-    queries = torch.cat([keys[10:12], keys[400:402]])
+    queries = torch.cat([keys[10:12], keys[400:402], 0 * keys[:1]])
     distances = (keys - queries[:, None]).square().sum(-1)
     assert torch.equal(memory.read(queries, 4).ids, distances.argsort(dim=1, stable=True)[:, :4])
 

@@ -405,3 +405,24 @@ def test_a_path_that_cannot_be_taken_is_refused() -> None:
         model, queries = model_of(head, rule, mbpa.Engine(path=path, rates=CPU))
         with pytest.raises(ValueError, match=f"for this problem, got '{path}'"):
             model(queries)
+
+
+def test_one_query_that_does_not_fit_after_many_that_did_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solve, sizes = SOLVERS["span"], list[int]()
+
+    def refuse_the_last(problem: Problem, kept: StoredOutputs | None, want: bool) -> Solved:
+        sizes.append(len(problem.queries))
+        if len(problem.queries) == 1:
+            raise MemoryError
+        return solve(problem, kept, want)
+
+    monkeypatch.setitem(SOLVERS, "span", refuse_the_last)
+    head, rule = nn.Linear(64, 50), mbpa.Gradient(0.1, 3)
+    held = make_plan(problem_of(head, rule, 10, (64,)), 200, 1, CPU, "span").held
+    engine = mbpa.Engine(scratch_bytes=int(63.5 * held), path="span")
+    model, queries = model_of(head, rule, engine)
+    with pytest.raises(MemoryError):
+        model(queries)
+    assert sizes == [63, 1]

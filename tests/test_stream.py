@@ -38,6 +38,21 @@ def stream(length: int, seed: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(CLASSES, (length,), generator=generator)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_blocks_see_what_a_memory_of_half_precision_would_have_stored(dtype: torch.dtype) -> None:
+    inputs, labels = stream(40, 3)
+    scores = []
+    for block in (1, 7, 40):
+        torch.manual_seed(0)
+        model = mbpa.MbPA(
+            head=nn.Linear(D, CLASSES),
+            memory=mbpa.ExactMemory(30, D, dtype=dtype),
+            predictor=mbpa.Adapted(mbpa.Gradient(0.7, 3), k=4),
+        )
+        scores.append(mbpa.score_stream(model, inputs.float(), labels, block=block))
+    assert all((each - scores[0]).abs().max() < 1e-5 for each in scores)
+
+
 def one_by_one(model: mbpa.MbPA, inputs: Tensor, labels: Tensor) -> Tensor:
     """Predict, then write, through the plain interface."""
     scores = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,14 +14,15 @@ from torch import Tensor, nn
 from mbpa.adaptation.layers import layered
 from mbpa.adaptation.losses import CROSS_ENTROPY
 from mbpa.adaptation.per_query import dense, functional
+from mbpa.adaptation.per_query import is_fused as is_dense_fused
 from mbpa.adaptation.plan import DENSE, FUNCTIONAL, LAYERS, ONE_STEP, PATHS, SPAN, Plan, make_plan
 from mbpa.adaptation.problem import Adaptation, Problem
 from mbpa.adaptation.span import one_step, span, step_factors
-from mbpa.adaptation.stored import OutputStore, StoredOutputs
+from mbpa.adaptation.stored import OutputStore, StoredOutputs, table_bytes
 from mbpa.device import Rates, free_bytes, measured_rates, ran_out_of_memory, takes_kernels
-from mbpa.memory import Neighbors
+from mbpa.memory import Neighbors, validation
 
-MOST_SCRATCH = {"cuda": 1 << 33}  # what is taken of free memory unless the user says otherwise
+MOST_SCRATCH = 1 << 29, 1 << 33  # on a CPU, on a GPU, unless the user says otherwise
 MUCH_SCRATCH = 1 << 28  # only for more than this is it worth asking how much is free
 MOST_PLANS = 1000  # remembered a head
 STORE_BYTES = 1 << 30
@@ -56,6 +58,8 @@ class Engine:
     ) -> None:
         if path not in (None, *PATHS):
             raise ValueError(f"path must be None or one of {PATHS}, got {path!r}")
+        if scratch_bytes is not None:
+            scratch_bytes = validation.count("scratch_bytes", scratch_bytes)
         self._scratch_bytes, self._store_bytes = scratch_bytes, store_bytes
         self._path, self._rates, self._half_store = path, rates, half_store
         self._plans: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
@@ -67,39 +71,40 @@ class Engine:
         self, problem: Problem, neighbors: Neighbors, want_change: bool = False
     ) -> Adaptation:
         """Solve the problem, whose neighbours these are."""
-        row_bytes = problem.outputs[0].numel() * problem.dtype.itemsize
-        can_store = neighbors.capacity * row_bytes <= self._store_bytes
+        can_store = table_bytes(neighbors.capacity, problem.outputs) <= self._store_bytes
         plan = self._plan(problem, neighbors.capacity if can_store else None, want_change)
-        lookup: AbstractContextManager[StoredOutputs | None] = nullcontext()
-        if can_store and problem.linear is not None and plan.path in (SPAN, ONE_STEP, DENSE):
-            lookup = self._store_for(problem, plan.path).lookup(
-                problem.linear, neighbors, problem.keys
-            )
-        with lookup as stored:
-            if stored is not None and stored.table.dtype != problem.dtype:
-                error = float(step_factors(problem).abs().sum(1).max()) * 2.0**-11
-                if error > HALF_ERROR:
-                    plan, stored = self._plan(problem, None, want_change), None
-            parts = _in_chunks(plan, problem, stored, want_change)
+        with ExitStack() as stack:
+            stored = None
+            if can_store and _uses_table(plan.path, problem):
+                store = self._store_for(problem, plan.path)
+                stored = _looked_up(stack, store, problem, neighbors)
+                is_sure = stored is not None and _is_sure(problem, stored)
+                if not is_sure:
+                    plan, stored = self._plan(problem, None, want_change, any_path=True), None
+            parts = self._in_chunks(plan, problem, stored, want_change)
         if len(parts) == 1:
             return Adaptation(*parts[0], plan.path, plan.seconds)
         outputs = torch.cat([part[0] for part in parts])
         changes = [part[1] for part in parts if part[1] is not None]
         return Adaptation(outputs, torch.cat(changes) if changes else None, plan.path, plan.seconds)
 
-    def _plan(self, problem: Problem, table_rows: int | None, want_change: bool) -> Plan:
+    def _plan(
+        self,
+        problem: Problem,
+        table_rows: int | None,
+        want_change: bool,
+        any_path: bool = False,
+    ) -> Plan:
         """A plan, made once for all problems of the same form."""
-        device, path = problem.queries.device, self._path
-        most = self._scratch_bytes or MOST_SCRATCH.get(device.type, 1 << 29)
-        if table_rows is None and path == ONE_STEP:
-            path = None
+        device, path = problem.queries.device, None if any_path else self._path
+        most = self._scratch_bytes or MOST_SCRATCH[device.type == "cuda"]
 
         def make(limit: int) -> Plan:
             rates = self._rates or measured_rates(device)
             return make_plan(problem, table_rows, limit, rates, path, want_change)
 
         plans = self._plans.setdefault(problem.head, {})
-        form = (problem.form, table_rows, want_change)
+        form = (problem.form, table_rows, want_change, any_path)
         plan = plans.get(form)
         if plan is None:
             if len(plans) >= MOST_PLANS:
@@ -110,6 +115,37 @@ class Engine:
         left = free_bytes(device) // 2
         return plan if plan.held <= left else make(left)
 
+    def _in_chunks(
+        self, plan: Plan, problem: Problem, stored: StoredOutputs | None, want_change: bool
+    ) -> list[Solved]:
+        """The problem, some queries at a time; fewer where memory does not suffice for as many."""
+        parts: list[Solved] = []
+        start, chunk = 0, plan.chunk
+        while start < len(problem.queries):
+            part, kept = problem, stored
+            if chunk < len(problem.queries):
+                rows = slice(start, start + chunk)
+                part, kept = problem.rows(rows), stored and stored.rows(rows)
+            try:
+                solved = SOLVERS[plan.path](part, kept, want_change)
+            except (RuntimeError, MemoryError) as error:
+                if len(part.queries) == 1 or not ran_out_of_memory(error):
+                    raise
+                chunk = len(part.queries) // 2
+                warnings.warn(
+                    f"out of memory; adapting {chunk} queries at a time, set "
+                    f"Engine(scratch_bytes=) below {plan.held:.0f} to start there",
+                    stacklevel=2,
+                )
+                continue
+            parts.append(solved)
+            start += len(part.queries)
+        if chunk < plan.chunk:  # next time, begin with what was to be had
+            plans = self._plans.setdefault(problem.head, {})
+            smaller = replace(plan, chunk=chunk, held=plan.held * chunk / plan.chunk)
+            plans.update({form: smaller for form, known in plans.items() if known is plan})
+        return parts
+
     def _store_for(self, problem: Problem, path: str) -> OutputStore:
         if path != ONE_STEP or problem.loss != CROSS_ENTROPY:
             return self._raw
@@ -118,32 +154,33 @@ class Engine:
         return self._probabilities
 
 
-def _in_chunks(
-    plan: Plan, problem: Problem, stored: StoredOutputs | None, want_change: bool
-) -> list[Solved]:
-    """The problem, some queries at a time; fewer where there is not enough memory for as many."""
-    parts: list[Solved] = []
-    start, chunk = 0, plan.chunk
-    while start < len(problem.queries):
-        part, kept = problem, stored
-        if chunk < len(problem.queries):
-            rows = slice(start, start + chunk)
-            part, kept = problem.rows(rows), stored and stored.rows(rows)
-        try:
-            solved = SOLVERS[plan.path](part, kept, want_change)
-        except (RuntimeError, MemoryError) as error:
-            if chunk == 1 or not ran_out_of_memory(error):
-                raise
-            chunk = min(chunk, len(problem.queries) - start) // 2
-            warnings.warn(
-                f"out of memory; adapting {chunk} queries at a time, set "
-                f"Engine(scratch_bytes=) below {plan.held:.0f} to start there",
-                stacklevel=2,
-            )
-            continue
-        parts.append(solved)
-        start += chunk
-    return parts
+def _uses_table(path: str, problem: Problem) -> bool:
+    return path in (SPAN, ONE_STEP) or (path == DENSE and is_dense_fused(problem))
+
+
+def _looked_up(
+    stack: ExitStack, store: OutputStore, problem: Problem, neighbors: Neighbors
+) -> StoredOutputs | None:
+    """The kept outputs of the neighbours; nothing where there is no memory to keep them in."""
+    assert problem.linear is not None  # only its outputs are kept
+    try:
+        return stack.enter_context(store.lookup(problem.linear, neighbors, problem.keys))
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        warnings.warn(
+            "out of memory; what the head says of memory entries is not kept from call to call, "
+            "set Engine(store_bytes=) lower to be spared the attempt",
+            stacklevel=2,
+        )
+        return None
+
+
+def _is_sure(problem: Problem, stored: StoredOutputs) -> bool:
+    """Whether rows of half precision, if they are, are exact enough for this."""
+    if stored.table.dtype == problem.dtype:
+        return True
+    return float(step_factors(problem).abs().sum(1).max()) * 2.0**-11 <= HALF_ERROR
 
 
 def _one_step(problem: Problem, stored: StoredOutputs | None, want_change: bool) -> Solved:

@@ -76,6 +76,8 @@ def is_fused(problem: Problem) -> bool:
     head, rule = problem.linear, problem.rule
     if head is None or not head.weight_adapts or type(rule) not in (RMSprop, Adam):
         return False
+    if isinstance(rule, Adam) and rule.beta1**2 > 0.9 * rule.beta2:
+        return False  # how far a weight may move has no bound that suits float16
     is_simple = problem.loss == CROSS_ENTROPY and problem.weights.shape[1] <= MOST_FUSED
     return is_simple and takes_kernels(problem.outputs)
 

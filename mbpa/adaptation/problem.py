@@ -95,11 +95,19 @@ class Problem:
             return None
         if self.loss not in (CROSS_ENTROPY, SQUARED_ERROR):
             return None
-        if head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head):
-            return None  # it may do something else
+        if _does_more(head):
+            return None
         bias = None if head.bias is None else head.bias.detach().to(self.dtype)
         weight = head.weight.detach().to(self.dtype)
         return LinearHead(weight, bias, "weight" in self.adapting, "bias" in self.adapting)
+
+    @cached_property
+    def at_queries(self) -> Float[Tensor, "B C"]:
+        """A linear head's outputs at the queries, in the precision that adaptation has: `outputs`
+        come from a head that may have less."""
+        assert self.linear is not None
+        is_narrow = self.head.weight.dtype != self.dtype
+        return self.linear(self.queries) if is_narrow else self.outputs
 
     @cached_property
     def layers(self) -> tuple[LinearHead | nn.Module, ...] | None:
@@ -154,10 +162,15 @@ class Adaptation:
         return replace(self, outputs=self.outputs[rows], change=change)
 
 
+def _does_more(module: nn.Module) -> bool:
+    """Whether hooks, or a forward of its own, make it more than its class says."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks) or "forward" in vars(module)
+
+
 def _is_layer(module: nn.Module) -> bool:
     """Whether `Problem.layers` knows its kind, for flat inputs, and it does nothing else."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, name) for name in hooks) or "forward" in vars(module):
+    if _does_more(module):
         return False
     if type(module) is nn.Dropout:
         return not module.training

@@ -36,7 +36,7 @@ def span(
             rows.table,
             rows.unwritten,
             rows.index.contiguous(),
-            problem.outputs.contiguous(),
+            problem.at_queries.contiguous(),
             problem.keys.contiguous(),
             problem.queries.contiguous(),
             problem.weights.contiguous(),
@@ -64,9 +64,9 @@ def _recursion(
     batch, count = problem.weights.shape
     # Everything has a last row for the query; it moves, and nothing moves because of it.
     if stored is None:
-        outputs = torch.cat([head(problem.keys), problem.outputs[:, None]], 1)
+        outputs = torch.cat([head(problem.keys), problem.at_queries[:, None]], 1)
     else:
-        outputs = stored.gathered(problem.outputs)
+        outputs = stored.gathered(problem.at_queries)
     gram = _products(head, problem.keys @ problem.keys.mT)
     pull = outputs.new_zeros(batch, count + 1, count + 1)
     torch.mul(gram, problem.weights[:, None], out=pull[:, :count, :count])
@@ -107,7 +107,7 @@ def one_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
     if takes_kernels(problem.outputs) and problem.loss == CROSS_ENTROPY:
         return _fused_step(problem, stored)
     factors = step_factors(problem)
-    outputs = problem.outputs - stored.weighted_sum(factors)
+    outputs = problem.at_queries - stored.weighted_sum(factors)
     if problem.loss == CROSS_ENTROPY:
         return outputs.scatter_add_(1, problem.values, factors)
     return outputs + torch.einsum("bk,bkc->bc", factors, problem.values)
@@ -121,7 +121,7 @@ def _fused_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]
     if dots is None:
         dots = torch.bmm(problem.keys, problem.queries[..., None])[..., 0]
     return minus_rows(
-        problem.outputs.contiguous(),
+        problem.at_queries.contiguous(),
         stored.table,
         stored.unwritten,
         stored.index.contiguous(),

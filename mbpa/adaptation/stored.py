@@ -21,6 +21,8 @@ from torch.nn import functional
 from mbpa.adaptation.problem import LinearHead
 from mbpa.memory import Neighbors
 
+ALIGNED = 16  # numbers; a GPU reads rows that start at a multiple of this four at a time
+
 
 @dataclass(frozen=True, eq=False)
 class StoredOutputs:
@@ -116,6 +118,7 @@ class OutputStore:
             is_current, is_short = torch.stack([same, missing.any()]).tolist()  # one wait for both
             if not is_current:
                 self._ids.fill_(-1)
+                self._table.zero_()  # what is there may be anything, and a product reads it all
                 bias = None if head.bias is None else head.bias.clone()
                 self._made_by = head.weight.clone(), bias, neighbors.revision
                 missing = neighbors.mask
@@ -134,8 +137,7 @@ class OutputStore:
             return
         del old
         self._made_by, self._table = None, torch.empty(0, 0)  # gone before the new one comes
-        aligned = ALIGNED if weight.is_cuda else 1
-        width = -(-len(weight) // aligned) * aligned
+        width = _row_width(len(weight), weight.device)
         # Zeros, since a product reads every row.
         rows = torch.zeros(capacity, width, dtype=dtype, device=weight.device)
         self._table = rows[:, : len(weight)]
@@ -182,4 +184,12 @@ class OutputStore:
         return rows, unwritten
 
 
-ALIGNED = 16  # numbers; a GPU reads rows that start at a multiple of this four at a time
+def table_bytes(capacity: int, outputs: Float[Tensor, "B *C"]) -> int:
+    """What a table of such outputs takes for a memory of this capacity."""
+    row = outputs[0] if len(outputs) else outputs.new_empty(outputs.shape[1:])
+    return capacity * _row_width(row.numel(), outputs.device) * outputs.itemsize
+
+
+def _row_width(classes: int, device: torch.device) -> int:
+    aligned = ALIGNED if device.type == "cuda" else 1
+    return -(-classes // aligned) * aligned

@@ -90,7 +90,7 @@ class Memory(EntryForm, abc.ABC):
         return self._get(slots)[0].clone()
 
     def _get_values(self, slots: Int[Tensor, "N"]) -> Shaped[Tensor, "N *V"]:
-        """The values alone, likewise."""
+        """The values alone; they are not written to."""
         return self._get(slots)[1]
 
     @abc.abstractmethod
@@ -273,7 +273,8 @@ class Memory(EntryForm, abc.ABC):
             seen = max(1, live - int(gone[-1])) if count else 1
             reach = (k + k // 4 + 8) * live // seen
             past = self._read(queries, k, keys_for, Windows(since, needed), reach)
-            own = Block(queries, values, self._tensor(new_ids), since)
+            stored = flat.to(self.distance_dtype)
+            own = Block(queries, stored, values, self._tensor(new_ids), since)
             return self._shaped(own.merged_into(past, k, keys_for))
 
     def _read(

@@ -22,6 +22,7 @@ from mbpa.memory.ranking import smallest
 
 FEWEST_KEYS = 1 << 14  # below, one plain product is as fast
 MINIMA_BYTES = 1 << 30  # for as many queries as these suffice
+MOST_BITS = 50  # of a scale; the product of two must not overflow
 USUAL_BITS = 8  # the first keys are scaled to below 2 to this; float16 ends at the 16th
 
 
@@ -48,7 +49,12 @@ class CoarseKeys:
         rounded = (keys * self._scale).to(torch.float16)
         self._rounded[slots] = rounded
         lost = (keys - rounded.to(keys.dtype) / self._scale).norm(dim=1).amax()
-        self._lost = max(self._lost, float(lost.nan_to_num(nan=math.inf)))
+        self._lost = max(self._lost, float(lost.nan_to_num(nan=math.inf, posinf=math.inf)))
+
+    def drop(self, slots: Int[Tensor, "N"]) -> None:
+        """Forget the keys in these slots."""
+        if self._is_copy:
+            self._rounded[slots] = 0
 
     def can_find(self, k: int, count: int) -> bool:
         """Whether it is the faster way to `k` of `count` entries."""
@@ -98,5 +104,6 @@ class CoarseKeys:
 
 def _scales(numbers: Float[Tensor, "B D"]) -> Float[Tensor, "B 1"]:
     """Powers of two that bring each row to the usual size."""
-    largest = numbers.abs().amax(1, keepdim=True).clamp_min(1e-30)
-    return torch.exp2(USUAL_BITS - largest.log2().ceil())
+    largest = numbers.abs().amax(1, keepdim=True)
+    bits = (USUAL_BITS - largest.log2().ceil()).clamp(-MOST_BITS, MOST_BITS)
+    return torch.exp2(bits).where(largest > 0, 1.0)

@@ -63,6 +63,8 @@ class ExactMemory(Memory):
         self._keys[slots] = 0
         self._values[slots] = 0
         self._norms[slots] = math.inf
+        if self._coarse is not None:
+            self._coarse.drop(slots)
 
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         count, rows = self._ring.used, len(queries)

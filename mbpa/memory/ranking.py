@@ -39,11 +39,14 @@ class Windows(NamedTuple):
 class Block:
     """Entries not written yet, as neighbours of one another: each sees those before it."""
 
-    def __init__(self, keys: Tensor, values: Tensor, ids: Tensor, since: Tensor) -> None:
+    def __init__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, since: Tensor
+    ) -> None:
+        """Keys as they will be stored, queries as they came."""
         self.keys, self.values, self.ids = keys, values, ids
         hidden = (ids >= ids[:, None]) | (ids < since[:, None])
-        self.distances = distance_table(keys, keys).masked_fill_(hidden, math.inf)
-        self.dots = keys @ keys.T
+        self.distances = distance_table(queries, keys).masked_fill_(hidden, math.inf)
+        self.dots = queries @ keys.T
 
     def merged_into(self, past: Neighbors, k: int, keys_for: int | None) -> Neighbors:
         """The k nearest among the past's neighbours and the block's own."""

@@ -97,9 +97,12 @@ def _moments(rule: RMSprop | Adam, step: int) -> tuple[float, ...]:
 
 
 def _longest_move(rule: RMSprop | Adam) -> float:
-    """No step moves a weight by more than this times `lr`: |∇| against the root of its square."""
-    share = rule.beta2 if isinstance(rule, Adam) else rule.smoothing
-    return 2 / math.sqrt(max(1 - share, 1e-14))
+    """No step moves a weight by more than this times `lr`: |∇| against the root of its square; for
+    Adam against that of a mean which forgets more slowly, or `is_fused` does not send it here."""
+    if isinstance(rule, Adam):
+        forgotten = 1 - rule.beta1 / math.sqrt(rule.beta2)
+        return 2 / (forgotten * math.sqrt(1 - rule.beta2))
+    return 2 / math.sqrt(max(1 - rule.smoothing, 1e-14))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -146,8 +149,7 @@ def _step(
     share = exp(tl.maximum(tl.load(at_outputs) - top[None, :], -100.0)) * inverse[None, :]
     residual = neighbor_weight[None, :] * tl.where(label[None, :] == c[:, None], share - 1.0, share)
     # Each class has a scale of its own: where all of its residuals are small, all are exact.
-    largest = tl.maximum(tl.max(tl.abs(residual), 1), 1e-30)
-    scale_residuals = scale_for(largest)
+    scale_residuals = scale_for(tl.max(tl.abs(residual), 1))
     residual_high, residual_low = halves(residual * scale_residuals[:, None])
     scale_keys, scale_weights = tl.load(key_scale + b), tl.load(weight_scale)
     unscale = 1.0 / (scale_residuals * scale_keys)
@@ -216,7 +218,8 @@ def _stepped(
         mean = (1.0 - first) * slope
         if not FIRST:
             mean += first * tl.load(means)
-    root = tl.rsqrt(tl.sqrt(square) * square_fix + epsilon)  # squared it is the inverse
+    size = tl.maximum(tl.sqrt(square) * square_fix + epsilon, 1e-37)
+    root = tl.rsqrt(size)  # squared it is the inverse
     change = -lr * mean_fix * mean * (root * root)
     if DECAY and not FIRST:
         change -= decay * (value - tl.load(own))

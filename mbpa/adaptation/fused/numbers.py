@@ -37,7 +37,7 @@ def dot_of_halves(a_high, a_low, b_high, b_low, total):
 @triton.jit
 def scale_for(largest):
     """The power of two that brings numbers up to `largest` below 2^12."""
-    return tl.exp2(12.0 - tl.ceil(tl.log2(largest)))
+    return tl.exp2(12.0 - tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from torch import Tensor
 from mbpa.adaptation.fused.numbers import (
     LOG2_E,
     NO_PEAK,
+    NOTHING,
     RESIDUAL_SCALE,
     dot_of_halves,
     halves,
@@ -70,7 +71,10 @@ def span_outputs(
     gram = new(2, batch, padded, padded, dtype=torch.float16)
     factors, products = new(batch, 2), new(batch, padded)
     arrived = new(batch, dtype=torch.int32)
-    longest = torch.linalg.vector_norm(keys, dim=-1).amax(1) if tiles > 1 else weights
+    longest = weights
+    if tiles > 1:  # the query is a row of the Gram matrix too
+        norms = torch.linalg.vector_norm(keys, dim=-1).amax(1)
+        longest = torch.maximum(norms, torch.linalg.vector_norm(queries, dim=-1))
     _gram[(batch, tiles, tiles)](
         keys, queries, longest, gram, factors, products, arrived,
         count, keys.shape[2], padded, lr, lr * (1 + decay * steps),
@@ -217,11 +221,11 @@ def _resident(
     )
     here = is_row[:, None] & (c < classes)[None, :]
     output = scaled_outputs(starts, c, here)
-    log_sum = tl.max(output, 1)
+    log_sum = tl.maximum(tl.max(output, 1), NOTHING)  # a class may be ruled out, at −inf
     for step in range(steps):
         peak = log_sum
         if is_steep:
-            peak = tl.max(output, 1)
+            peak = tl.maximum(tl.max(output, 1), NOTHING)
         total = tl.sum(tl.exp2(output - peak[:, None]), 1)
         if PARTS == 1:
             log_sum = peak + tl.log2(total)
@@ -240,7 +244,7 @@ def _resident(
         moved = dot_of_halves(left_high, left_low, high, low, tl.zeros_like(output))
         if DECAY:
             first = scaled_outputs(starts, c, here)
-            output += tl.where(here, decay * (first - output), 0.0)
+            output = tl.where(here, (1.0 - decay) * output + decay * first, output)
         output += factor * moved
     is_query = (k == count)[:, None] & (c < classes)[None, :]
     at = result + b * classes + c[None, :] + tl.zeros_like(k)[:, None]
@@ -347,11 +351,11 @@ def _step(
             at = k[:, None] * width + c[None, :]
             if TILES > 1:
                 output = tl.load(old + at)
-            changed = output + factor * moved
             if DECAY:
                 here = is_row[:, None] & (c < classes)[None, :]
                 first = scaled_outputs(starts, c, here)
-                changed += tl.where(here, decay * (first - output), 0.0)
+                output = tl.where(here, (1.0 - decay) * output + decay * first, output)
+            changed = output + factor * moved
             tl.store(new + at, changed)
             if is_steep:
                 peak, total = joined(peak, total, changed)
