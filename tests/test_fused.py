@@ -246,7 +246,7 @@ def test_coarse_search_finds_the_nearest(
     keys = KEYS[kind](1000, 5)
     ids = memory.write(keys.to(device), torch.zeros(1000, dtype=torch.int64))
     memory.delete(ids[300:340])
-    queries = torch.cat([KEYS[kind](8, 5), keys[500:502], -50 * keys[:1]]).to(device)
+    queries = torch.cat([KEYS[kind](2, 5), keys[500:502], -50 * keys[:1]]).to(device)
     found = memory.read(queries, 6)
     entries = memory.entries()
     stored = entries.keys.to(found.distances.dtype)
