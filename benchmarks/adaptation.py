@@ -278,7 +278,7 @@ def varied(case: Case, axis: str, value: int) -> Case:
     if axis == "key size":
         return replace(case, sizes=(value, case.sizes[-1]))
     if axis == "steps":
-        return replace(case, rule=replace(case.rule, steps=value))  # type: ignore[type-var]
+        return replace(case, rule=replace(case.rule, steps=value))
     return replace(case, **{axis: value})
 
 

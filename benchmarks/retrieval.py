@@ -96,7 +96,7 @@ def searched_again(memory: mbpa.Memory, queries: Tensor, k: int) -> float:
         again += len(rows)
         return rows
 
-    base.unsure_rows = counted  # type: ignore[assignment]
+    base.unsure_rows = counted
     try:
         memory.read(queries, k, keys_for=0)
     finally:

@@ -183,5 +183,6 @@ def _pure(activation: nn.Module) -> nn.Module:
     """The same, leaving its input alone."""
     if getattr(activation, "inplace", False):
         activation = copy.copy(activation)
+        # torch's types know no attributes of modules but tensors and modules.
         activation.inplace = False  # type: ignore[assignment]
     return activation

@@ -117,16 +117,13 @@ def _fused_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]
     from mbpa.adaptation.fused.rows import minus_rows
 
     head, rule = _linear_and_gradient(problem)
-    dots = problem.dots
-    if dots is None:
-        dots = torch.bmm(problem.keys, problem.queries[..., None])[..., 0]
     return minus_rows(
         problem.at_queries.contiguous(),
         stored.table,
         stored.unwritten,
         stored.index.contiguous(),
         problem.weights.contiguous(),
-        dots.contiguous(),
+        _dots(problem).contiguous(),
         problem.values.contiguous(),
         by_weight=rule.lr * head.weight_adapts,
         by_bias=rule.lr * head.bias_adapts,
@@ -162,10 +159,13 @@ def _linear_and_gradient(problem: Problem) -> tuple[LinearHead, Gradient]:
 
 
 def _query_products(problem: Problem, head: LinearHead) -> Float[Tensor, "B K"]:
-    dots = problem.dots
-    if dots is None:
-        dots = torch.bmm(problem.keys, problem.queries[..., None])[..., 0]
-    return _products(head, dots)
+    return _products(head, _dots(problem))
+
+
+def _dots(problem: Problem) -> Float[Tensor, "B K"]:
+    if problem.dots is not None:
+        return problem.dots
+    return torch.bmm(problem.keys, problem.queries[..., None])[..., 0]
 
 
 def _products(head: LinearHead, products: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
