@@ -5,7 +5,8 @@ each neighbour of each step so far, and a_r numbers known in advance,
 
     ΔW = Σ_r a_r δ_r x_rᵀ,        z(x) = W x + b + Σ_r a_r (x·x_r + 1) δ_r.
 
-The lowest layer that adapts has the same inputs at every step, so K rows are all its past.
+The lowest layer that adapts has the same inputs at every step, so K rows are all its past. A layer
+so small that its changed weights are fewer numbers than its past gets those instead.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 
 from mbpa.adaptation.losses import residual
 from mbpa.adaptation.problem import LinearHead, Problem
+from mbpa.device import takes_kernels
 from mbpa.rules import Gradient
 
 Layer = LinearHead | nn.Module
+MOST_FUSED = 32  # rows of a query, which a kernel of ours combines faster
+FEWEST_FUSED = 64  # inputs and outputs, for which a kernel of ours multiplies faster
 
 
 def layered(
@@ -34,7 +38,7 @@ def layered(
         keys, queries = _through(layer, keys), _through(layer, queries)
     lowest = _Lowest(lowest_layer, keys, rule)
     rates = _rates(rule, keys)
-    upper = [_part(layer, keys, rates) for layer in above]
+    upper = [_part(layer, keys, rates, rule) for layer in above]
     weights = problem.weights[..., None]
     for _ in range(rule.steps):
         outputs = lowest.outputs()
@@ -49,7 +53,7 @@ def layered(
         outputs = part(outputs)
     if not want_change:
         return outputs[:, 0], None
-    adapting = [part for part in (lowest, *upper) if isinstance(part, _Adapting)]
+    adapting = [part for part in (lowest, *upper) if isinstance(part, _Adapting | _Whole)]
     squares = torch.stack([part.squared_change(keys.shape[1]) for part in adapting]).sum(0)
     return outputs[:, 0], squares.clamp_min(0).sqrt()
 
@@ -77,15 +81,23 @@ class _Frozen:
     """A linear layer that stays as it is, above one that adapts."""
 
     def __init__(self, layer: LinearHead) -> None:
-        self.layer = layer
+        self.layer, self.pairs = layer, None
+        if min(layer.weight.shape) >= FEWEST_FUSED and takes_kernels(layer.weight):
+            from mbpa.adaptation.fused import product
+
+            self.pairs, self._product = product.pairs_of(layer.weight), product.product
 
     def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
-        return _through(self.layer, inputs)
+        if self.pairs is None:
+            return _through(self.layer, inputs)
+        return self._product(inputs, self.pairs.mT, self.layer.bias)
 
     forward = __call__
 
     def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
-        return (slopes.flatten(0, 1) @ self.layer.weight).view(*slopes.shape[:2], -1)
+        if self.pairs is None:
+            return (slopes.flatten(0, 1) @ self.layer.weight).view(*slopes.shape[:2], -1)
+        return self._product(slopes, self.pairs)
 
 
 class _Adapting(_Frozen):
@@ -96,7 +108,7 @@ class _Adapting(_Frozen):
     rates: Float[Tensor, "R"]
 
     def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
-        return super().__call__(inputs).baddbmm_(self._overlaps(inputs), self.slopes)
+        return _through(self.layer, inputs).baddbmm_(self._overlaps(inputs), self.slopes)
 
     def squared_change(self, count: int) -> Float[Tensor, "B"]:
         """‖ΔW‖² + ‖Δb‖² = Σ_r a_r δ_r · (ΔW x_r + Δb), from `count` rows at a time."""
@@ -129,12 +141,14 @@ class _Lowest(_Adapting):
         self.gram = self._overlaps(keys)
 
     def outputs(self) -> Float[Tensor, "B K O"]:
-        return torch.baddbmm(self.start, self.gram, self.slopes)
+        return _combined(self.start, self.gram, self.slopes)
 
     def learn(self, slopes: Float[Tensor, "B K O"]) -> None:
         rule = self.rule
         self.velocity = slopes.add_(self.velocity, alpha=rule.momentum) if rule.momentum else slopes
-        self.slopes.mul_(1 - rule.decay).sub_(self.velocity, alpha=rule.lr)
+        if rule.decay:
+            self.slopes.mul_(1 - rule.decay)
+        self.slopes.sub_(self.velocity, alpha=rule.lr)
 
 
 class _Upper(_Adapting):
@@ -168,6 +182,90 @@ class _Upper(_Adapting):
         self.inputs, self.slopes = self.all_inputs[:, :seen], self.all_slopes[:, :seen]
 
 
+class _FusedUpper(_Upper):
+    """The same by one kernel, which wants the rows of the past as pairs of half precision."""
+
+    past_inputs: Float[Tensor, "2 B R I"]
+    past_slopes: Float[Tensor, "2 B R O"]
+
+    def __init__(
+        self, layer: LinearHead, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"]
+    ) -> None:
+        from mbpa.adaptation.fused import past, product
+
+        _Frozen.__init__(self, layer)
+        self._add_past, self._joined = past.add_past, product.joined
+        (outs, ins), self.all_rates = layer.weight.shape, rates
+        rows = len(rates) + 1  # one for the query
+        self.past_slopes = past.room_for_pairs(keys, rows, outs)
+        self.past_inputs = past.room_for_pairs(keys, rows, ins)
+        self._look_back(0)
+
+    def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        outputs = _Frozen.__call__(self, inputs)
+        past = self.past_inputs, self.past_slopes, self.rates
+        self._add_past(outputs, inputs, *past, one=self.layer.bias_adapts)
+        return outputs
+
+    forward = __call__
+
+    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
+        below = _Frozen.backward(self, slopes)
+        past = self.past_slopes, self.past_inputs, self.rates
+        self._add_past(below, slopes, *past, one=False)
+        self._look_back(self.seen + slopes.shape[1])
+        return below
+
+    def squared_change(self, count: int) -> Float[Tensor, "B"]:
+        past = self.past_inputs, self.past_slopes
+        self.inputs, self.slopes = (self._joined(pairs[:, :, : self.seen]) for pairs in past)
+        return super().squared_change(count)
+
+    def _look_back(self, seen: int) -> None:
+        self.seen, self.rates = seen, self.all_rates[len(self.all_rates) - seen :]
+
+
+class _Whole(_Frozen):
+    """Any other that adapts and is small: every query has what is added to its weights."""
+
+    def __init__(self, layer: LinearHead, keys: Float[Tensor, "B K D"], rule: Gradient) -> None:
+        super().__init__(layer)
+        self.rule = rule
+        sizes = {"weight": tuple(layer.weight.shape), "bias": (len(layer.weight), 1)}
+        adapts = {"weight": layer.weight_adapts, "bias": layer.bias_adapts}
+        shapes = {name: (len(keys), *sizes[name]) for name in sizes if adapts[name]}
+        self.change = {name: keys.new_zeros(shape) for name, shape in shapes.items()}
+        self.velocity = {n: c.clone() for n, c in self.change.items()} if rule.momentum else {}
+
+    def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        outputs = super().__call__(inputs)
+        if "weight" in self.change:
+            outputs.baddbmm_(inputs, self.change["weight"].mT)
+        return outputs.add_(self.change["bias"].mT) if "bias" in self.change else outputs
+
+    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        self.inputs = inputs
+        return self(inputs)
+
+    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
+        below, inputs, rule = super().backward(slopes), self.inputs, self.rule
+        del self.inputs
+        if "weight" in self.change:
+            _combined(below, slopes, self.change["weight"], out=below)
+        for name, change in self.change.items():
+            factor = inputs if name == "weight" else None
+            if rule.momentum:
+                _add_products(self.velocity[name], slopes, factor, rule.momentum, 1)
+                change.mul_(1 - rule.decay).sub_(self.velocity[name], alpha=rule.lr)
+            else:
+                _add_products(change, slopes, factor, 1 - rule.decay, -rule.lr)
+        return below
+
+    def squared_change(self, count: int) -> Float[Tensor, "B"]:
+        squares = [change.flatten(1).square().sum(1) for change in self.change.values()]
+        return torch.stack(squares).sum(0)
+
+
 def layered_cost(problem: Problem) -> tuple[float, float, float]:
     """Operations, bytes moved and bytes of scratch at their peak, for one query."""
     below, lowest, above, rule = _parted(problem)
@@ -182,9 +280,14 @@ def layered_cost(problem: Problem) -> tuple[float, float, float]:
         operations += 4 * steps * count * ins * outs
         moved += steps * count * (11 * ins + 6 * outs)
         kept += ins  # as if an activation stood before each
-        rank = count * (steps - 1) if layer.weight_adapts else 0
+        is_small = _is_small(layer, count, rule)
+        rank = count * (steps - 1) if layer.weight_adapts and not is_small else 0
         passing = max(passing, kept + ins + max(ins, outs + rank) + classes, kept + 3 * outs)
-        if layer.adapts:
+        if is_small:
+            operations += 6 * steps * count * ins * outs
+            moved += 4 * steps * ins * outs
+            held += (1 + (rule.momentum != 0)) * (ins + 1) * outs
+        elif layer.adapts:
             operations += 4 * count * earlier * (ins + outs)
             moved += 2 * earlier * (ins + outs + count)
             held += count * steps * (outs + (ins if layer.weight_adapts else 0))
@@ -212,11 +315,58 @@ def _parted(problem: Problem) -> tuple[Sequence[Layer], LinearHead, Sequence[Lay
 
 
 def _part(
-    layer: Layer, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"]
+    layer: Layer, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"], rule: Gradient
 ) -> _Activation | _Frozen:
     if not isinstance(layer, LinearHead):
         return _Activation(layer)
-    return _Upper(layer, keys, rates) if layer.adapts else _Frozen(layer)
+    if not layer.adapts:
+        return _Frozen(layer)
+    if _is_small(layer, keys.shape[1], rule):
+        return _Whole(layer, keys, rule)
+    is_fused = layer.weight_adapts and takes_kernels(keys)
+    return (_FusedUpper if is_fused else _Upper)(layer, keys, rates)
+
+
+def _is_small(layer: LinearHead, count: int, rule: Gradient) -> bool:
+    """Whether what a query's weights have gained is passed over faster than what led there: once
+    forward, once backward and twice to take the step, against twice half of all there will be."""
+    outs, ins = layer.weight.shape
+    passes = 7 if rule.momentum else 4
+    return layer.weight_adapts and passes * ins * outs < count * (rule.steps - 1) * (ins + outs)
+
+
+def _add_products(
+    total: Float[Tensor, "B O J"],
+    slopes: Float[Tensor, "B K O"],
+    inputs: Float[Tensor, "B K J"] | None,
+    beta: float,
+    alpha: float,
+) -> None:
+    """`β total + α Σ_k slopes_k inputs_kᵀ` in place; inputs of a bias are ones."""
+    if inputs is None:
+        total.mul_(beta).add_(slopes.sum(1)[..., None], alpha=alpha)
+    else:
+        _combined(total, slopes.mT, inputs, beta, alpha, out=total)
+
+
+def _combined(
+    base: Float[Tensor, "B K O"],
+    left: Float[Tensor, "B K R"],
+    right: Float[Tensor, "B R O"],
+    beta: float = 1,
+    alpha: float = 1,
+    out: Float[Tensor, "B K O"] | None = None,
+) -> Float[Tensor, "B K O"]:
+    """`β base + α left right`, for few rows and fewer in between."""
+    if left.shape[2] > MOST_FUSED or not takes_kernels(base):
+        if out is None:
+            return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
+        return out.baddbmm_(left, right, beta=beta, alpha=alpha)
+    from mbpa.adaptation.fused.few import combine
+
+    out = torch.empty_like(base) if out is None else out
+    combine(base, left, right, beta, alpha, out)
+    return out
 
 
 def _rates(rule: Gradient, keys: Float[Tensor, "B K I"]) -> Float[Tensor, "R"]:

@@ -176,7 +176,7 @@ def _one_step(problem: Problem, table_rows: int, want_change: bool) -> Price:
     is_kernel = is_fused(problem)
     is_product = takes_product(table_rows, count, batch) and not is_kernel
     spread = table_rows if is_product else 0
-    results = 2 if problem.loss == CROSS_ENTROPY else 3
+    results = 1 if is_kernel else 2 if problem.loss == CROSS_ENTROPY else 3
     held: float = size * max(3 * count, count + max(spread + classes, results * classes))
     if want_change:  # another path finds it
         held = max(held, _span(problem, False, True).held)

@@ -21,6 +21,7 @@ from torch.nn import functional
 from mbpa.adaptation.fused.numbers import (
     NOTHING,
     dot_of_halves,
+    exact_dot_of_halves,
     exp,
     halves,
     merged_softmax,
@@ -169,7 +170,7 @@ def _step(
         d = d0 + tl.arange(0, SIZES)
         at_keys = (b * ROWS + k[:, None]) * width + d[None, :]
         high, low = tl.load(key_high + at_keys), tl.load(key_low + at_keys)
-        slope = dot_of_halves(
+        slope = exact_dot_of_halves(
             residual_high, residual_low, high, low, tl.zeros((CLASSES, SIZES), tl.float32)
         )
         at = row[:, None] + d[None, :]

@@ -20,10 +20,10 @@ NO_PEAK = tl.constexpr(-4e30)  # less than that, in any unit
 
 
 @triton.jit
-def halves(numbers):
-    """Two float16 numbers that sum to each number."""
-    high = numbers.to(tl.float16)
-    return high, (numbers - high.to(tl.float32)).to(tl.float16)
+def halves(numbers, TYPE: tl.constexpr = tl.float16):
+    """Two numbers of half precision that sum to each number."""
+    high = numbers.to(TYPE)
+    return high, (numbers - high.to(tl.float32)).to(TYPE)
 
 
 @triton.jit
@@ -32,6 +32,13 @@ def dot_of_halves(a_high, a_low, b_high, b_low, total):
     total = tl.dot(a_low, b_high, total)
     total = tl.dot(a_high, b_low, total)
     return tl.dot(a_high, b_high, total)
+
+
+@triton.jit
+def exact_dot_of_halves(a_high, a_low, b_high, b_low, nothing):
+    """`a b`, the small terms added up apart: tensor cores cut off what does not fit a sum."""
+    small = tl.dot(a_high, b_low, tl.dot(a_low, b_high, nothing))
+    return tl.dot(a_high, b_high, nothing) + small
 
 
 @triton.jit
