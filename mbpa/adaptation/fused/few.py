@@ -37,7 +37,7 @@ def _combine(
     b = tl.program_id(0).to(tl.int64)
     k, o = tl.arange(0, COUNT), tl.program_id(1) * RESULTS + tl.arange(0, RESULTS)
     total = tl.zeros((COUNT, RESULTS), tl.float32)
-    for r in range(0, inner):
+    for r in range(inner):
         factor = tl.load(left + b * apart + k * down + r * across, k < count, 0.0)
         row = tl.load(right + (b * inner + r) * width + o, o < width, 0.0)
         total += factor[:, None] * row[None, :]
