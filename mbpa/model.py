@@ -114,17 +114,30 @@ class MbPA:
         return keys
 
     def __call__(
-        self, *inputs: Any, keys: Float[Tensor, "..."] | None = None, **named: Any
+        self,
+        *inputs: Any,
+        keys: Float[Tensor, "..."] | None = None,
+        neighbors: Neighbors | None = None,
+        **named: Any,
     ) -> Float[Tensor, "..."]:
         """Predictions for inputs, or for keys that `embed` gave: log-probabilities (…, C), or
-        values for regression. Each comes from a head of its own, which is then forgotten."""
+        values for regression. Each comes from a head of its own, which is then forgotten.
+
+        Args:
+            neighbors: of these queries, if they were read before: one `memory.read` serves any
+                number of predictors and heads.
+        """
         flat, leading = self._flat_keys(inputs, named, keys)
         key_bytes = self.memory.key_size * self.memory.distance_dtype.itemsize
         rows = max(1, READ_BYTES // max(1, self.predictor.keys_for * key_bytes))
         with own_precision(flat):
-            parts = [
-                self.predictor(self._context(part, self._read(part))) for part in flat.split(rows)
-            ]
+            if neighbors is not None:
+                neighbors = self._enough(neighbors, len(flat))
+            parts = []
+            for start in range(0, max(1, len(flat)), rows):
+                chunk = slice(start, start + rows)
+                found = self._read(flat[chunk]) if neighbors is None else neighbors.rows(chunk)
+                parts.append(self.predictor(self._context(flat[chunk], found)))
         prediction = parts[0] if len(parts) == 1 else torch.cat(parts)
         return prediction.reshape(*leading, *prediction.shape[1:])
 
@@ -337,6 +350,19 @@ class MbPA:
         if not self.predictor.k:
             return None
         return self.memory.read(keys, self.predictor.k, keys_for=self.predictor.keys_for)
+
+    def _enough(self, neighbors: Neighbors, queries: int) -> Neighbors:
+        """As many of these as the predictor looks at, if they are there."""
+        k, keys_for = self.predictor.k, self.predictor.keys_for
+        (count, width), with_keys = neighbors.mask.shape, neighbors.keys.shape[1]
+        if count != queries:
+            raise ValueError(f"neighbors must be of the {queries} queries, got those of {count}")
+        if width < min(k, len(self.memory)) or with_keys < min(keys_for, width):
+            raise ValueError(
+                f"the predictor looks at {k} neighbors and the keys of {keys_for}, got {width} "
+                f"and the keys of {with_keys}"
+            )
+        return neighbors.first(k)
 
     def _context(self, keys: Float[Tensor, "B *D"], neighbors: Neighbors | None) -> Context:
         """Everything a predictor needs to know of these queries."""

@@ -69,6 +69,26 @@ def test_any_leading_dimensions() -> None:
     assert model(keys[:0]).shape == (0, 3, 4, CLASSES)
 
 
+def test_one_read_serves_any_number_of_predictors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    inputs, labels = examples(30)
+    model.write(inputs, labels)
+    keys = model.embed(inputs)
+    neighbors = model.memory.read(keys, 9)
+    monkeypatch.setattr("mbpa.model.READ_BYTES", 7 * 5 * D * 4)  # a few queries at a time
+    assert torch.allclose(model(inputs, neighbors=neighbors), model(inputs), atol=1e-6)
+    vote = mbpa.MbPA(
+        head=model.head, memory=model.memory, predictor=mbpa.NeighborVote(k=9, smoothing=0.1)
+    )
+    assert torch.allclose(vote(keys, neighbors=neighbors), vote(keys), atol=1e-6)
+    with pytest.raises(ValueError, match="neighbors must be of the 29 queries, got those of 30"):
+        model(inputs[1:], neighbors=neighbors)
+    with pytest.raises(ValueError, match="looks at 5 neighbors and the keys of 5, got 4"):
+        model(inputs, neighbors=neighbors.first(4))
+    with pytest.raises(ValueError, match="the keys of 5, got 9 and the keys of 2"):
+        model(inputs, neighbors=model.memory.read(keys, 9, keys_for=2))
+
+
 def test_a_new_example_is_learnt_at_once_and_forgotten_when_deleted() -> None:
     model = make_model(mbpa.Adapted(mbpa.Gradient(5.0, 20), k=1))
     inputs, _ = examples(1)

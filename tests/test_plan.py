@@ -363,18 +363,21 @@ def test_clear_cases_take_the_clear_path() -> None:
     wide, narrow = mlp(784, 400, 400, 10), mlp(64, 32, 10)
     assert choice(wide, mbpa.Gradient(0.1, 10), 10, 16) == "layers"
     assert choice(narrow, mbpa.Gradient(0.1, 2), 5, 1) == "layers"
-    assert choice(narrow, mbpa.Gradient(0.1, 50), 50, 64) == "functional"
+    assert choice(narrow, mbpa.Gradient(0.1, 50), 50, 64) == "layers"
     assert choice(wide, mbpa.Adam(0.1, 10), 10, 4) == "functional"
 
 
 def test_the_choice_follows_the_rates() -> None:
-    head, rule = mlp(64, 32, 10), mbpa.Gradient(0.1, 50)
-    assert choice(head, rule, 50, 64, rates=CPU) == "functional"
-    assert choice(head, rule, 50, 64, rates=replace(CPU, call=1e-3)) == "layers"
-    model, queries = model_of(head, rule, mbpa.Engine(rates=CPU), k=50)
-    assert model.explain(queries).path == "functional"
-    slow_calls = mbpa.Engine(rates=replace(CPU, call=1e-3))
-    assert model_of(head, rule, slow_calls, k=50)[0].explain(queries).path == "layers"
+    head, rule = nn.Linear(8, 3), mbpa.Gradient(0.1, 50)
+    slow_calls = replace(CPU, call=1e-3)
+    assert choice(head, rule, 200, 64, rates=CPU) == "dense"
+    assert choice(head, rule, 200, 64, rates=slow_calls) == "span"
+    model, queries = model_of(head, rule, mbpa.Engine(rates=CPU), k=200)
+    assert model.explain(queries).path == "dense"
+    assert (
+        model_of(head, rule, mbpa.Engine(rates=slow_calls), k=200)[0].explain(queries).path
+        == "span"
+    )
 
 
 def test_given_rates_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
