@@ -7,10 +7,11 @@ READY := $(VENV)/.ready
 export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo report test check bench clean
 
 help:
 	@echo "make demo    a network meets digits it was not trained on: table, figure, explanation"
+	@echo "make report  one page of all results, drawn from results/"
 	@echo "make test    formatting, types and all tests"
 	@echo "make check   formatting and types alone"
 	@echo "make bench   how fast the engine is, against a loop, torch.func and the hardware"
@@ -24,6 +25,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/mbpa demo
 
+report: $(READY)
+	$(BIN)/mbpa report results --out report
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks --curves
 
@@ -36,4 +40,4 @@ test: check
 	$(BIN)/pytest -n auto
 
 clean:
-	rm -rf $(VENV) build dist demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo report .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,30 +1,42 @@
 """The command line: parse, call, print.
 
 Each command is a dataclass: its fields are the options, the docstring under a field is its help,
-and `run` calls the library and prints. What takes long to import is imported there.
+and `run` calls the library and prints. What takes long to import is imported there. The options of
+`run` and `tune` depend on the experiment and the preset, so these two are looked for first.
 """
 
 from __future__ import annotations
 
 import abc
+import itertools
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import tyro
 
-from mbpa.errors import MissingExtraError
+from mbpa.errors import ExperimentError, MissingExtraError
+
+if TYPE_CHECKING:
+    from mbpa.experiments.results import Result
 
 DESCRIPTION = """Memory-based Parameter Adaptation: an episodic memory that adapts a network, per
 query. `mbpa COMMAND --help` describes a command, `mbpa --version` prints the version."""
+
+Config = TypeVar("Config")
 
 
 class Command(abc.ABC):
     """What every command can do once its options are parsed."""
 
+    after_interrupt: ClassVar[str] = ""
+    """What to tell somebody who interrupted it."""
+
     @abc.abstractmethod
-    def run(self) -> None:
-        """Do it, and print what came of it."""
+    def run(self) -> int:
+        """Do it, print what came of it, and return the exit code."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class Demo(Command):
         if not 1 <= self.seeds <= 100:  # those from 100 on chose the hyper-parameters
             raise ValueError(f"seeds must be between 1 and 100, got {self.seeds}")
 
-    def run(self) -> None:
+    def run(self) -> int:
         from mbpa.experiments import digits, digits_report
 
         digits_report.prepare(self.out)
@@ -54,9 +66,140 @@ class Demo(Command):
         print(digits_report.text(result))
         for what, path in digits_report.write(result, self.out).items():
             print(f"{what:7} {path}")
+        return 0
 
 
-COMMANDS: dict[str, type[Command]] = {"demo": Demo}
+@dataclass(frozen=True)
+class List(Command):
+    """The experiments: what each reproduces, its presets, and the command that runs it."""
+
+    def run(self) -> int:
+        from mbpa.experiments import EXPERIMENTS
+        from mbpa.experiments.experiment import find
+
+        for name in EXPERIMENTS:
+            experiment = find(name)
+            print(f"{name}\n  {experiment.summary}\n  reproduces: {experiment.reproduces}")
+            for preset in experiment.presets:
+                print(f"    mbpa run {name} --preset {preset}")
+            if experiment.tune:
+                print(f"    mbpa tune {name}")
+        print("\n`mbpa run NAME --help` shows the settings; `mbpa report` draws what came of them.")
+        return 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all experiments take."""
+
+    preset: str = "quick"
+    """Whose settings are the defaults of the others: smoke, quick, paper."""
+    out: Path = Path("results")
+    """Directory of the results: <out>/<experiment>/<preset>-seed<k>.json."""
+    data_dir: Path | None = None
+    """Where the data sets are; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: on a GPU if there is one."""
+    progress: bool = True
+    """Show a progress bar on standard error."""
+    again: bool = False
+    """Compute and replace results that are there already."""
+
+
+@dataclass(frozen=True)
+class Run(Command):
+    """Run an experiment: a table, and a JSON file a seed. A run that was interrupted goes on.
+
+    The settings of one are shown by `mbpa run NAME --help`, the names by `mbpa list`.
+    """
+
+    after_interrupt: ClassVar[str] = "run the same command again to go on"
+
+    name: tyro.conf.Positional[str]
+    """The experiment."""
+    general: tyro.conf.OmitArgPrefixes[Options] = Options()
+    settings: tyro.conf.Suppress[Any] = None
+    """The experiment's config; by default the preset's."""
+
+    def run(self) -> int:
+        from mbpa.experiments.experiment import find
+
+        results = self._results("run")
+        for section in find(self.name).sections(results):
+            for table in section.tables:
+                print(f"\n{table.as_text()}")
+        return 0
+
+    def _results(self, kind: Literal["run", "tune"]) -> list[Result]:
+        from mbpa.experiments import experiment, running
+
+        asked, found = self.general, experiment.find(self.name)
+        config = self.settings or experiment.preset(found, asked.preset)
+        device = running.device_named(asked.device)
+        start = time.perf_counter()
+        results = running.execute(
+            running.Run(found, asked.preset, config, asked.out, kind),
+            device=device,
+            data_dir=asked.data_dir,
+            progress=asked.progress,
+            again=asked.again,
+        )
+        print(f"done in {time.perf_counter() - start:.1f} s, on {device.type}")
+        return results
+
+
+@dataclass(frozen=True)
+class Tune(Run):
+    """Search for the hyper-parameters of an experiment, on validation data; print the choice.
+
+    The search is a result, too: <out>/<experiment>/tune-<preset>.json.
+    """
+
+    def run(self) -> int:
+        from mbpa.experiments.report import chosen
+
+        print(f"\n{chosen(self._results('tune')).as_text()}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Report(Command):
+    """Draw all results on one HTML page that needs nothing else, and each figure as PNG and SVG."""
+
+    results: tyro.conf.Positional[Path] = Path("results")
+    """Directory that `mbpa run` wrote to."""
+    out: Path = Path("report")
+    """Directory for index.html and the figures; made if it does not exist."""
+    presets: tuple[str, ...] = ()
+    """Show the results of these alone."""
+
+    def run(self) -> int:
+        from mbpa.experiments.report import write_report
+
+        print(f"wrote {write_report(self.results, self.out, self.presets)}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Data(Command):
+    """The data sets of the experiments: fetch, list, check, pack."""
+
+    arguments: tuple[str, ...] = ()
+
+    def run(self) -> int:
+        from mbpa.experiments.data import command
+
+        return command.main(list(self.arguments))
+
+
+COMMANDS: dict[str, type[Command]] = {
+    "list": List,
+    "run": Run,
+    "tune": Tune,
+    "report": Report,
+    "data": Data,
+    "demo": Demo,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,24 +210,73 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"mbpa {__version__}")
         return 0
+    hint = ""
     try:
-        _parsed(arguments or ["--help"]).run()
+        command = _parsed(arguments or ["--help"])
+        hint = command.after_interrupt
+        return command.run()
     except SystemExit as done:  # tyro has printed help, or what is wrong
         return done.code if isinstance(done.code, int) else 2
     except MissingExtraError as error:
         return _failed(str(error), 1)
-    except OSError as error:
+    except (ExperimentError, OSError) as error:
         return _failed(str(error), 2)
     except KeyboardInterrupt:
-        return _failed("interrupted", 130)
-    return 0
+        return _failed(f"interrupted; {hint}" if hint else "interrupted", 130)
 
 
 def _parsed(arguments: list[str]) -> Command:
+    word, rest = arguments[0], arguments[1:]
+    if word == "data":
+        return Data(tuple(rest))
+    if word in ("run", "tune") and not (rest and rest[0].startswith("-")):
+        return _with_settings(Run if word == "run" else Tune, word, rest)
     command: Command = tyro.extras.subcommand_cli_from_dict(
         dict(COMMANDS), prog="mbpa", description=DESCRIPTION, args=arguments
     )
     return command
+
+
+@dataclass(frozen=True)
+class _Asked(Generic[Config]):
+    """What somebody typed after the name of an experiment."""
+
+    general: Annotated[Options, tyro.conf.arg(name="")]  # flags of both without a prefix
+    experiment: Annotated[Config, tyro.conf.arg(name="")]
+
+
+def _with_settings(command: type[Run], word: str, arguments: list[str]) -> Command:
+    """Flags come from the fields of the experiment's config, their defaults from the preset."""
+    from mbpa.experiments import EXPERIMENTS
+    from mbpa.experiments.experiment import find, preset
+
+    if not arguments:
+        raise ExperimentError(f"name an experiment: {', '.join(EXPERIMENTS)}; see `mbpa list`")
+    name, flags = arguments[0], arguments[1:]
+    experiment, asked = find(name), _preset_in(flags)
+    config = preset(experiment, asked)
+    kind: Any = _Asked[type(config)]  # type: ignore[misc]  # known only now
+    try:
+        got = tyro.cli(
+            kind,
+            prog=f"mbpa {word} {name}",
+            description=f"{experiment.summary} ({experiment.reproduces})",
+            default=_Asked(Options(preset=asked), config),
+            args=flags,
+        )
+    except ValueError as error:  # the config's own, for settings that cannot be
+        raise ExperimentError(f"{error}; see `mbpa {word} {name} --help`") from error
+    return command(name, got.general, got.experiment)
+
+
+def _preset_in(flags: list[str]) -> str:
+    found = Options.preset
+    for flag, value in itertools.pairwise([*flags, ""]):
+        if flag == "--preset":
+            found = value
+        elif flag.startswith("--preset="):
+            found = flag.removeprefix("--preset=")
+    return found
 
 
 def _failed(why: str, code: int) -> int:

@@ -5,6 +5,10 @@ class CheckpointError(Exception):
     """A checkpoint cannot be read: a file is missing, truncated, altered, or of a newer format."""
 
 
+class ExperimentError(Exception):
+    """An experiment cannot be run or reported as asked; the message is a line on what to do."""
+
+
 class MissingExtraError(ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 

@@ -23,8 +23,7 @@ def call(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands():
     done = call("--help")
     assert done.returncode == 0
-    assert "usage: mbpa" in done.stdout
-    assert "demo" in done.stdout
+    assert "usage: mbpa [-h] {list,run,tune,report,data,demo}" in done.stdout
     assert "mbpa --version" in done.stdout
 
 
@@ -37,8 +36,9 @@ def test_help_of_demo_describes_its_options(capsys):
 
 
 def test_help_imports_neither_images_nor_plots():
+    calls = "".join(f"main([{word!r}, '--help']); " for word in cli.COMMANDS if word != "data")
     check = "assert not {'sklearn', 'matplotlib', 'mbpa.experiments'} & set(sys.modules)"
-    code = f"import sys; from mbpa.cli import main; main(['demo', '--help']); {check}"
+    code = f"import sys; from mbpa.cli import main; {calls}{check}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -51,6 +51,25 @@ def test_version_is_that_of_the_package():
 def test_no_arguments_print_help(capsys):
     assert cli.main([]) == 0
     assert "usage: mbpa" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["list", "run", "tune", "report", "demo"])
+def test_every_command_has_help(word, capsys):
+    assert cli.main([word, "--help"]) == 0
+    assert f"usage: mbpa {word}" in capsys.readouterr().out
+
+
+def test_a_list_of_experiments_needs_neither_plots_nor_images():
+    check = "assert not {'sklearn', 'matplotlib', 'PIL'} & set(sys.modules)"
+    code = f"import sys; from mbpa.cli import main; main(['list']); {check}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_name_of_an_experiment_may_follow_the_general_options():
+    command = cli._parsed(["run", "--preset", "smoke", "illustration"])
+    assert isinstance(command, cli.Run)
+    assert (command.name, command.general.preset) == ("illustration", "smoke")
 
 
 def test_an_unknown_command_is_an_error_that_names_the_known_ones():
@@ -111,7 +130,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(module, package, tmp
 
 
 def test_an_interrupt_is_one_line(monkeypatch, capsys):
-    def interrupted(self: cli.Demo) -> None:
+    def interrupted(self: cli.Demo) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.Demo, "run", interrupted)

@@ -1,1 +1,11 @@
-"""One readable file an experiment; each has a `run(config)`. Nothing else in mbpa imports these."""
+"""The experiments and the frame they run in; nothing else in mbpa imports these.
+
+One readable file an experiment. `EXPERIMENTS` says where each is, so that naming them all costs
+nothing; `experiment.find` imports one.
+"""
+
+EXPERIMENTS: dict[str, str] = {
+    "illustration": "mbpa.experiments.illustration:EXPERIMENT",
+    "permuted-mnist": "mbpa.experiments.permuted_mnist:EXPERIMENT",
+}
+"""Module and attribute, by name, in the order of the paper."""

@@ -8,11 +8,10 @@ predictor alone. Where the paper has ImageNet and a ResNet, this has scikit-lear
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypedDict
 
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 import mbpa
 from mbpa.errors import MissingExtraError
+from mbpa.experiments.experiment import one_thread
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 OLD = 5
@@ -139,7 +139,7 @@ def run(config: DigitsConfig, progress: bool = True) -> DigitsResult:
     records: list[Record] = []
     rescues: list[Rescue | None] = []
     with (
-        _one_thread(),
+        one_thread(),
         tqdm(
             total=len(config.seeds) * config.examples[-1],
             desc="learning from streams",
@@ -185,17 +185,6 @@ def run_seed(
             rescue = rescue or _rescued(predictions, methods["MbPA"], task, seen, seed)
         after_each()
     return records, rescue
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: a second thread gains nothing, and on a busy machine costs a lot."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 # The images, and which are for what

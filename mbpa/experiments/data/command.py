@@ -1,0 +1,171 @@
+"""`mbpa data fetch|list|check|pack`: parse, call, print; `run` returns the exit code."""
+
+from __future__ import annotations
+
+import abc
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import tyro
+
+from mbpa.errors import MissingExtraError
+from mbpa.experiments.data.download import fetch
+from mbpa.experiments.data.integrity import check, is_present
+from mbpa.experiments.data.sources import SETS, TINY_IMAGENET, Name, data_dir
+from mbpa.experiments.data.tiny import ORIGINAL, pack_tiny_imagenet
+
+Names = tyro.conf.Positional[tuple[Name, ...]]
+
+
+class Command(abc.ABC):
+    """What every command can do once its options are parsed."""
+
+    @abc.abstractmethod
+    def run(self) -> int:
+        """Do it, print what came of it, and return the exit code."""
+
+
+@dataclass(frozen=True)
+class Fetch(Command):
+    """Download data sets, verify them by check sum and unpack them; an interrupted one resumes."""
+
+    names: Names
+    """Which data sets."""
+    data_dir: Path | None = None
+    """Where they lie; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+    force: bool = False
+    """Replace what is there and damaged."""
+    progress: bool = True
+    """Show a progress bar on standard error."""
+
+    def run(self) -> int:
+        """Fetch them one after the other; 1 if any could not be."""
+        if not self.names:
+            return _failed(f"name at least one data set: {', '.join(SETS)}", 2)
+        code = 0
+        for name in self.names:
+            try:
+                got = fetch(SETS[name], self.data_dir, force=self.force, progress=self.progress)
+            except KeyboardInterrupt:
+                return _failed(f"interrupted; `mbpa data fetch {name}` goes on from here", 130)
+            except OSError as error:
+                code = _failed(str(error), 1)
+                continue
+            how = "is there already" if got.was_there else f"fetched in {got.seconds:,.0f} s"
+            print(f"{name}: {how}, {got.folder}: {got.detail}")
+        return code
+
+
+@dataclass(frozen=True)
+class List(Command):
+    """The data sets: what uses them, how large they are, on which terms, whether they are here."""
+
+    data_dir: Path | None = None
+    """Where to look; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+
+    def run(self) -> int:
+        """Print a table."""
+        print(f"{'data set':15}{'here':6}{'download':>10}  used by")
+        for one in SETS.values():
+            here = "yes" if is_present(one, self.data_dir) else "no"
+            size = _megabytes(one.size) if one.can_be_fetched else "none"
+            print(f"{one.name:15}{here:6}{size:>10}  {', '.join(one.used_by)}")
+            print(f"{'':15}{one.terms}\n{'':15}{one.home}")
+        print(f"\nin {data_dir(self.data_dir)}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Check(Command):
+    """Verify data sets: check sums, sizes, counts, labels."""
+
+    names: Names = ()
+    """Which; by default all, and those that are missing are no error."""
+    data_dir: Path | None = None
+    """Where they lie; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+
+    def run(self) -> int:
+        """Print a line for each; 1 if one that was asked for is not good, or any is damaged."""
+        code = 0
+        for name in self.names or get_args(Name):
+            try:
+                finding = check(SETS[name], self.data_dir)
+            except MissingExtraError as error:
+                print(f"{name:14} unchecked   {error}")
+                code = 1
+                continue
+            print(f"{name:14} {finding.status:11} {finding.detail}")
+            if finding.status == "damaged" or (self.names and finding.status != "good"):
+                code = 1
+        return code
+
+
+@dataclass(frozen=True)
+class Pack(Command):
+    """Pack Tiny ImageNet: all its images at 40x40 in 40 MB, recompressed with loss."""
+
+    name: tyro.conf.Positional[Literal["tiny-imagenet"]]
+    """The data set."""
+    original: Path | None = None
+    """The published zip or its folder; by default the folder that `fetch` leaves."""
+    data_dir: Path | None = None
+    """Where to write; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+    size: int = 40
+    """Height and width of an image."""
+    quality: int = 50
+    """Of the WebP pictures, 0 to 100."""
+    force: bool = False
+    """Replace what is packed there."""
+    progress: bool = True
+    """Show a progress bar on standard error."""
+
+    def run(self) -> int:
+        """Pack, and print the files."""
+        folder = data_dir(self.data_dir) / TINY_IMAGENET.name
+        original = self.original or folder / ORIGINAL
+        if not original.exists():
+            return _failed(str(TINY_IMAGENET.missing(folder.parent, ORIGINAL)), 1)
+        try:
+            written = pack_tiny_imagenet(
+                original,
+                folder,
+                size=self.size,
+                quality=self.quality,
+                force=self.force,
+                progress=self.progress,
+            )
+        except OSError as error:
+            return _failed(str(error), 1)
+        for path in written:
+            print(f"{_megabytes(path.stat().st_size):>10}  {path}")
+        return 0
+
+
+COMMANDS: dict[str, type[Command]] = {
+    "fetch": Fetch,
+    "list": List,
+    "check": Check,
+    "pack": Pack,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run what stands behind `mbpa data`; help and errors of usage are tyro's `SystemExit`."""
+    command: Command = tyro.extras.subcommand_cli_from_dict(
+        dict(COMMANDS),
+        prog="mbpa data",
+        description="The data sets of the experiments: fetch, list, check, pack.",
+        args=arguments or ["--help"],
+    )
+    return command.run()
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def _failed(why: str, code: int) -> int:
+    print(f"mbpa: {why}", file=sys.stderr)
+    return code

@@ -1,0 +1,84 @@
+"""Networks of the experiments: several MLPs of one shape, trained side by side as one.
+
+S networks that differ in seed, method or memory size take their steps in the same few calls, which
+is what a GPU wants. Each is exactly the network it would be alone: nothing is shared but the call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+Parameters = list[Float[Tensor, "S ..."]]
+
+
+class Stack:
+    """S MLPs with ReLU; parameters are weight (inputs × outputs) and bias of each layer in turn.
+
+    Args:
+        seeds: of the networks; the same seed gives the same network in every stack.
+        sizes: of the layers, inputs first.
+    """
+
+    def __init__(self, seeds: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes = tuple(sizes)
+        each = [initial_network(seed, sizes) for seed in seeds]
+        self.params: Parameters = [
+            torch.stack([_turned(tensor) for tensor in tensors]).to(device).requires_grad_()
+            for tensors in zip(*(net.parameters() for net in each), strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.params[0])
+
+    def __call__(self, inputs: Float[Tensor, "S B I"]) -> Float[Tensor, "S B C"]:
+        return self.layers(inputs)[-1]
+
+    def layers(self, inputs: Float[Tensor, "S B I"]) -> list[Float[Tensor, "S B _"]]:
+        """The outputs of each layer, before the ReLU."""
+        outputs = []
+        for weight, bias in zip(self.params[::2], self.params[1::2], strict=True):
+            inputs = torch.baddbmm(bias[:, None], inputs, weight)
+            outputs.append(inputs)
+            inputs = inputs.relu()
+        return outputs
+
+    def network(self, index: int) -> nn.Sequential:
+        """One of them, on its own: a copy."""
+        network = sequential(self.sizes).to(self.params[0].device)
+        with torch.no_grad():
+            for own, stacked in zip(network.parameters(), self.params, strict=True):
+                own.copy_(_turned(stacked[index]))
+        return network.requires_grad_(False).eval()
+
+
+def _turned(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """A weight of `nn.Linear` as a stack has it, and back."""
+    return tensor.detach().mT if tensor.ndim == 2 else tensor.detach()
+
+
+def initial_network(seed: int, sizes: Sequence[int]) -> nn.Sequential:
+    """An untrained MLP; the caller's random numbers are left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return sequential(sizes)
+
+
+def sequential(sizes: Sequence[int]) -> nn.Sequential:
+    """Linear layers with ReLU between them."""
+    modules: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(sizes):
+        modules += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*modules[:-1])
+
+
+def cross_entropies(
+    logits: Float[Tensor, "S B C"], labels: Int[Tensor, "S B"]
+) -> Float[Tensor, "S"]:
+    """The mean over the batch, of each network."""
+    chosen = logits.log_softmax(-1).gather(-1, labels[..., None])
+    return -chosen[..., 0].mean(-1)
