@@ -636,6 +636,7 @@ def test_digits_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"no gzip", gzip.compress(b"\0\0\x08\x03short"), idx(np.zeros((2, 2), np.uint8))],
+    ids=["empty", "no gzip", "too short", "of two dimensions"],
 )
 def test_broken_digits_are_named(tmp_path: Path, content: bytes) -> None:
     put_mnist(tmp_path)
