@@ -7,5 +7,7 @@ nothing; `experiment.find` imports one.
 EXPERIMENTS: dict[str, str] = {
     "illustration": "mbpa.experiments.illustration:EXPERIMENT",
     "permuted-mnist": "mbpa.experiments.permuted_mnist:EXPERIMENT",
+    "incremental-images": "mbpa.experiments.images:INCREMENTAL",
+    "unbalanced-images": "mbpa.experiments.images:UNBALANCED",
 }
 """Module and attribute, by name, in the order of the paper."""

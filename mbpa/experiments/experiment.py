@@ -38,6 +38,8 @@ class Context:
     """Where the data sets are; `None`: where `mbpa.experiments.data` looks by itself."""
     workspace: Workspace
     progress: bool = True
+    cache: Path = Path("results") / ".cache"
+    """For what takes long to compute and serves many runs; can be deleted whenever nothing runs."""
 
     def bar(self, total: int, description: str, unit: str, initial: int = 0) -> tqdm:
         """A progress bar on stderr, with the time that remains.

@@ -35,7 +35,7 @@ from mbpa.experiments.results import (
 )
 from mbpa.experiments.workspace import Workspace
 
-UNFINISHED = ".unfinished"
+UNFINISHED, CACHE = ".unfinished", ".cache"
 Say = Callable[[str], None]
 
 
@@ -146,7 +146,7 @@ def execute(
     with _alone(run, device) as workspace:
         if workspace.is_begun():
             say("going on where an interrupted run left off")
-        context = Context(device, data_dir, workspace, progress)
+        context = Context(device, data_dir, workspace, progress, run.out / CACHE)
         found = _checked(work(run.config, context), run)
         seconds = workspace.seconds / len(found)
         for seed, records in found.items():

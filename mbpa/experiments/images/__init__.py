@@ -1,0 +1,61 @@
+"""New image classes: a network that knows half of the classes meets all of them.
+
+After section 4.2, table 1, figures 4 and 5 and the appendix of the paper, which had ImageNet; here
+it is Tiny ImageNet, 40x40 pixels. The network is trained on a random half of the classes and then
+only its last layer learns, from a stream of all classes. The methods use that layer and a memory of
+the same stream, and differ in the predictor alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mbpa.experiments.experiment import BySeed, Context, Experiment
+from mbpa.experiments.images.config import ImagesConfig
+from mbpa.experiments.images.figures import incremental_sections, unbalanced_sections
+from mbpa.experiments.images.incremental import run_split
+from mbpa.experiments.images.presets import PRESETS
+from mbpa.experiments.images.task import make_task
+from mbpa.experiments.images.tuning import tune
+
+__all__ = ["INCREMENTAL", "UNBALANCED", "ImagesConfig", "run", "tune"]
+
+UNTIL_TWENTY = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 12.5, 15.0, 17.5, 20.0)
+
+
+def run(config: ImagesConfig, context: Context) -> BySeed:
+    """One split after the other; a split that is done is not done again."""
+    records: BySeed = {}
+    with context.bar(len(config.seeds), "splits", "splits") as bar:
+        for seed in config.seeds:
+            kept = context.workspace.load(f"records-{seed}")
+            if kept is None:
+                task = make_task(config, context, seed)
+                kept = {"records": run_split(task, config, seed)}
+                context.workspace.save(f"records-{seed}", kept)
+            records[seed] = kept["records"]
+            bar.update()
+    return records
+
+
+INCREMENTAL = Experiment(
+    name="incremental-images",
+    summary="a network that knows half of the classes meets all of them",
+    reproduces="paper, section 4.2, table 1, figure 4",
+    presets=PRESETS,
+    run=run,
+    sections=incremental_sections,
+    tune=tune,
+)
+
+UNBALANCED = Experiment(
+    name="unbalanced-images",
+    summary="the same, with a tenth of the data for half of the new classes",
+    reproduces="paper, section 4.2.1, figure 5 left",
+    presets={
+        name: replace(preset, scarce=0.1, points=UNTIL_TWENTY if name == "paper" else preset.points)
+        for name, preset in PRESETS.items()
+    },
+    run=run,
+    sections=unbalanced_sections,
+)

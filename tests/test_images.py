@@ -1,0 +1,251 @@
+"""New image classes: splits, features, the stream, what is measured, the report."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import mbpa
+from mbpa.experiments.experiment import Context
+from mbpa.experiments.images import INCREMENTAL, UNBALANCED, run, tune, tuning
+from mbpa.experiments.images import task as task_module
+from mbpa.experiments.images.config import ImagesConfig, Local, Vote, adapting
+from mbpa.experiments.images.incremental import (
+    area,
+    compared,
+    grown_head,
+    moments,
+    run_split,
+    scored_part,
+    stream_of,
+    subsets,
+)
+from mbpa.experiments.images.presets import PRESETS
+from mbpa.experiments.images.task import Task, make_task
+from mbpa.experiments.results import Record, Result
+from mbpa.experiments.workspace import Workspace
+
+ROOT = Path(__file__).parent.parent
+SMOKE = PRESETS["smoke"]
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    folder = Path(os.environ.get("MBPA_DATA") or ROOT.parent / "shared" / "data")
+    if not (folder / "tiny-imagenet").is_dir():
+        pytest.skip("needs Tiny ImageNet: mbpa data fetch tiny-imagenet, or MBPA_DATA")
+    work = tmp_path_factory.mktemp("images")
+    return Context(torch.device("cpu"), folder, Workspace(work / "work"), False, work / "cache")
+
+
+@pytest.fixture(scope="module")
+def task(context: Context) -> Task:
+    return make_task(SMOKE, context, 1)
+
+
+def of(records: list[Record], **fields: object) -> list[Record]:
+    return [r for r in records if all(r.get(name) == value for name, value in fields.items())]
+
+
+def test_half_of_the_classes_are_known_and_what_is_scored_is_never_trained_on(task: Task) -> None:
+    assert task.old == 3
+    assert len(task.classes.unique()) == len(task.classes) == 6
+    assert task.train_labels.bincount().tolist() == [400] * 6
+    assert task.validation_labels.bincount().tolist() == [100] * 6
+    assert task.test_labels.bincount().tolist() == [50] * 6
+    assert task.weight.shape == (3, task.train.shape[1])
+    seen = {row.numpy().tobytes() for row in task.train}
+    assert sum(row.numpy().tobytes() in seen for row in task.validation) == 0
+    assert sum(row.numpy().tobytes() in seen for row in task.test) == 0
+
+
+def test_features_are_computed_once(
+    task: Task, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(task_module, "pretrained", fail)
+    again = make_task(replace(SMOKE, lr=0.5, scarce=0.1), context, 1)
+    assert torch.equal(again.train, task.train)
+    assert (again.old, again.known) == (task.old, pytest.approx(task.known))
+    with pytest.raises(AssertionError, match="trained again"):
+        make_task(SMOKE, context, 2)
+
+
+def test_other_splits_know_other_classes(context: Context) -> None:
+    config = replace(SMOKE, pretraining=replace(SMOKE.pretraining, epochs=0))
+    splits = [make_task(config, context, seed).classes for seed in range(3)]
+    assert len({tuple(sorted(split[:3].tolist())) for split in splits}) > 1
+    assert len({tuple(sorted(split.tolist())) for split in splits}) == 1
+
+
+def test_the_head_knows_what_it_knew_and_nothing_of_new_classes(task: Task) -> None:
+    head = grown_head(task)
+    assert head.weight.shape == (6, task.train.shape[1])
+    assert torch.equal(head.weight[:3], task.weight)
+    assert torch.equal(head.bias[:3], task.bias)
+    assert head.weight[3:].abs().max() == head.bias[3:].abs().max() == 0
+
+
+@pytest.mark.parametrize("scarce", [1.0, 0.1])
+def test_an_epoch_shows_every_image_once(task: Task, scarce: float) -> None:
+    rows, orders = stream_of(task, replace(SMOKE, scarce=scarce), 1)
+    first, second = next(orders), next(orders)
+    assert sorted(first.tolist()) == sorted(second.tolist()) == sorted(rows.tolist())
+    assert first.tolist() != second.tolist()
+    counts = task.train_labels[first].bincount().tolist()
+    assert counts == ([400] * 6 if scarce == 1 else [400] * 3 + [40] + [400] * 2)
+
+
+def test_the_memory_holds_what_has_passed_and_the_layer_learns(task: Task) -> None:
+    config = replace(SMOKE, points=(0.1, 0.5, 1.5), capacity=2000)
+    start = grown_head(task)
+    sizes, accuracies = [], []
+    for moment in moments(task, config, 1):
+        entries = moment.memory.entries()
+        known = {
+            (row.numpy().tobytes(), int(label))
+            for row, label in zip(task.train, task.train_labels, strict=True)
+        }
+        assert all(
+            (key.numpy().tobytes(), int(value)) in known
+            for key, value in zip(entries.keys, entries.values, strict=True)
+        )
+        sizes.append(len(moment.memory))
+        right = moment.head(task.train).argmax(1) == task.train_labels
+        accuracies.append(float(right.float().mean()))
+    assert sizes == [240, 1200, 2000]
+    before = float((start(task.train).argmax(1) == task.train_labels).float().mean())
+    assert accuracies[-1] > before
+
+
+def test_everything_is_measured_at_every_point(task: Task) -> None:
+    records = run_split(task, SMOKE, 1)
+    methods = {r["method"] for r in of(records, name="top1")}
+    expected = ["parametric", "memory only", "mixture", "MbPA (RMSprop)", "MbPA (gradient)"]
+    assert methods == set(expected)
+    for method in methods:
+        for subset in ("novel", "pre-trained", "all"):
+            found = of(records, name="top1", method=method, subset=subset)
+            assert [r["epochs"] for r in found] == [0.1, 1.0]
+            assert [r["epochs"] for r in of(records, name="auc", method=method, subset=subset)] == [
+                0.1,
+                1.0,
+            ]
+    assert len(of(records, name="pretrained_top1")) == 1
+    queries, answers = scored_part(task, SMOKE)
+    moment = next(iter(moments(task, SMOKE, 1)))
+    right = 100 * float((moment.head(queries).argmax(1) == answers).double().mean())
+    found = of(records, name="top1", method="parametric", subset="all", epochs=0.1)
+    assert found[0]["value"] == pytest.approx(right)
+
+
+def test_methods_that_share_a_retrieval_answer_as_they_would_alone(task: Task) -> None:
+    queries, answers = scored_part(task, SMOKE)
+    moment = next(iter(moments(task, SMOKE, 1)))
+    length = float(task.train.square().sum(1).mean())
+    local = Local(lr=1.0, steps=5, k=20)
+    predictors = {"vote": mbpa.NeighborVote(k=5), "MbPA": adapting(local, 1.0, length)}
+    together = compared(moment, predictors, queries, answers)
+    for name, predictor in predictors.items():
+        model = mbpa.MbPA(head=moment.head, memory=moment.memory, predictor=predictor)
+        alone = model(queries).argmax(1) == answers
+        assert (together[name] == alone).float().mean() > 0.99
+
+
+def test_scarce_classes_are_a_subset_of_their_own(task: Task) -> None:
+    _, answers = scored_part(task, SMOKE)
+    found = subsets(task, replace(SMOKE, scarce=0.1), answers)
+    assert set(answers[found["novel-scarce"]].tolist()) == {3}
+    assert set(answers[found["novel-full"]].tolist()) == {4, 5}
+    assert torch.equal(found["novel"], found["novel-scarce"] | found["novel-full"])
+    assert set(subsets(task, SMOKE, answers)) == {"novel", "pre-trained", "all"}
+
+
+def test_areas_are_those_under_straight_lines() -> None:
+    curve = [(0.0, 0.0), (0.1, 10.0), (1.0, 40.0)]
+    assert area(curve, 0.1) == pytest.approx(5.0)
+    assert area(curve, 1.0) == pytest.approx(0.1 * 5 + 0.9 * 25)
+
+
+def test_a_split_that_is_done_is_not_done_again(
+    context: Context, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = run(SMOKE, context)
+    assert set(records) == {1}
+    monkeypatch.setattr("mbpa.experiments.images.run_split", None)
+    assert run(SMOKE, context) == records
+
+
+def test_the_search_looks_at_images_that_were_held_out(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids = {"LAYER_RATES": (0.03, 0.3), "COUNTS": (5, 50), "BANDWIDTHS": (0.0,), "STEPS": (1, 5)}
+    grids |= {"WEIGHTS": (0.3, 0.7), "DECAYS": (0.0, 0.1), "POINTS": (0.1, 0.5)}
+    grids |= {"RATES": {"gradient": (0.3, 3.0), "rmsprop": (1e-3,)}}
+    for name, values in grids.items():
+        monkeypatch.setattr(tuning, name, values)
+    asked: list[ImagesConfig] = []
+    real = tuning.scored_part
+    monkeypatch.setattr(
+        tuning, "scored_part", lambda task, config: asked.append(config) or real(task, config)
+    )
+    records = tune(SMOKE, context)[None]
+    assert {config.part for config in asked} == {"validation"}
+    chosen = {r["setting"]: r["value"] for r in of(records, name="chosen")}
+    assert {"lr", "vote.k", "mixture_weight", "rmsprop.lr", "gradient.steps"} <= set(chosen)
+    tried = of(records, name="top1", method="memory only")
+    best = max(tried, key=lambda record: float(record["value"] or 0))
+    assert chosen["vote.k"] == best["k"]
+
+
+def test_the_report_is_made_of_records_alone(task: Task) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    for experiment, scarce in ((INCREMENTAL, 1.0), (UNBALANCED, 0.1)):
+        config = replace(SMOKE, scarce=scarce)
+        records = run_split(task, config, 1)
+        told = json.loads(json.dumps(vars(config), default=vars))
+        results = [
+            Result(experiment.name, "smoke", seed, told, {}, 1.0, "mbpa run", records)
+            for seed in (1, 2)
+        ]
+        (section,) = experiment.sections(results)
+        method = next(row for row in section.tables[0].rows if row[0] == "memory only")
+        subset, epochs = ("novel-scarce", 1.0) if scarce < 1 else ("novel", 0.1)
+        value = of(records, name="top1", method="memory only", subset=subset, epochs=epochs)
+        assert method[1] == f"{float(value[0]['value'] or 0):.1f} ± 0.0"
+        for figure in section.figures:
+            canvas = Figure(figsize=figure.size, layout="constrained")
+            figure.draw(canvas)
+            canvas.canvas.draw()
+            assert all(axis.lines for axis in canvas.axes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seeds": ()}, "seeds must name at least one"),
+        ({"classes": 500}, "classes must be between 2 and 200, got 500"),
+        ({"points": (1.0, 0.1)}, "points must be positive and rising"),
+        ({"scarce": 0.0}, "scarce must be above 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMOKE, **change)
+
+
+def test_settings_follow_the_scale_of_the_keys() -> None:
+    rule = adapting(Local(lr=2.0, bandwidth=0.5), 4.0, 10.0).rule
+    assert isinstance(rule, mbpa.Gradient)
+    assert rule.lr == pytest.approx(0.2)
+    config = replace(SMOKE, vote=Vote(7, 0.5))
+    assert config.predictors(4.0, 10.0)["memory only"].kernel == mbpa.gaussian(2.0)
