@@ -227,6 +227,9 @@ def test_an_mlp(
     torch.manual_seed(0)
     linear = [nn.Linear(ins, outs) for ins, outs in itertools.pairwise(sizes)]
     head = nn.Sequential(*(module for layer in linear for module in (layer, nn.Tanh()))).to(device)
+    if len(sizes) > 4:  # a bias that is a column of something
+        column = torch.randn(sizes[2], 2, device=device)[:, 0]
+        head[2].bias = nn.Parameter(column)
     names = [name for name, _ in head.named_parameters()]
     parts = {"all": names, "weights": names[::2], "biases": names[1::2], "upper": names[2:]}
     keys, labels = torch.randn(2, k, sizes[0], device=device), torch.randint(3, (2, k))

@@ -134,7 +134,7 @@ class _Lowest(_Adapting):
     """The lowest that adapts. Its inputs are always the same, so all steps add to the same rows."""
 
     def __init__(self, layer: LinearHead, keys: Float[Tensor, "B K I"], rule: Gradient) -> None:
-        super().__init__(layer)
+        self.layer = layer  # and no pairs of its weights, which are multiplied twice in all
         self.start, self.rule = _through(layer, keys), rule
         self.inputs, self.rates = keys, keys.new_ones(keys.shape[1])
         self.slopes = self.velocity = torch.zeros_like(self.start)
@@ -217,9 +217,16 @@ class _FusedUpper(_Upper):
         return below
 
     def squared_change(self, count: int) -> Float[Tensor, "B"]:
-        past = self.past_inputs, self.past_slopes
-        self.inputs, self.slopes = (self._joined(pairs[:, :, : self.seen]) for pairs in past)
-        return super().squared_change(count)
+        parts = []
+        some = max(1, len(self.past_inputs[0]) // 16)  # queries whose past is joined at a time
+        for inputs, slopes in zip(
+            self.past_inputs.split(some, 1), self.past_slopes.split(some, 1), strict=True
+        ):
+            self.inputs = self._joined(inputs[:, :, : self.seen])
+            self.slopes = self._joined(slopes[:, :, : self.seen])
+            parts.append(super().squared_change(count))
+        del self.inputs, self.slopes
+        return torch.cat(parts)
 
     def _look_back(self, seen: int) -> None:
         self.seen, self.rates = seen, self.all_rates[len(self.all_rates) - seen :]

@@ -41,7 +41,7 @@ def product(
     result = rows.new_empty(*rows.shape[:-1], width)
     count = rows.numel() // size
     _product[(triton.cdiv(count, ROWS), triton.cdiv(width, RESULTS))](
-        rows, matrix, matrix[1], result if bias is None else bias, result,
+        rows, matrix, matrix[1], result if bias is None else bias.contiguous(), result,
         count, size, width, matrix.stride(1), matrix.stride(2),
         BIAS=bias is not None, ROWS=ROWS, RESULTS=RESULTS, SIZES=SIZES,
         num_warps=WARPS, num_stages=STAGES,
