@@ -826,6 +826,12 @@ def test_an_out_that_cannot_be_written_to_is_one_line(tmp_path, capsys, command,
     assert files(tmp_path) == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a place where nothing can be made")
+def test_a_folder_that_can_never_be_made_is_one_line(capsys) -> None:
+    assert cli.main(["run", "counting", "--no-progress", "--out", "/proc/none"]) == 2
+    assert "cannot write to /proc/none" in capsys.readouterr().err
+
+
 def test_a_damaged_result_stops_the_report_and_writes_nothing(tmp_path: Path, capsys) -> None:
     counted(tmp_path / "results")
     path = tmp_path / "results" / "counting" / "smoke-seed1.json"

@@ -131,10 +131,12 @@ def test_the_search_tries_every_setting_and_goes_on_where_it_was(tmp_path, monke
     assert chosen["mbpa_lr"] == 0.05
 
 
-def test_the_settings_are_what_the_search_chooses_from() -> None:
-    for grid in illustration.GRIDS.values():
-        for name, values in grid.items():
-            assert getattr(IllustrationConfig(), name) in values
+def test_the_settings_are_what_the_search_chose() -> None:
+    folder = Path(__file__).parents[1] / "results"
+    (search,) = [r for r in read_results(folder, "illustration") if r.preset == "tune-paper"]
+    chosen = {r["setting"]: r["value"] for r in search.metrics if r["name"] == "chosen"}
+    assert set(chosen) == {name for grid in illustration.GRIDS.values() for name in grid}
+    assert chosen == {name: getattr(EXPERIMENT.presets["paper"], name) for name in chosen}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from mbpa.experiments.images.incremental import (
     area,
     compared,
     grown_head,
+    key_length,
     moments,
     run_split,
     scored_part,
@@ -27,6 +28,7 @@ from mbpa.experiments.images.incremental import (
 )
 from mbpa.experiments.images.presets import PRESETS
 from mbpa.experiments.images.task import Task, make_task
+from mbpa.experiments.pretraining import Pretraining
 from mbpa.experiments.results import Record, Result
 from mbpa.experiments.workspace import Workspace
 
@@ -61,7 +63,13 @@ def test_half_of_the_classes_are_known_and_what_is_scored_is_never_trained_on(ta
     assert task.weight.shape == (3, task.train.shape[1])
     seen = {row.numpy().tobytes() for row in task.train}
     assert sum(row.numpy().tobytes() in seen for row in task.validation) == 0
-    assert sum(row.numpy().tobytes() in seen for row in task.test) == 0
+
+
+def test_images_held_out_are_no_training_images() -> None:
+    labels = torch.arange(40) % 4
+    kept, held = task_module._parts(labels, 3)
+    assert sorted([*kept.tolist(), *held.tolist()]) == list(range(40))
+    assert labels[held].bincount().tolist() == [3] * 4
 
 
 def test_features_are_computed_once(
@@ -76,6 +84,25 @@ def test_features_are_computed_once(
     assert (again.old, again.known) == (task.old, pytest.approx(task.known))
     with pytest.raises(AssertionError, match="trained again"):
         make_task(SMOKE, context, 2)
+
+
+def test_damaged_features_are_computed_anew(context: Context, tmp_path: Path) -> None:
+    own = replace(context, cache=tmp_path, workspace=Workspace(tmp_path / "work"))
+    config = replace(SMOKE, pretraining=replace(SMOKE.pretraining, epochs=0))
+    before = make_task(config, own, 1)
+    (path,) = tmp_path.glob("features-*.safetensors")
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.warns(UserWarning, match="is damaged and is computed anew"):
+        after = make_task(config, own, 1)
+    assert torch.equal(after.train, before.train)
+
+
+def test_where_it_is_tested_does_not_change_what_is_learnt(task: Task) -> None:
+    often, once = (
+        list(moments(task, replace(SMOKE, points=points), 1))[-1].head.weight
+        for points in ((0.013, 0.1, 0.2, 0.5), (0.5,))
+    )
+    assert torch.equal(often, once)
 
 
 def test_other_splits_know_other_classes(context: Context) -> None:
@@ -120,7 +147,7 @@ def test_the_memory_holds_what_has_passed_and_the_layer_learns(task: Task) -> No
         sizes.append(len(moment.memory))
         right = moment.head(task.train).argmax(1) == task.train_labels
         accuracies.append(float(right.float().mean()))
-    assert sizes == [240, 1200, 2000]
+    assert sizes == [256, 1216, 2000]  # whole batches of 64
     before = float((start(task.train).argmax(1) == task.train_labels).float().mean())
     assert accuracies[-1] > before
 
@@ -149,7 +176,7 @@ def test_everything_is_measured_at_every_point(task: Task) -> None:
 def test_methods_that_share_a_retrieval_answer_as_they_would_alone(task: Task) -> None:
     queries, answers = scored_part(task, SMOKE)
     moment = next(iter(moments(task, SMOKE, 1)))
-    length = float(task.train.square().sum(1).mean())
+    length = key_length(task)
     local = Local(lr=1.0, steps=5, k=20)
     predictors = {"vote": mbpa.NeighborVote(k=5), "MbPA": adapting(local, 1.0, length)}
     together = compared(moment, predictors, queries, answers)
@@ -236,6 +263,10 @@ def test_the_report_is_made_of_records_alone(task: Task) -> None:
         ({"classes": 500}, "classes must be between 2 and 200, got 500"),
         ({"points": (1.0, 0.1)}, "points must be positive and rising"),
         ({"scarce": 0.0}, "scarce must be above 0"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"scored": 0}, "scored must be at least 1, got 0"),
+        ({"held_out": 500}, "held_out must be at most 400"),
+        ({"held_out": 400, "classes": 2, "pretraining": Pretraining(batch=128)}, "at most 100"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(change: dict, message: str) -> None:

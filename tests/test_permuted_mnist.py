@@ -21,7 +21,14 @@ import torch
 import mbpa
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.permuted_mnist import EXPERIMENT, run, tune, tuning
-from mbpa.experiments.permuted_mnist.config import PRESETS, Local, PermutedMnistConfig, of_size
+from mbpa.experiments.permuted_mnist.config import (
+    PRESETS,
+    SEARCH_SEED,
+    Local,
+    PermutedMnistConfig,
+    of_size,
+    searched,
+)
 from mbpa.experiments.permuted_mnist.figures import sections
 from mbpa.experiments.permuted_mnist.scoring import (
     memory_of,
@@ -387,6 +394,11 @@ def test_the_report_is_made_of_records_alone(records: list[Record]) -> None:
         ({"test_images": 20_000}, "test_images must be 1 to 10000, got 20000"),
         ({"der_alpha": (1.0, 2.0, 3.0)}, "der_alpha must have one value, or 2"),
         ({"alone": Local(k=(1, 2, 3))}, "alone.k must have one value, or 2"),
+        ({"seeds": (1, 1)}, "none of them twice"),
+        ({"memory_per_task": ()}, "memory_per_task must name at least one size"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"tasks": 0}, "tasks must be at least 1, got 0"),
+        ({"memory_per_task": (4,)}, "switch_every must be a multiple of that: 40 is not"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(change: dict, message: str) -> None:
@@ -394,12 +406,55 @@ def test_settings_that_make_no_sense_are_refused(change: dict, message: str) -> 
         replace(TINY, **change)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"k": (0,)}, {"lr": (float("nan"),)}, {"steps": (0,)}, {"layers": (4,)}, {"decay": (-1.0,)}],
+)
+def test_adaptations_that_make_no_sense_are_refused(change: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        Local(**change)
+
+
+def test_a_search_says_what_it_looked_at_and_does_not_depend_on_what_it_chose() -> None:
+    asked = searched(PRESETS["paper"])
+    assert (asked.part, asked.seeds, asked.switching) == ("validation", (SEARCH_SEED,), False)
+    changed = replace(PRESETS["paper"], ewc_strength=7.0, alone=Local(k=(3,)), vote_k=(9,))
+    assert searched(changed) == asked
+    assert searched(replace(changed, hidden=300)) != asked
+
+
+def test_claims_without_evidence_are_not_called_true(records: list[Record]) -> None:
+    config = json.loads(json.dumps(vars(TINY), default=vars))
+    results = [Result("permuted-mnist", "smoke", 0, config, {}, 1.0, "mbpa run", records)]
+    claims = {row[0]: row[1] for row in sections(results)[0].tables[1].rows}
+    assert claims["MbPA beats EWC for n > 100"] == "no such n"
+
+
+def test_five_sizes_of_memory_can_be_drawn(records: list[Record]) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    sizes = (10, 20, 40, 50, 100)
+    more = [
+        {**record, "memory_per_task": size}
+        for record in records
+        for size in sizes
+        if record["memory_per_task"] == 10
+    ]
+    plain = [record for record in records if record["memory_per_task"] is None]
+    config = json.loads(json.dumps(vars(replace(TINY, switching=False)), default=vars))
+    config["memory_per_task"] = list(sizes)
+    results = [Result("permuted-mnist", "x", 0, config, {}, 1.0, "mbpa run", plain + more)]
+    for figure in sections(results)[0].figures:
+        figure.draw(Figure(figsize=figure.size, layout="constrained"))
+
+
 def test_the_presets_are_what_the_protocol_asks_for() -> None:
     paper = PRESETS["paper"]
     assert (paper.tasks, paper.examples, paper.test_images) == (20, 10_000, 10_000)
     assert paper.memory_per_task == (100, 500, 1000, 5000)
     assert len(paper.seeds) >= 5
-    assert tuning.SEED not in paper.seeds
+    assert SEARCH_SEED not in paper.seeds
     assert isinstance(EXPERIMENT.presets["quick"], PermutedMnistConfig)
 
 

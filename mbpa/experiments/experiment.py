@@ -77,6 +77,9 @@ class Experiment(Generic[Config]):
     """
     sections: Callable[[Sequence[Result]], list[Section]]
     """What the report shows of the results of one preset, one result a seed."""
+    searched: Callable[[Config], Config] | None = None
+    """What a search runs with, given a preset: other seeds, other data, and what it is to choose as
+    it was before; so that its file says so, and is the same before and after."""
     tune: Callable[[Config, Context], BySeed] | None = None
     """The search for hyper-parameters: records of what was tried, and for each field of the config
     that was settled one with the name `chosen`, the field as `setting`, and its `value`."""

@@ -9,6 +9,7 @@ error of each at many inputs that nobody has seen, for several draws of the poin
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,10 +45,10 @@ class IllustrationConfig:
     training_steps: int = 100
     """Few, so that the network explains some points and not others."""
     training_lr: float = 1e-2
-    attention_k: int = 5
+    attention_k: int = 8
     attention_bandwidth: float = 0.1
     """Of the Gaussian kernel, here and below."""
-    mbpa_k: int = 5
+    mbpa_k: int = 8
     mbpa_bandwidth: float = 0.1
     mbpa_lr: float = 0.05
     mbpa_steps: int = 100
@@ -66,6 +67,12 @@ class IllustrationConfig:
         for name in ("points", "width", "queries", "figure_points"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name} must be at least 2, got {getattr(self, name)}")
+        for name in ("attention_k", "mbpa_k", "mbpa_steps", "training_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("attention_bandwidth", "mbpa_bandwidth", "mbpa_lr", "training_lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not LEFT <= self.figure_query <= RIGHT:
             raise ValueError(
                 f"figure_query must be between {LEFT} and {RIGHT}, got {self.figure_query}"

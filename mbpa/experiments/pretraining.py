@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mbpa.experiments.experiment import Context
-from mbpa.experiments.resnet import ResNet
+from mbpa.experiments.resnet import DEPTHS, ResNet
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,12 @@ class Pretraining:
     label_smoothing: float = 0.1
     padding: int = 4
     """By how many pixels a crop may be off the middle."""
+
+    def __post_init__(self) -> None:
+        if self.layers not in DEPTHS:
+            raise ValueError(f"layers must be one of {tuple(DEPTHS)}, got {self.layers}")
+        if min(self.width, self.batch) < 1 or min(self.epochs, self.padding) < 0:
+            raise ValueError(f"width and batch must be at least 1, none negative, got {self}")
 
 
 @dataclass(frozen=True, eq=False)

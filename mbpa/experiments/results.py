@@ -51,6 +51,12 @@ class Result:
         return file_name(self.preset, self.seed)
 
 
+def value_of(record: Record) -> float:
+    """The number; not a number where there was none to be had."""
+    value = record["value"]
+    return math.nan if value is None else float(value)
+
+
 def file_name(preset: str, seed: int | None) -> str:
     """Of the result of one run."""
     return f"{preset}.json" if seed is None else f"{preset}-seed{seed}.json"
@@ -141,7 +147,8 @@ def read_result(path: Path) -> Result:
     Raises:
         ExperimentError: it is damaged, or is something else.
     """
-    way_out = f"move it away, or write it anew with `mbpa run {path.parent.name} --again`"
+    kind = "tune" if path.name.startswith(TUNED) else "run"
+    way_out = f"move it away, and write it anew with `mbpa {kind} {path.parent.name}`"
     try:
         result = _parsed(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:

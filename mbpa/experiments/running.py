@@ -51,9 +51,15 @@ class Run:
     kind: Literal["run", "tune"] = "run"
 
     @property
+    def settings(self) -> Any:
+        """The config that is really run with."""
+        return self._asked(self.config)
+
+    @property
     def label(self) -> str:
         """How its files begin: with the preset's name only if the settings are the preset's."""
-        mine, given = _plain(self.config), _plain(preset(self.experiment, self.preset))
+        mine = _plain(self.settings)
+        given = _plain(self._asked(preset(self.experiment, self.preset)))
         if self.kind == "run":  # its files name the seed
             mine, given = {**mine, "seeds": None}, {**given, "seeds": None}
         label = self.preset if mine == given else f"custom-{_digest(mine)[:8]}"
@@ -76,7 +82,7 @@ class Run:
 
     def config_of(self, seed: int | None) -> dict[str, Any]:
         """The settings of one seed, as its result has them."""
-        config = _plain(self.config)
+        config = _plain(self.settings)
         return config if seed is None else {**config, "seeds": [seed]}
 
     def result(
@@ -94,6 +100,10 @@ class Run:
             metrics=metrics,
         )
 
+    def _asked(self, config: Any) -> Any:
+        searched = self.experiment.searched
+        return searched(config) if self.kind == "tune" and searched else config
+
     def with_seeds(self, seeds: Sequence[int]) -> Run:
         """The same for other seeds."""
         return dataclasses.replace(
@@ -105,7 +115,7 @@ class Run:
         identity = {
             "kind": self.kind,
             "experiment": self.experiment.name,
-            "config": _plain(self.config),
+            "config": _plain(self.settings),
             "device": device.type,
             "torch": str(torch.__version__),
             "code": code_digest(),
@@ -147,7 +157,7 @@ def execute(
         if workspace.is_begun():
             say("going on where an interrupted run left off")
         context = Context(device, data_dir, workspace, progress, run.out / CACHE)
-        found = _checked(work(run.config, context), run)
+        found = _checked(work(run.settings, context), run)
         seconds = workspace.seconds / len(found)
         for seed, records in found.items():
             if seed not in there:

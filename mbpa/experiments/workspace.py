@@ -158,11 +158,15 @@ def _unpacked(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def _lock_of(folder: Path) -> int:
     """The descriptor of a lock file that is locked, and is still the one in the folder."""
+    attempts = 0
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:
+            attempts += 1
+            if attempts > 100:
+                raise  # it cannot be made at all
             continue  # whoever was at work has just finished, and removed the folder
         try:
             if sys.platform != "win32":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,9 +19,14 @@ class Vote:
     """A vote of the neighbours."""
 
     k: int = 50
+    """Neighbours."""
     bandwidth: float = 0.0
-    """Of a Gaussian kernel, in units of the mean distance of the nearest neighbour; 0: the paper's
+    """Of a Gaussian kernel, in units of the mean distance between nearest entries; 0: the paper's
     inverse distance."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.bandwidth < 0:
+            raise ValueError(f"k must be at least 1, bandwidth not negative, got {self}")
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,17 @@ class Local:
     lr: float = 0.1
     """For gradients, divided by the mean square of a key's length."""
     steps: int = 10
+    """Of the adaptation."""
     k: int = 50
+    """Neighbours."""
     bandwidth: float = 0.0
     """As that of a vote."""
     decay: float = 0.0
+    """The pull back to the layer's own parameters."""
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.k) < 1 or not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"steps and k must be at least 1, lr positive, got {self}")
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class ImagesConfig:
     """Half of the classes are known, then all arrive; only the last layer learns."""
 
     seeds: tuple[int, ...] = (1, 2, 3, 4)
-    """One random half of the classes each. The settings were chosen with 0."""
+    """One random half of the classes each; 0 is for choosing settings."""
     part: Literal["test", "validation"] = "test"
     """Which images are scored: the published ones, or training images that were held out."""
     size: int = 40
@@ -72,8 +85,19 @@ class ImagesConfig:
     gradient: Local = field(default_factory=Local)
 
     def __post_init__(self) -> None:
-        if not self.seeds:
-            raise ValueError("seeds must name at least one, got none")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must name at least one, none of them twice, got {self.seeds}")
+        for name in ("batch", "scored", "capacity", "held_out"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.held_out > 400:
+            raise ValueError(f"held_out must be at most 400 of a class's 500, got {self.held_out}")
+        trained = self.classes // 2 * (500 - self.held_out)
+        if self.pretraining.batch > trained:
+            raise ValueError(
+                f"pretraining.batch must be at most {trained}, the images there are, "
+                f"got {self.pretraining.batch}"
+            )
         if not 2 <= self.classes <= 200:
             raise ValueError(f"classes must be between 2 and 200, got {self.classes}")
         rising = list(self.points) == sorted(set(self.points))

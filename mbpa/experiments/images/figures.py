@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mbpa.experiments.results import Result
+from mbpa.experiments.results import Result, value_of
 from mbpa.experiments.sections import Figure, Section, Table
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Scores:
         for result in results:
             for record in result.metrics:
                 key = record["name"], record["method"], record["subset"], record["epochs"]
-                self._values.setdefault(key, []).append(float(record["value"] or 0))
+                self._values.setdefault(key, []).append(value_of(record))
                 if str(record["method"]) not in self.methods:
                     self.methods.append(str(record["method"]))
 
@@ -188,4 +188,4 @@ def _curve(panel: Axes, scores: Scores, method: str, subset: str) -> None:
     low = [m - d for m, d in zip(mean, deviation, strict=True)]
     high = [m + d for m, d in zip(mean, deviation, strict=True)]
     panel.fill_between(points, low, high, color=color, alpha=0.15, linewidth=0)
-    panel.plot(points, mean, color=color, label=method, linewidth=1.8)
+    panel.plot(points, mean, color=color, label=method, linewidth=1.8, marker="o", markersize=3)

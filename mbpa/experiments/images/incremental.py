@@ -59,16 +59,15 @@ def moments(task: Task, config: ImagesConfig, seed: int) -> Iterator[Moment]:
     device = task.train.device
     head = grown_head(task)
     memory = mbpa.ExactMemory(config.capacity, task.train.shape[1], device=device)
-    length = float(task.train.square().sum(1).mean())
-    optimizer = torch.optim.SGD(head.parameters(), config.lr / length, config.momentum)
+    optimizer = torch.optim.SGD(head.parameters(), config.lr / key_length(task), config.momentum)
     rows, orders = stream_of(task, config, seed)
-    epochs_needed = int(config.points[-1] + 0.999)
+    batches = [max(1, round(point * len(rows) / config.batch)) for point in config.points]
+    epochs_needed = batches[-1] * config.batch // len(rows) + 1
     order = torch.cat([next(orders) for _ in range(epochs_needed)])
-    stops = [max(1, round(point * len(rows))) for point in config.points]
     seen = written = 0
-    for point, stop in zip(config.points, stops, strict=True):
-        while seen < stop:
-            batch = order[seen : min(seen + config.batch, stop)]
+    for point, stop in zip(config.points, batches, strict=True):  # whole batches, wherever it stops
+        while seen < stop * config.batch:
+            batch = order[seen : seen + config.batch]
             loss = functional.cross_entropy(head(task.train[batch]), task.train_labels[batch])
             optimizer.zero_grad()
             loss.backward()
@@ -95,7 +94,7 @@ def grown_head(task: Task) -> nn.Linear:
 def run_split(task: Task, config: ImagesConfig, seed: int) -> list[Record]:
     """Everything that is measured of one split."""
     queries, answers = scored_part(task, config)
-    length = float(task.train.square().sum(1).mean())
+    length = key_length(task)
     groups = subsets(task, config, answers)
     records: list[Record] = []
     curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -107,7 +106,10 @@ def run_split(task: Task, config: ImagesConfig, seed: int) -> list[Record]:
                 value = 100 * float(hits[members].double().mean())
                 shared = _shared(config, seed, method, subset)
                 records.append({**shared, "epochs": moment.epochs, "name": "top1", "value": value})
-                first = (0.0, 100 * float(start[members].double().mean()))
+                before = (
+                    0.0 if method == "memory only" else 100 * float(start[members].double().mean())
+                )
+                first = (0.0, before)  # a memory without entries knows nothing
                 curves.setdefault((method, subset), [first]).append((moment.epochs, value))
     for (method, subset), curve in curves.items():
         shared = _shared(config, seed, method, subset)
@@ -129,7 +131,7 @@ def answered(
     length: float,
 ) -> dict[str, Bool[Tensor, "Q"]]:
     """Which queries each method gets right; one retrieval for all."""
-    near = mean_nearest(moment.memory, queries)
+    near = mean_nearest(moment.memory)
     return compared(moment, config.predictors(near, length), queries, answers)
 
 
@@ -155,9 +157,15 @@ def compared(
     return {name: torch.cat(parts) for name, parts in right.items()}
 
 
-def mean_nearest(memory: mbpa.Memory, queries: Float[Tensor, "Q D"]) -> float:
-    """The scale of distances: that of the nearest neighbour, over some queries."""
-    return float(memory.read(queries[:1000], 1, keys_for=0).distances.sqrt().mean())
+def mean_nearest(memory: mbpa.Memory) -> float:
+    """The scale of distances: how far some entries are from the nearest other one."""
+    some = memory.entries().keys[:1000]
+    return float(memory.read(some, 2, keys_for=0).distances[:, -1].sqrt().mean())
+
+
+def key_length(task: Task) -> float:
+    """The mean square of a key's length, over what the network was trained on."""
+    return float(task.train[task.train_labels < task.old].square().sum(1).mean())
 
 
 def scored_part(task: Task, config: ImagesConfig) -> tuple[Float[Tensor, "Q D"], Int[Tensor, "Q"]]:

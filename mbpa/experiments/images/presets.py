@@ -1,4 +1,4 @@
-"""The presets: what is run, with settings that `mbpa tune incremental-images` chose."""
+"""The presets: what is run. Their settings are first guesses until a search has been run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SMOKE = ImagesConfig(
     classes=6,
     held_out=100,
     scored=120,
-    pretraining=Pretraining(width=4, epochs=1, batch=50),
+    pretraining=Pretraining(width=4, epochs=1, batch=100),
     points=(0.1, 1.0),
 )
 QUICK = ImagesConfig(

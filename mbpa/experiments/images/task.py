@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from mbpa.experiments import data
+from mbpa.experiments import data, pretraining, resnet
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.pretraining import Pictures, accuracy, features_of, pretrained
+from mbpa.experiments.results import write_whole
 
 FORMAT = 1  # of the kept features
 
@@ -29,8 +35,6 @@ class Task:
     """The data set's number of each class, the known ones first."""
     train: Float[Tensor, "N D"]
     train_labels: Int[Tensor, "N"]
-    train_images: Int[Tensor, "N"]
-    """Their places among the data set's training images."""
     validation: Float[Tensor, "V D"]
     validation_labels: Int[Tensor, "V"]
     test: Float[Tensor, "Q D"]
@@ -43,24 +47,39 @@ class Task:
 
 def make_task(config: ImagesConfig, context: Context, seed: int) -> Task:
     """Trained and computed once for all runs that ask for the same."""
-    path = context.cache / f"features-{_fingerprint(config, seed)}.safetensors"
-    if path.exists():
-        tensors = load_file(path, device=str(context.device))
+    path = context.cache / f"features-{_fingerprint(config, context, seed)}.safetensors"
+    tensors = _read(path, context.device)
+    if tensors is not None:
         old, known = int(tensors.pop("old")), float(tensors.pop("known"))
         return Task(old=old, known=known, **tensors)
     task = _computed(config, context, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.tmp")
-    tensors = {name: torch.as_tensor(value).cpu() for name, value in vars(task).items()}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
-    part.replace(path)
+    kept = {name: torch.as_tensor(value).cpu() for name, value in vars(task).items()}
+    write_whole(path, save({name: tensor.contiguous() for name, tensor in kept.items()}))
     return task
 
 
-def _fingerprint(config: ImagesConfig, seed: int) -> str:
+def _read(path: Path, device: torch.device) -> dict[str, Tensor] | None:
+    """What was kept, if it is whole."""
+    try:
+        return load_file(path, device=str(device))
+    except FileNotFoundError:
+        return None
+    except SafetensorError:
+        warnings.warn(f"{path} is damaged and is computed anew", stacklevel=2)
+        return None
+
+
+def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
     """Of all that the features depend on."""
     names = "size", "classes", "held_out"
-    told = {name: getattr(config, name) for name in names} | {"seed": seed, "format": FORMAT}
+    told: dict[str, Any] = {name: getattr(config, name) for name in names} | {
+        "seed": seed,
+        "format": FORMAT,
+    }
+    told |= {"torch": str(torch.__version__), "device": context.device.type}
+    told["data"] = str(data.data_dir(context.data_dir).resolve())
+    told["code"] = [inspect.getsource(module) for module in (pretraining, resnet)]
     told["pretraining"] = dataclasses.asdict(config.pretraining)
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -89,7 +108,6 @@ def _computed(config: ImagesConfig, context: Context, seed: int) -> Task:
         classes=classes,
         train=features[kept],
         train_labels=place[train.labels],
-        train_images=kept.to(context.device),
         validation=features[held],
         validation_labels=place[everything.labels[held]],
         test=features_of(network, test.images),

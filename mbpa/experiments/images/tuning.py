@@ -19,7 +19,7 @@ from torch import nn
 import mbpa
 from mbpa.experiments.experiment import BySeed, Context
 from mbpa.experiments.images.config import ImagesConfig, Local, Vote, adapting, voting
-from mbpa.experiments.images.incremental import mean_nearest, moments, scored_part
+from mbpa.experiments.images.incremental import key_length, mean_nearest, moments, scored_part
 from mbpa.experiments.images.task import Task, make_task
 from mbpa.experiments.results import Record
 
@@ -52,7 +52,7 @@ class Search:
     def __init__(self, task: Task, config: ImagesConfig, tick: Callable[[], object]) -> None:
         self.task, self.config, self.tick = task, config, tick
         self.queries, self.answers = scored_part(task, config)
-        self.length = float(task.train.square().sum(1).mean())
+        self.length = key_length(task)
         self.records: list[Record] = []
         self.snapshots: list[Snapshot] = []
 
@@ -111,7 +111,7 @@ class Search:
             entries = moment.memory.entries()
             memory.write(entries.keys, entries.values)  # the stream's own goes on growing
             neighbors = memory.read(self.queries, min(max(COUNTS), count))
-            near = mean_nearest(memory, self.queries)
+            near = mean_nearest(memory)
             yield Snapshot(copy.deepcopy(moment.head), memory, neighbors, near)
 
 

@@ -8,14 +8,17 @@ where a task ends; EWC has to be. Differences from the paper are numbered in doc
 
 from __future__ import annotations
 
+import contextlib
+
 from mbpa.experiments import data
-from mbpa.experiments.experiment import BySeed, Context, Experiment
-from mbpa.experiments.permuted_mnist.config import PRESETS, Local, PermutedMnistConfig
+from mbpa.experiments.experiment import BySeed, Context, Experiment, one_thread
+from mbpa.experiments.permuted_mnist.config import PRESETS, Local, PermutedMnistConfig, searched
 from mbpa.experiments.permuted_mnist.figures import sections
 from mbpa.experiments.permuted_mnist.scoring import records_of, scored
 from mbpa.experiments.permuted_mnist.training import Training
 from mbpa.experiments.permuted_mnist.tuning import tune
 
+WIDE = 100  # units, from where a second thread helps
 __all__ = ["EXPERIMENT", "Local", "PermutedMnistConfig", "run", "tune"]
 
 
@@ -24,7 +27,8 @@ def run(config: PermutedMnistConfig, context: Context) -> BySeed:
     data.require("mnist", context.data_dir)
     streams = [False, True] if config.switching else [False]
     records: BySeed = {seed: [] for seed in config.seeds}
-    with context.bar(len(streams) * config.tasks, "permuted MNIST", "tasks") as bar:
+    threads = one_thread() if config.hidden < WIDE else contextlib.nullcontext()
+    with threads, context.bar(len(streams) * config.tasks, "permuted MNIST", "tasks") as bar:
         for switches in streams:
             training = Training(config, context, switches)
             training.resume()
@@ -52,5 +56,6 @@ EXPERIMENT = Experiment(
     presets=PRESETS,
     run=run,
     sections=sections,
+    searched=searched,
     tune=tune,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +16,8 @@ SCORED = 10_000
 LAYERS = ("0", "2", "4")
 """The names of the linear layers in `nets.sequential`."""
 
+SEARCH_SEED = 1000
+"""Of the search for settings; no run uses it."""
 BY_SIZE = ("der_alpha", "der_beta", "vote_k", "vote_bandwidth")
 LOCALS = ("alone", "random", "on_ewc", "on_replay", "on_der")
 """Fields of the config that have a value for each size of the memory; and those made of such."""
@@ -27,14 +30,29 @@ class Local:
     """How MbPA adapts; one number, or one for each size of the memory."""
 
     lr: tuple[float, ...] = (0.1,)
+    """Of the adaptation."""
     steps: tuple[int, ...] = (5,)
+    """Of the adaptation."""
     k: tuple[int, ...] = (10,)
+    """Neighbours."""
     bandwidth: tuple[float, ...] = (0.0,)
     """Of a Gaussian kernel on pixel distances; 0: the paper's inverse distance."""
     decay: tuple[float, ...] = (0.0,)
     """The pull back to the network's own parameters."""
     layers: tuple[int, ...] = (3,)
-    """How many layers adapt, counted from the output."""
+    """How many layers adapt, counted from the output; 1 to 3."""
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(lr) and lr > 0 for lr in self.lr):
+            raise ValueError(f"lr must be positive, got {self.lr}")
+        for name in ("steps", "k", "layers"):
+            if not all(value >= 1 for value in getattr(self, name)):
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not all(layers <= len(LAYERS) for layers in self.layers):
+            raise ValueError(f"layers must be at most {len(LAYERS)}, got {self.layers}")
+        for name in ("bandwidth", "decay"):
+            if not all(value >= 0 for value in getattr(self, name)):
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def predictor(self, size: int) -> mbpa.Adapted:
         """For the memory of this place among the sizes."""
@@ -62,6 +80,7 @@ class PermutedMnistConfig:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """One repetition each: permutations, images, their order, initial weights."""
     tasks: int = 20
+    """Permutations, one after the other."""
     examples: int = 10_000
     """Of a task."""
     memory_per_task: tuple[int, ...] = (100, 500, 1000, 5000)
@@ -73,6 +92,7 @@ class PermutedMnistConfig:
     part: Literal["test", "validation"] = "test"
     """Which images are scored."""
     hidden: int = 400
+    """Units of each of the two hidden layers."""
     epochs: int = 2
     """Passes over a task before the next arrives. Examples are stored during the last."""
     batch: int = 50
@@ -88,7 +108,9 @@ class PermutedMnistConfig:
     der_beta: tuple[float, ...] = (1.0,)
     """Weight of the stored labels."""
     vote_k: tuple[int, ...] = (1,)
+    """Neighbours that vote."""
     vote_bandwidth: tuple[float, ...] = (0.0,)
+    """Of the kernel of the vote."""
     alone: Local = field(default_factory=Local)
     """MbPA on the plain MLP."""
     random: Local = field(default_factory=Local)
@@ -102,10 +124,17 @@ class PermutedMnistConfig:
     switching: bool = True
     """Also run the stream whose task changes every `switch_every` examples."""
     switch_every: int = 500
+    """Examples."""
 
     def __post_init__(self) -> None:
-        if not self.seeds:
-            raise ValueError("seeds must name at least one, got none")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must name at least one, none of them twice, got {self.seeds}")
+        if not self.memory_per_task:
+            raise ValueError("memory_per_task must name at least one size, got none")
+        counts = "tasks", "examples", "hidden", "epochs", "batch", "fisher_images", "switch_every"
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for n in self.memory_per_task:
             if not 1 <= n <= self.examples or self.examples % n:
                 raise ValueError(f"memory_per_task must divide examples {self.examples}, got {n}")
@@ -120,6 +149,13 @@ class PermutedMnistConfig:
             )
         if not 1 <= self.examples <= POOL:
             raise ValueError(f"examples must be between 1 and {POOL}, got {self.examples}")
+        if self.switching and any(
+            self.switch_every % (self.examples // n) for n in self.memory_per_task
+        ):
+            raise ValueError(
+                f"one of every examples / memory_per_task is stored, and switch_every must be a "
+                f"multiple of that: {self.switch_every} is not, for {self.memory_per_task}"
+            )
         for name in ("test_images", "curve_images"):
             if not 1 <= getattr(self, name) <= SCORED:
                 raise ValueError(f"{name} must be 1 to {SCORED}, got {getattr(self, name)}")
@@ -129,6 +165,14 @@ class PermutedMnistConfig:
         for name in LOCALS:
             for setting, values in vars(getattr(self, name)).items():
                 _check_sizes(f"{name}.{setting}", values, sizes)
+
+
+def searched(config: PermutedMnistConfig) -> PermutedMnistConfig:
+    """What the search runs with."""
+    fresh = PermutedMnistConfig()
+    names = "ewc_strength", *BY_SIZE, *LOCALS
+    untuned: dict[str, Any] = {name: getattr(fresh, name) for name in names}
+    return replace(config, seeds=(SEARCH_SEED,), part="validation", switching=False, **untuned)
 
 
 def of_size(values: tuple[Number, ...], size: int) -> Number:
