@@ -246,8 +246,8 @@ class _Tap(nn.Module):
     forward = __call__
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here cannot be found by pickle
-        # The layer's own __getstate__, for which the standard library has no types.
-        return _new_tap, (type(self).__bases__[1],), self.__getstate__()  # type: ignore[no-untyped-call]
+        state = self.__getstate__()  # type: ignore[no-untyped-call]  # the library has no types
+        return _new_tap, (type(self).__bases__[1],), state
 
 
 def _tapped(layer: nn.Module, on_call: Callable[..., Any], at: str) -> nn.Module:

@@ -183,6 +183,5 @@ def _pure(activation: nn.Module) -> nn.Module:
     """The same, leaving its input alone."""
     if getattr(activation, "inplace", False):
         activation = copy.copy(activation)
-        # torch's types know no attributes of modules but tensors and modules.
-        activation.inplace = False  # type: ignore[assignment]
+        activation.inplace = False  # type: ignore[assignment]  # torch types only tensors, modules
     return activation

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -76,8 +77,8 @@ class Search:
         """The setting that does best; the first of equals."""
         found = []
         for setting in settings:
-            found.append(self._mean(lambda near: make(setting, near)))  # noqa: B023 (called at once)
-            self._note(method, dataclasses.asdict(setting), found[-1])  # type: ignore[call-overload]
+            found.append(self._mean(partial(make, setting)))
+            self._note(method, vars(setting), found[-1])
         return settings[max(range(len(found)), key=lambda place: found[place])]
 
     def chosen(self, value: object, within: str) -> None:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -65,7 +66,7 @@ def scored(training: Training, place: int, images: int) -> dict[Name, Score]:
     models = {size: _models(config, networks, memory, size) for size, memory in memories.items()}
     for part, (tasks, queries, answers) in enumerate(questions(training, place, images)):
         for name, network in networks.items():
-            scores[name].take(tasks, answers, lambda: network(queries))  # noqa: B023 (called at once)
+            scores[name].take(tasks, answers, partial(network, queries))
         for size, memory in memories.items():
             start = now(queries)
             k = max(model.predictor.k for model in models[size].values())
@@ -78,21 +79,16 @@ def scored(training: Training, place: int, images: int) -> dict[Name, Score]:
                     start = now(queries)
                     found = random_neighbors(memory, queries, model.predictor.k, draws)
                     needed = now(queries) - start
+                predict = partial(model, keys=queries, neighbors=found)
                 if not part and queries.is_cuda:
-                    model(keys=queries, neighbors=found)  # kernels are compiled, untimed
-                scores[method, size].take(
-                    tasks,
-                    answers,
-                    lambda: model(keys=queries, neighbors=found),  # noqa: B023 (called at once)
-                    needed,
-                )
+                    predict()  # kernels are compiled, untimed
+                scores[method, size].take(tasks, answers, predict, needed)
     return scores
 
 
 def records_of(training: Training, scores: dict[Name, Score]) -> list[Record]:
     """What the report is made of."""
     config = training.config
-    is_last = training.done == len(training.blocks)
     records: list[Record] = []
     for (method, size), score in scores.items():
         accuracies = score.accuracies
@@ -105,7 +101,7 @@ def records_of(training: Training, scores: dict[Name, Score]) -> list[Record]:
         }
         mean = sum(accuracies.values()) / len(accuracies)
         records.append({**shared, "name": "mean_accuracy", "value": mean})
-        if is_last:
+        if training.is_over:
             cost = 1e6 * score.seconds / sum(score.asked.values())
             records.append({**shared, "name": "microseconds_per_prediction", "value": cost})
             records += [
