@@ -5,12 +5,14 @@ The hook must be in place before anything imports `mbpa`, hence the order below.
 
 import importlib.util
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import hypothesis
 import jaxtyping
+import numpy
 import pytest
 import torch
 from beartype import BeartypeConf, FrozenDict, beartype
@@ -36,6 +38,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 hypothesis.settings.register_profile("mbpa", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("mbpa")
+
+
+@pytest.fixture(autouse=True)
+def _one_seed_for_every_test() -> None:
+    """What a test draws must not depend on the tests that ran before it in the same worker."""
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture

@@ -34,7 +34,8 @@ def test_the_first_example_is_twelve_lines_and_explains_itself(
     statements = [line for line in example.splitlines() if line.strip()]
     assert len(statements) <= 12
     exec(compile(example, "README.md", "exec"), {})
-    assert "class 5" in capsys.readouterr().out
+    after = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("after"))
+    assert after.split()[1:3] == ["class", "5"]  # whatever the seed: sixty of sixty tried
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
