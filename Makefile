@@ -7,11 +7,12 @@ READY := $(VENV)/.ready
 export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo report test check bench clean
+.PHONY: help demo report docs test check bench clean
 
 help:
 	@echo "make demo    a network meets digits it was not trained on: table, figure, explanation"
 	@echo "make report  one page of all results, drawn from results/"
+	@echo "make docs    bring tables and figures in the documents up to date with results/"
 	@echo "make test    formatting, types and all tests"
 	@echo "make check   formatting and types alone"
 	@echo "make bench   how fast the engine is, against a loop, torch.func and the hardware"
@@ -27,6 +28,10 @@ demo: $(READY)
 
 report: $(READY)
 	$(BIN)/mbpa report results --out report
+
+docs: $(READY)
+	$(BIN)/mbpa report results --documents README.md docs/*.md
+	$(BIN)/python -m benchmarks.report
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks --curves

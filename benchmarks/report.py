@@ -1,9 +1,10 @@
-"""`python -m benchmarks.report`: tables for the documentation, and growth curves as a figure."""
+"""`python -m benchmarks.report`: tables of the documentation, and growth curves as a figure."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from benchmarks.__main__ import LIMITS
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("results/benchmarks"))
+    parser.add_argument("--document", type=Path, default=Path("docs/engine.md"))
     parser.add_argument("--figure", type=Path, default=Path("docs/engine.png"))
     arguments = parser.parse_args()
-    found = {path.stem: json.loads(path.read_text()) for path in arguments.results.glob("*.json")}
-    for device, report in found.items():
-        print(f"\n{device}: {report['machine']['device']}, torch {report['machine']['torch']}\n")
-        print(adaptation_table(report["parts"].get("adaptation", []), device == "cuda"))
+    found = reports(arguments.results)
+    page = arguments.document.read_text("utf-8")
+    arguments.document.write_text(refresh(page, found), "utf-8")
+    print(f"tables: {arguments.document}")
     curves = {
         device: report["parts"]["curves"][0]
         for device, report in found.items()
@@ -26,24 +28,56 @@ def main() -> None:
     }
     if curves:
         draw(curves, arguments.figure)
-        print(f"\nfigure: {arguments.figure}")
+        print(f"figure: {arguments.figure}")
+
+
+def reports(folder: Path) -> dict[str, dict[str, Any]]:
+    """What was measured, by device."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def adaptation_table(results: list[dict[str, Any]], with_limit: bool) -> str:
-    names = ["adaptation", "engine", "vote", "head", "torch.func", "loop"]
-    head = ["case", "path", *names, "loop / engine", "torch.func / engine", "off by"]
-    head += ["limit"] if with_limit else []
+    names = ["adaptation", "engine", "vote", "torch.func", "loop"]
+    head = ["case", "path", *names, "loop / engine", "off by", *(["limit"] if with_limit else [])]
     rows = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
     for result in results:
         micro = result["microseconds"]
-        cells = [result["case"], result["path"], *(f"{micro[name]:.3g}" for name in names)]
-        cells += [f"{micro[slow] / micro['engine']:.3g}" for slow in ("loop", "torch.func")]
-        cells.append(f"{result['error']:.0e}")
+        cells = [described(result), result["path"], *(_rounded(micro[name]) for name in names)]
+        cells += [_rounded(micro["loop"] / micro["engine"]), f"{result['error']:.0e}"]
         if with_limit:
             least = max(result[kind] / LIMITS[kind] for kind in ("operations", "bytes"))
-            cells.append(f"{1e6 * least:.2g}")
+            cells.append(_rounded(1e6 * least))
         rows.append(cells)
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def described(result: dict[str, Any]) -> str:
+    """The case in numbers."""
+    *sizes, classes = result["sizes"]
+    rule, _, settings = result["rule"].partition("(")
+    steps = re.search(r"steps=(\d+)", settings)
+    assert steps
+    head = f"D {sizes[0]}, C {classes:,}" if not sizes[1:] else "-".join(map(str, result["sizes"]))
+    told = [head, f"K {result['k']}", f"T {steps[1]}", f"batch {result['batch']:,}"]
+    return ", ".join(told + ([rule] if rule != "Gradient" else []))
+
+
+def _rounded(number: float) -> str:
+    """Three digits, or two where they would be thousandths."""
+    if number >= 100:
+        return f"{float(f'{number:.3g}'):,.0f}"
+    return f"{number:.3g}" if number >= 1 else f"{number:.2g}"
+
+
+def refresh(page: str, reports: dict[str, dict[str, Any]]) -> str:
+    """A document with the tables that the results make today, each between its two markers."""
+    for device, report in reports.items():
+        table = adaptation_table(report["parts"]["adaptation"], device == "cuda")
+        begin, end = f"<!-- benchmarks: {device} -->\n", "<!-- end of benchmarks -->"
+        before, found, rest = page.partition(begin)
+        if found:
+            page = before + begin + table + rest[rest.index(end) :]
+    return page
 
 
 def draw(curves: dict[str, dict[str, Any]], path: Path) -> None:

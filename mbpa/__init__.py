@@ -8,13 +8,14 @@ from mbpa.kernels import exp_dot, gaussian, inverse_distance, uniform
 from mbpa.memory import ExactMemory, Memory, Neighbors
 from mbpa.model import MbPA
 from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric, Predictor
-from mbpa.rules import Adam, Gradient, RMSprop, Rule
+from mbpa.rules import MAP, Adam, Gradient, RMSprop, Rule
 from mbpa.split import split
 from mbpa.stream import score_stream
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "MAP",
     "Adam",
     "Adapted",
     "CheckpointError",

@@ -172,11 +172,18 @@ class Report(Command):
     """Directory for index.html and the figures; made if it does not exist."""
     presets: tuple[str, ...] = ()
     """Show the results of these alone."""
+    documents: tuple[Path, ...] = ()
+    """Instead of a page: bring the tables and figures in these Markdown files up to date."""
 
     def run(self) -> int:
+        from mbpa.experiments.documents import refresh
         from mbpa.experiments.report import write_report
 
-        print(f"wrote {write_report(self.results, self.out, self.presets)}")
+        for document in self.documents:
+            news = refresh(document, self.results)
+            print(f"{document} {'brought up to date' if news else 'is up to date'}")
+        if not self.documents:
+            print(f"wrote {write_report(self.results, self.out, self.presets)}")
         return 0
 
 

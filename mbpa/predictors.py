@@ -15,10 +15,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mbpa.adaptation import CROSS_ENTROPY, SQUARED_ERROR, Adaptation, Engine, Loss, Problem
+from mbpa.adaptation import (
+    CROSS_ENTROPY,
+    SQUARED_ERROR,
+    Adaptation,
+    Engine,
+    Loss,
+    Problem,
+    require_convex,
+)
 from mbpa.kernels import Kernel, inverse_distance, neighbor_weights
 from mbpa.memory import Memory, Neighbors, validation
-from mbpa.rules import Rule, require_rule
+from mbpa.rules import MAP, Rule, require_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +132,8 @@ class Adapted(Predictor):
     """The head after local adaptation to the neighbours: memory-based parameter adaptation.
 
     Args:
-        rule: how the parameters move: `Gradient`, `RMSprop`, `Adam`, or your own `Rule`.
+        rule: how the parameters move: `Gradient`, `RMSprop`, `Adam`, or your own `Rule`; or where
+            to: `MAP`.
         k: number of neighbours (the paper: performance saturates after 50).
         kernel: how much each neighbour counts.
         loss: "cross_entropy", "squared_error", or a function of outputs (K, …) and values (K, …)
@@ -168,6 +177,8 @@ class Adapted(Predictor):
             raise ValueError(f"loss {CROSS_ENTROPY!r} needs labels, the memory holds targets")
         if self.loss == SQUARED_ERROR and memory.holds_labels:
             raise ValueError(f"loss {SQUARED_ERROR!r} needs targets, the memory holds labels")
+        if isinstance(self.rule, MAP):
+            require_convex(head, self.loss or CROSS_ENTROPY, memory.key_shape)
 
     def _predict(self, context: Context) -> Float[Tensor, "B *C"]:
         return context.finished(self._adapt(context)[1].outputs)

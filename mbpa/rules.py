@@ -14,7 +14,7 @@ import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -146,6 +146,53 @@ class Adam(Rule):
             for name, mean in means.items()
         }
         return _moved(params, scaled, start, self.lr, self.decay), (step, means, squares)
+
+
+@dataclass(frozen=True)
+class MAP(Rule):
+    """The optimum itself, which `Gradient` steps with `decay = lr · prior` approach:
+
+        θˣ = argmin Σ_k w_k loss(head(h_k), v_k) + prior/2 ‖θˣ − θ‖²
+
+    That is the paper's equation 3 with nothing left to choose but the prior: no step size, no
+    number of steps. It takes a head that is one linear layer, and cross-entropy or squared error,
+    for which there is one optimum.
+
+    It is not made of steps that a gradient leads to, as the other rules are, but of products of
+    the neighbours, so it has no `update`; the library solves for it.
+
+    Args:
+        prior: how much moving the parameters costs, above zero: without it neighbours that can be
+            told apart have no optimum. A large one leaves the head as it is.
+        tolerance: the outputs at a query are within this of the optimum's, as a Euclidean
+            distance (log-probabilities within √2 times that), or within what rounding allows.
+            Squared error is solved directly.
+        most_steps: of conjugate gradients; where they do not suffice for `tolerance` a warning
+            says so.
+    """
+
+    prior: float
+    tolerance: float = 1e-4
+    most_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "most_steps", validation.count("most_steps", self.most_steps))
+        for name in ("prior", "tolerance"):
+            number: Any = getattr(self, name)
+            if not isinstance(number, Real) or not 0 < float(number) < float("inf"):
+                raise ValueError(f"{name} must be a finite number above 0, got {number!r}")
+            object.__setattr__(self, name, float(number))
+
+    @property
+    def steps(self) -> int:  # type: ignore[override]  # derived where the others store it
+        """As many as it may take."""
+        return self.most_steps
+
+    def update(self, params: Params, grads: Params, start: Params, state: Any) -> NoReturn:
+        raise NotImplementedError(
+            "MAP has no update: it is solved as a whole, for heads that are one linear layer; "
+            "Gradient(lr, steps, decay=lr * prior) steps towards the same optimum"
+        )
 
 
 def require_rule(rule: Rule) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 from mbpa.kernels import exp_dot, gaussian, inverse_distance, uniform
 from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric
-from mbpa.rules import Adam, Gradient, RMSprop
+from mbpa.rules import MAP, Adam, Gradient, RMSprop
 
 _OURS: dict[str, type] = {
     cls.__name__: cls
     for cls in (
         *(Parametric, Adapted, NeighborVote, Mixture),
-        *(Gradient, RMSprop, Adam),
+        *(Gradient, RMSprop, Adam, MAP),
         *(inverse_distance, gaussian, exp_dot, uniform),
     )
 }

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import mbpa
 from mbpa.experiments.experiment import Context
-from mbpa.experiments.images import INCREMENTAL, UNBALANCED, run, tune, tuning
+from mbpa.experiments.images import INCREMENTAL, NEIGHBOURHOODS, SENSITIVITY, UNBALANCED, run
 from mbpa.experiments.images import task as task_module
-from mbpa.experiments.images.config import ImagesConfig, Local, Vote, adapting
+from mbpa.experiments.images.discriminant import statistics, with_discriminants
 from mbpa.experiments.images.incremental import (
     area,
     compared,
     grown_head,
-    key_length,
     moments,
     run_split,
     scored_part,
+    situation_of,
     stream_of,
     subsets,
 )
+from mbpa.experiments.images.methods import METHODS, Kept, Local, Mixed, Scale, Situation, Vote
 from mbpa.experiments.images.presets import PRESETS
 from mbpa.experiments.images.task import Task, make_task
 from mbpa.experiments.pretraining import Pretraining
@@ -67,7 +71,7 @@ def test_half_of_the_classes_are_known_and_what_is_scored_is_never_trained_on(ta
 
 def test_images_held_out_are_no_training_images() -> None:
     labels = torch.arange(40) % 4
-    kept, held = task_module._parts(labels, 3)
+    kept, held = task_module.parts_of(labels, 3)
     assert sorted([*kept.tolist(), *held.tolist()]) == list(range(40))
     assert labels[held].bincount().tolist() == [3] * 4
 
@@ -155,8 +159,7 @@ def test_the_memory_holds_what_has_passed_and_the_layer_learns(task: Task) -> No
 def test_everything_is_measured_at_every_point(task: Task) -> None:
     records = run_split(task, SMOKE, 1)
     methods = {r["method"] for r in of(records, name="top1")}
-    expected = ["parametric", "memory only", "mixture", "MbPA (RMSprop)", "MbPA (gradient)"]
-    assert methods == set(expected)
+    assert methods == set(METHODS)
     for method in methods:
         for subset in ("novel", "pre-trained", "all"):
             found = of(records, name="top1", method=method, subset=subset)
@@ -176,12 +179,11 @@ def test_everything_is_measured_at_every_point(task: Task) -> None:
 def test_methods_that_share_a_retrieval_answer_as_they_would_alone(task: Task) -> None:
     queries, answers = scored_part(task, SMOKE)
     moment = next(iter(moments(task, SMOKE, 1)))
-    length = key_length(task)
-    local = Local(lr=1.0, steps=5, k=20)
-    predictors = {"vote": mbpa.NeighborVote(k=5), "MbPA": adapting(local, 1.0, length)}
-    together = compared(moment, predictors, queries, answers)
-    for name, predictor in predictors.items():
-        model = mbpa.MbPA(head=moment.head, memory=moment.memory, predictor=predictor)
+    situation = situation_of(moment, task)
+    settings = {"vote": Vote(5), "MbPA": Local(lr=1.0, k=20), "kept": Kept(k=10)}
+    models = {name: each.model(situation) for name, each in settings.items()}
+    together = compared(models, queries, answers)
+    for name, model in models.items():
         alone = model(queries).argmax(1) == answers
         assert (together[name] == alone).float().mean() > 0.99
 
@@ -210,26 +212,18 @@ def test_a_split_that_is_done_is_not_done_again(
     assert run(SMOKE, context) == records
 
 
-def test_the_search_looks_at_images_that_were_held_out(
-    context: Context, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("experiment", [SENSITIVITY, NEIGHBOURHOODS], ids=lambda e: e.name)
+def test_other_experiments_have_the_same_features(
+    experiment: Any, task: Task, context: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    grids = {"LAYER_RATES": (0.03, 0.3), "COUNTS": (5, 50), "BANDWIDTHS": (0.0,), "STEPS": (1, 5)}
-    grids |= {"WEIGHTS": (0.3, 0.7), "DECAYS": (0.0, 0.1), "POINTS": (0.1, 0.5)}
-    grids |= {"RATES": {"gradient": (0.3, 3.0), "rmsprop": (1e-3,)}}
-    for name, values in grids.items():
-        monkeypatch.setattr(tuning, name, values)
-    asked: list[ImagesConfig] = []
-    real = tuning.scored_part
-    monkeypatch.setattr(
-        tuning, "scored_part", lambda task, config: asked.append(config) or real(task, config)
-    )
-    records = tune(SMOKE, context)[None]
-    assert {config.part for config in asked} == {"validation"}
-    chosen = {r["setting"]: r["value"] for r in of(records, name="chosen")}
-    assert {"lr", "vote.k", "mixture_weight", "rmsprop.lr", "gradient.steps"} <= set(chosen)
-    tried = of(records, name="top1", method="memory only")
-    best = max(tried, key=lambda record: float(record["value"] or 0))
-    assert chosen["vote.k"] == best["k"]
+    monkeypatch.setattr(task_module, "pretrained", None)
+    config = experiment.presets["smoke"]
+    (records,) = experiment.run(config, replace(context, workspace=Workspace(tmp_path))).values()
+    assert {r["split"] for r in records} == {1}
+    if experiment is NEIGHBOURHOODS:
+        assert {"right_alone", "wrong_alone"} <= {r["name"] for r in records}
+    else:
+        assert {r["method"] for r in of(records, name="top1")} == set(METHODS)
 
 
 def test_the_report_is_made_of_records_alone(task: Task) -> None:
@@ -275,8 +269,57 @@ def test_settings_that_make_no_sense_are_refused(change: dict, message: str) -> 
 
 
 def test_settings_follow_the_scale_of_the_keys() -> None:
-    rule = adapting(Local(lr=2.0, bandwidth=0.5), 4.0, 10.0).rule
+    rule = Local(lr=2.0, bandwidth=0.5).predictor(Scale(4.0, 10.0)).rule
     assert isinstance(rule, mbpa.Gradient)
     assert rule.lr == pytest.approx(0.2)
-    config = replace(SMOKE, vote=Vote(7, 0.5))
-    assert config.predictors(4.0, 10.0)["memory only"].kernel == mbpa.gaussian(2.0)
+    config = replace(SMOKE, vote=Vote(7, 0.5), mixture=Mixed(9, 0.25, weight=0.3))
+    situation = Situation(nn.Linear(3, 6), mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3)
+    situation.memory.write(torch.ones(1, 3), [4])
+    found = {name: model.predictor for name, model in config.models(situation).items()}
+    assert list(found) == list(METHODS)
+    assert found["memory only"] == mbpa.NeighborVote(mbpa.gaussian(2.0), k=7)
+    vote = mbpa.NeighborVote(mbpa.gaussian(1.0), k=9)
+    assert found["mixture"] == mbpa.Mixture(mbpa.Parametric(), vote, weights=(0.7, 0.3))
+
+
+def test_what_keeps_the_old_classes_has_rows_from_the_memory(task: Task) -> None:
+    moment = next(iter(moments(task, SMOKE, 1)))
+    situation = situation_of(moment, task)
+    kept = Kept(shrinkage=0.2, row_scale=0.7, offset=2.0)
+    head, entries = kept.model(situation).head, moment.memory.entries()
+    found = with_discriminants(
+        moment.head,
+        statistics(entries.keys, entries.values, 6),
+        old=task.old,
+        shrinkage=0.2,
+        scale=0.7,
+        offset=2.0,
+    )
+    assert torch.equal(head.weight, found.weight)
+    assert torch.equal(head.weight[: task.old], moment.head.weight[: task.old])
+    assert torch.equal(head.bias, found.bias)
+
+
+def test_rmsprop_starts_where_it_is_told_to() -> None:
+    local = Local("rmsprop", lr=0.01, steps=3, decay=0.1, initial_square=1.0)
+    rule = local.predictor(Scale(4.0, 10.0)).rule
+    assert rule == mbpa.RMSprop(0.01, 3, 0.1, initial_square=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (lambda: Vote(k=0), "k must be at least 1"),
+        (lambda: Mixed(bandwidth=-1.0), "bandwidth not negative"),
+        (lambda: Mixed(weight=1.5), "weight must be between 0 and 1, got 1.5"),
+        (lambda: Local(lr=0.0), "lr positive"),
+        (lambda: Local(decay=-0.1), "decay and initial_square must not be negative"),
+        (lambda: Kept(row_scale=0.0), "row_scale must be positive"),
+        (lambda: Kept(k=0), "k must be at least 1"),
+    ],
+)
+def test_methods_refuse_settings_that_make_no_sense(
+    settings: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings()

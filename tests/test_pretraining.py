@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from mbpa.errors import MissingExtraError
 from mbpa.experiments import pretraining
 from mbpa.experiments.experiment import Context
-from mbpa.experiments.pretraining import (
-    Pictures,
-    Pretraining,
-    accuracy,
-    augmented,
-    features_of,
-    normalised,
-    pretrained,
-)
+from mbpa.experiments.pictures import Held, Share, moved, normalised
+from mbpa.experiments.pretraining import Pretraining, features_of, initial_network, pretrained
 from mbpa.experiments.resnet import ResNet
 from mbpa.experiments.workspace import Workspace
 
@@ -30,14 +28,14 @@ def context(folder: Path) -> Context:
     return Context(torch.device("cpu"), None, Workspace(folder), progress=False)
 
 
-def pictures(count: int = 96, seed: int = 0) -> Pictures:
+def pictures(count: int = 96, seed: int = 0) -> Held:
     """Two kinds: bright on the left, or bright above."""
     draws = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % 2
     images = torch.randint(0, 120, (count, 3, 16, 16), generator=draws, dtype=torch.uint8)
     images[labels == 0, :, :, :6] += 100
     images[labels == 1, :, :6] += 100
-    return Pictures(images, labels)
+    return Held(images, labels)
 
 
 # The network
@@ -119,8 +117,12 @@ def test_small_images_keep_their_size_at_first_and_checkpoints_of_other_classes_
 
 def test_each_image_is_a_crop_of_its_mirrored_surroundings() -> None:
     images = torch.randint(0, 256, (40, 3, 9, 11), dtype=torch.uint8)
-    found = augmented(images, 2, torch.Generator().manual_seed(0))
-    assert torch.equal(found, augmented(images, 2, torch.Generator().manual_seed(0)))
+    found = moved(images, 2, torch.Generator().manual_seed(0))
+    assert torch.equal(found, moved(images, 2, torch.Generator().manual_seed(0)))
+    for rank in range(4):
+        share = Share(rank, 4)
+        mine = moved(share.part(images), 2, torch.Generator().manual_seed(0), share)
+        assert torch.equal(mine, found[10 * rank : 10 * rank + 10])
     padded = torch.nn.functional.pad(images.float(), (2, 2, 2, 2), mode="reflect").to(torch.uint8)
     moves = set()
     for image, around in zip(found, padded, strict=True):
@@ -143,10 +145,12 @@ def test_it_learns_and_its_features_are_what_the_last_layer_sees(tmp_path: Path)
     train, test = pictures(), pictures(seed=1)
     settings = replace(TINY, epochs=8, padding=1)
     network = pretrained(settings, train, 2, 3, context(tmp_path / "work"), "split")
-    assert accuracy(network, test) > 0.9
-    assert not network.training
-    found = features_of(network, test.images, batch=7)
     logits = network(normalised(test.images))
+    assert (logits.argmax(1) == test.labels).float().mean() > 0.9
+    assert not network.training
+    told: list[int] = []
+    found = features_of(network, test, most=7, tick=told.append)
+    assert sum(told) == len(test.labels)
     assert torch.allclose(network.fc(found), logits, atol=1e-5)
 
 
@@ -174,8 +178,96 @@ def test_training_goes_on_where_it_was_interrupted(
         assert torch.equal(mine, theirs)
 
 
+# On several devices
+
+
+def trained_by_two(
+    settings: Pretraining, pictures: Held, seed: int
+) -> Iterator[tuple[ResNet, torch.optim.Optimizer]]:
+    """The slow way, epoch by epoch: two halves of every batch, and the mean gradient."""
+    network = initial_network(settings, 2, pictures.size, seed)
+    optimizer = torch.optim.SGD(
+        network.parameters(), momentum=0.9, weight_decay=settings.weight_decay, nesterov=True
+    )
+    for epoch in range(settings.epochs):
+        draws = torch.Generator().manual_seed(seed * 100_003 + epoch)
+        batches = torch.randperm(len(pictures.labels), generator=draws).split(settings.batch)
+        for place, rows in enumerate(batches):
+            images = normalised(moved(pictures.images[rows], settings.padding, draws))
+            labels, half = pictures.labels[rows], settings.batch // 2
+            other = copy.deepcopy(network)  # its statistics are lost
+            for each, part in ((other, slice(half, None)), (network, slice(half))):
+                each.train().zero_grad()
+                smooth = settings.label_smoothing
+                functional.cross_entropy(
+                    each(images[part]), labels[part], label_smoothing=smooth
+                ).backward()
+            for mine, theirs in zip(network.parameters(), other.parameters(), strict=True):
+                mine.grad = (mine.grad + theirs.grad) / 2
+            share = pretraining._share(epoch + place / len(batches), settings.epochs)
+            optimizer.param_groups[0]["lr"] = settings.lr * share
+            optimizer.step()
+        yield network, optimizer
+
+
+@pytest.mark.slow
+def test_several_processes_go_on_and_average_their_gradients(tmp_path: Path) -> None:
+    pytest.importorskip("lightning_fabric")
+    settings, work = replace(TINY, devices=2), context(tmp_path)
+    for epoch, (wanted, optimizer) in enumerate(trained_by_two(settings, pictures(48), 3)):
+        state = {"network": wanted.state_dict(), "optimizer": optimizer.state_dict()}
+        if epoch == 1:
+            work.workspace.save("split", {"epochs": epoch + 1, **state})
+            before = copy.deepcopy(state["network"])
+    found = pretrained(settings, pictures(48), 2, 3, work, "split").state_dict()
+    for name, tensor in state["network"].items():
+        change, error = ((tensor - other[name]).float().norm() for other in (before, found))
+        assert error < 0.01 * change, name
+    assert Workspace(tmp_path).load("split")["epochs"] == settings.epochs
+
+
+def test_one_device_needs_no_fabric_and_several_ask_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lightning_fabric", None)
+    pretrained(replace(TINY, epochs=1), pictures(16), 2, 3, context(tmp_path / "one"), "split")
+    with pytest.raises(MissingExtraError, match=r"Fabric is not installed.*mbpa\[experiments\]"):
+        pretrained(replace(TINY, devices=2), pictures(), 2, 3, context(tmp_path / "two"), "split")
+
+
+def test_halves_of_a_batch_have_its_gradient_on_average() -> None:
+    """With statistics that do not depend on the batch: those that are shared are only gradients."""
+    network = initial_network(TINY, 2, 16, 0).eval()
+    some = pictures(16)
+    gradients = []
+    for share in (Share(), Share(0, 2), Share(1, 2)):
+        network.zero_grad()
+        logits = network(normalised(share.part(some.images)))
+        functional.cross_entropy(logits, share.part(some.labels)).backward()
+        gradients.append([param.grad.clone() for param in network.parameters()])
+    for whole, first, second in zip(*gradients, strict=True):
+        assert torch.allclose(whole, (first + second) / 2, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 20}, "layers must be one of"),
+        ({"devices": 0}, "devices must be at least 1"),
+        ({"devices": 3}, "batch must be a multiple of devices, got 16 and 3"),
+        ({"smallest_crop": 0.0}, "smallest_crop must be above 0 and at most 1, got 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **change)
+
+
+# Pictures
+
+
 def test_classes_are_chosen_and_numbered_by_their_place() -> None:
     images = torch.arange(5, dtype=torch.uint8)[:, None, None, None].expand(5, 3, 2, 2)
-    chosen = Pictures(images, torch.tensor([4, 0, 2, 4, 1])).of_classes(torch.tensor([4, 1]))
+    chosen = Held(images, torch.tensor([4, 0, 2, 4, 1])).of_classes(torch.tensor([4, 1]))
     assert chosen.labels.tolist() == [0, 0, 1]
     assert chosen.images[:, 0, 0, 0].tolist() == [0, 3, 4]

@@ -16,7 +16,7 @@ PUBLIC = {
     *("MbPA", "split", "score_stream", "Engine", "Explanation"),
     *("Memory", "ExactMemory", "Neighbors"),
     *("inverse_distance", "gaussian", "exp_dot", "uniform"),
-    *("Rule", "Gradient", "RMSprop", "Adam"),
+    *("Rule", "Gradient", "RMSprop", "Adam", "MAP"),
     *("Predictor", "Parametric", "Adapted", "NeighborVote", "Mixture"),
     *("CheckpointError", "MissingExtraError"),
     "testing",

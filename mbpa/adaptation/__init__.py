@@ -2,6 +2,15 @@
 
 from mbpa.adaptation.engine import Engine
 from mbpa.adaptation.losses import CROSS_ENTROPY, SQUARED_ERROR, Loss
+from mbpa.adaptation.optimum import require_convex
 from mbpa.adaptation.problem import Adaptation, Problem
 
-__all__ = ["CROSS_ENTROPY", "SQUARED_ERROR", "Adaptation", "Engine", "Loss", "Problem"]
+__all__ = [
+    "CROSS_ENTROPY",
+    "SQUARED_ERROR",
+    "Adaptation",
+    "Engine",
+    "Loss",
+    "Problem",
+    "require_convex",
+]

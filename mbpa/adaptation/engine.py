@@ -13,9 +13,20 @@ from torch import Tensor, nn
 
 from mbpa.adaptation.layers import layered
 from mbpa.adaptation.losses import CROSS_ENTROPY
+from mbpa.adaptation.optimum import optimum
 from mbpa.adaptation.per_query import dense, functional
 from mbpa.adaptation.per_query import is_fused as is_dense_fused
-from mbpa.adaptation.plan import DENSE, FUNCTIONAL, LAYERS, ONE_STEP, PATHS, SPAN, Plan, make_plan
+from mbpa.adaptation.plan import (
+    DENSE,
+    FUNCTIONAL,
+    LAYERS,
+    ONE_STEP,
+    OPTIMUM,
+    PATHS,
+    SPAN,
+    Plan,
+    make_plan,
+)
 from mbpa.adaptation.problem import Adaptation, Problem
 from mbpa.adaptation.span import one_step, span, step_factors
 from mbpa.adaptation.stored import OutputStore, StoredOutputs, table_bytes
@@ -43,7 +54,8 @@ class Engine:
             the memory and time. Used where the log-probabilities are certain to be within 1e-3;
             other calls take the long way.
         path: compute everything this way ("functional", "dense", "span", "one step", "layers")
-            rather than the cheapest way; a `ValueError` where that cannot be done.
+            rather than the cheapest way; a `ValueError` where that cannot be done. (`MAP` has a
+            way of its own, "optimum", and no other.)
         rates: of the device, for choosing the cheapest way; measured if not given.
     """
 
@@ -155,7 +167,7 @@ class Engine:
 
 
 def _uses_table(path: str, problem: Problem) -> bool:
-    return path in (SPAN, ONE_STEP) or (path == DENSE and is_dense_fused(problem))
+    return path in (SPAN, ONE_STEP, OPTIMUM) or (path == DENSE and is_dense_fused(problem))
 
 
 def _looked_up(
@@ -195,4 +207,5 @@ SOLVERS: dict[str, Callable[[Problem, StoredOutputs | None, bool], Solved]] = {
     SPAN: span,
     ONE_STEP: _one_step,
     LAYERS: lambda problem, stored, want_change: layered(problem, want_change),
+    OPTIMUM: optimum,
 }

@@ -15,19 +15,24 @@ from torch import Tensor, nn
 
 from mbpa.adaptation.layers import layered_cost
 from mbpa.adaptation.losses import CROSS_ENTROPY, SQUARED_ERROR, loss_per_neighbor
+from mbpa.adaptation.optimum import BUFFERS, require_convex
 from mbpa.adaptation.per_query import is_fused as is_dense_fused
 from mbpa.adaptation.per_query import shell_of
 from mbpa.adaptation.problem import Problem
 from mbpa.adaptation.span import is_fused
 from mbpa.adaptation.stored import takes_product
 from mbpa.device import Rates
-from mbpa.rules import Adam, Gradient, RMSprop, Rule
+from mbpa.rules import MAP, Adam, Gradient, RMSprop, Rule
 
 FUNCTIONAL, DENSE, SPAN, ONE_STEP, LAYERS = "functional", "dense", "span", "one step", "layers"
 PATHS = FUNCTIONAL, DENSE, SPAN, ONE_STEP, LAYERS
-CPU_BYTES = {SPAN: 1 << 23, DENSE: 1 << 26, LAYERS: 1 << 26, FUNCTIONAL: 1 << 26}
-"""Of scratch, above which larger chunks are slower on a CPU: what `span` passes over at each step
-no longer fits its caches, and what the others make anew is given back to the system in between."""
+OPTIMUM = "optimum"  # the only path of `MAP`, and of no other rule: nothing to choose
+USUAL_STEPS = 30  # to the optimum, for a price
+CPU_BYTES = dict.fromkeys((SPAN, OPTIMUM), 1 << 23)
+CPU_BYTES |= dict.fromkeys((DENSE, LAYERS, FUNCTIONAL), 1 << 26)
+"""Of scratch, above which larger chunks are slower on a CPU: what `span` and `optimum` pass over at
+each step no longer fits its caches, and what the others make anew is given back to the system in
+between."""
 NARROW = 16  # columns; a product with fewer takes as long
 
 
@@ -92,6 +97,8 @@ def make_plan(
 
 
 def _prices(problem: Problem, table_rows: int | None, want_change: bool) -> dict[str, Price]:
+    if isinstance(problem.rule, MAP):
+        return {OPTIMUM: _optimum(problem, table_rows is not None)}
     prices = {FUNCTIONAL: _functional(problem)}
     is_gradient = type(problem.rule) is Gradient  # a subclass may move the parameters otherwise
     if problem.linear is not None:
@@ -186,6 +193,23 @@ def _one_step(problem: Problem, table_rows: int, want_change: bool) -> Price:
         calls=8 if is_kernel else 25,
         held=held,
     )
+
+
+def _optimum(problem: Problem, is_kept: bool) -> Price:
+    require_convex(problem.head, problem.loss, problem.queries.shape[1:])
+    count, classes = problem.weights.shape[1], problem.outputs.shape[1]
+    key, size = problem.queries.shape[1], problem.dtype.itemsize
+    table, gram = count * classes, count**2
+    steps = USUAL_STEPS if problem.loss == CROSS_ENTROPY else 1
+    operations = 2 * gram * key + 4 * count * table * steps
+    operations += 0 if is_kept else 2 * table * key
+    # The Gram matrix is made and factored in float64, beside the outputs.
+    held = size * table + 16 * gram + max(8 * count * key, size * gram)
+    if problem.loss == CROSS_ENTROPY:
+        held = max(held, size * (BUFFERS * table + gram + classes))
+    else:
+        held = max(held, size * table + 16 * gram + max(8 * gram, 20 * table))
+    return Price(operations, 40 * size * table * steps, 60 + 35 * steps, held)
 
 
 COPIES = {Gradient: (2, 4, 2), RMSprop: (5, 6, 3), Adam: (6, 8, 4)}

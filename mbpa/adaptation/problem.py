@@ -91,12 +91,9 @@ class Problem:
     def linear(self) -> LinearHead | None:
         """The head as a matrix, where it is one and its loss has a derivative in closed form."""
         head = self.head
-        if type(head) is not nn.Linear or self.queries.ndim != 2:
+        if why_not_linear(head, self.loss, self.queries.shape[1:]):
             return None
-        if self.loss not in (CROSS_ENTROPY, SQUARED_ERROR):
-            return None
-        if _does_more(head):
-            return None
+        assert isinstance(head, nn.Linear)  # or there is a reason
         bias = None if head.bias is None else head.bias.detach().to(self.dtype)
         weight = head.weight.detach().to(self.dtype)
         return LinearHead(weight, bias, "weight" in self.adapting, "bias" in self.adapting)
@@ -160,6 +157,20 @@ class Adaptation:
         """What came of it for some of the queries."""
         change = None if self.change is None else self.change[rows]
         return replace(self, outputs=self.outputs[rows], change=change)
+
+
+def why_not_linear(head: nn.Module, loss: str | Loss, key_shape: tuple[int, ...]) -> str | None:
+    """What keeps a head from being one matrix for keys of this shape, and its loss from having a
+    derivative in closed form; `None` if nothing does."""
+    if type(head) is not nn.Linear:
+        return f"the head is a {type(head).__name__}"
+    if _does_more(head):
+        return "the head has hooks or a forward of its own"
+    if len(key_shape) != 1:
+        return f"keys have shape {tuple(key_shape)}"
+    if loss not in (CROSS_ENTROPY, SQUARED_ERROR):
+        return f"the loss is {getattr(loss, '__qualname__', loss)}"
+    return None
 
 
 def _does_more(module: nn.Module) -> bool:

@@ -67,7 +67,7 @@ def _recursion(
         outputs = torch.cat([head(problem.keys), problem.at_queries[:, None]], 1)
     else:
         outputs = stored.gathered(problem.at_queries)
-    gram = _products(head, problem.keys @ problem.keys.mT)
+    gram = inner_products(head, problem.keys @ problem.keys.mT)
     pull = outputs.new_zeros(batch, count + 1, count + 1)
     torch.mul(gram, problem.weights[:, None], out=pull[:, :count, :count])
     torch.mul(_query_products(problem, head), problem.weights, out=pull[:, count, :count])
@@ -159,7 +159,7 @@ def _linear_and_gradient(problem: Problem) -> tuple[LinearHead, Gradient]:
 
 
 def _query_products(problem: Problem, head: LinearHead) -> Float[Tensor, "B K"]:
-    return _products(head, _dots(problem))
+    return inner_products(head, _dots(problem))
 
 
 def _dots(problem: Problem) -> Float[Tensor, "B K"]:
@@ -168,8 +168,8 @@ def _dots(problem: Problem) -> Float[Tensor, "B K"]:
     return torch.bmm(problem.keys, problem.queries[..., None])[..., 0]
 
 
-def _products(head: LinearHead, products: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
-    """Inner products of what multiplies the adapting parameters: the key, 1 for the bias, both."""
+def inner_products(head: LinearHead, of_keys: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
+    """Of what multiplies the adapting parameters: the key, 1 for the bias, both."""
     if not head.weight_adapts:
-        products = torch.zeros_like(products)
-    return products + 1 if head.bias_adapts else products
+        of_keys = torch.zeros_like(of_keys)
+    return of_keys + 1 if head.bias_adapts else of_keys

@@ -9,5 +9,8 @@ EXPERIMENTS: dict[str, str] = {
     "permuted-mnist": "mbpa.experiments.permuted_mnist:EXPERIMENT",
     "incremental-images": "mbpa.experiments.images:INCREMENTAL",
     "unbalanced-images": "mbpa.experiments.images:UNBALANCED",
+    "image-neighbourhoods": "mbpa.experiments.images:NEIGHBOURHOODS",
+    "image-sensitivity": "mbpa.experiments.images:SENSITIVITY",
+    "language": "mbpa.experiments.language:EXPERIMENT",
 }
 """Module and attribute, by name, in the order of the paper."""

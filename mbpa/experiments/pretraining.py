@@ -1,24 +1,33 @@
-"""Training an image network and reading its features, all on one device.
+"""Training an image network and reading its features, on one device or, trained, on several.
 
-Images stay where the network is, as bytes; a batch is cropped, flipped and normalised there. With
-CUDA the arithmetic is bfloat16 and channels come last.
+With CUDA the arithmetic is bfloat16 and channels come last. Several devices are as many processes
+that Lightning Fabric starts; each takes its share of every batch, gradients are averaged, batch
+normalisation sees its own share and is kept as the first process has it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mbpa.errors import ExperimentError, MissingExtraError
 from mbpa.experiments.experiment import Context
+from mbpa.experiments.pictures import WHOLE, Pictures, Share, normalised
 from mbpa.experiments.resnet import DEPTHS, ResNet
+from mbpa.experiments.workspace import Workspace
+
+SMALL = 64  # pixels: up to here the network keeps the size of the picture at first
+KEPT_EVERY, KEPT_AFTER = 10, 60.0  # the state is saved after so many epochs, or so many seconds
 
 
 @dataclass(frozen=True)
@@ -37,50 +46,28 @@ class Pretraining:
     weight_decay: float = 5e-4
     label_smoothing: float = 0.1
     padding: int = 4
-    """By how many pixels a crop may be off the middle."""
+    """By how many pixels a crop may be off the middle; of Tiny ImageNet."""
+    smallest_crop: float = 0.08
+    """The least share of a picture that is seen of it; of ImageNet."""
+    devices: int = 1
+    """That share every batch: so many GPUs, or processes on the CPU. More than one want Lightning
+    Fabric: pip install 'mbpa[experiments]'."""
 
     def __post_init__(self) -> None:
         if self.layers not in DEPTHS:
             raise ValueError(f"layers must be one of {tuple(DEPTHS)}, got {self.layers}")
-        if min(self.width, self.batch) < 1 or min(self.epochs, self.padding) < 0:
-            raise ValueError(f"width and batch must be at least 1, none negative, got {self}")
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """Images on the device, and what they show."""
-
-    images: UInt8[Tensor, "N 3 H W"]
-    labels: Int[Tensor, "N"]
-
-    def of_classes(self, classes: Int[Tensor, "C"]) -> Pictures:
-        """Those of some classes, numbered by their place among these."""
-        place = torch.full((int(self.labels.max()) + 1,), -1, device=self.labels.device)
-        place[classes] = torch.arange(len(classes), device=place.device)
-        chosen = (place[self.labels] >= 0).nonzero()[:, 0]
-        return Pictures(self.images[chosen], place[self.labels[chosen]])
-
-
-def normalised(images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B 3 H W"]:
-    """Numbers around zero, of the size of one."""
-    return (images.float() - 117.0) / 66.0
-
-
-def augmented(
-    images: UInt8[Tensor, "B 3 H W"], padding: int, draws: torch.Generator
-) -> UInt8[Tensor, "B 3 H W"]:
-    """Each image moved by up to `padding` pixels either way, its edges mirrored; half of them seen
-    in a mirror."""
-    count, _, height, width = images.shape
-    drawn = torch.randint(2 * padding + 1, (2, count, 1), generator=draws).to(images.device)
-    mirrored = torch.randint(2, (count, 1), generator=draws).to(images.device) == 1
-    rows = drawn[0] + torch.arange(height, device=images.device)
-    columns = torch.arange(width, device=images.device)
-    columns = drawn[1] + torch.where(mirrored, columns.flip(0), columns)
-    padded = functional.pad(images.float(), (padding,) * 4, mode="reflect").to(images.dtype)
-    each = torch.arange(count, device=images.device)
-    moved = padded.permute(0, 2, 3, 1)[each[:, None, None], rows[:, :, None], columns[:, None]]
-    return moved.permute(0, 3, 1, 2)
+        if min(self.width, self.batch, self.devices) < 1 or min(self.epochs, self.padding) < 0:
+            raise ValueError(
+                f"width, batch and devices must be at least 1, none negative, got {self}"
+            )
+        if self.batch % self.devices:
+            raise ValueError(
+                f"batch must be a multiple of devices, got {self.batch} and {self.devices}"
+            )
+        if not 0 < self.smallest_crop <= 1:
+            raise ValueError(
+                f"smallest_crop must be above 0 and at most 1, got {self.smallest_crop}"
+            )
 
 
 def pretrained(
@@ -96,7 +83,71 @@ def pretrained(
     Args:
         name: under which its state is kept.
     """
-    network = initial_network(settings, classes, seed)
+    job = _Job(settings, pictures, classes, seed, context, name)
+    if settings.devices > 1:
+        kept = context.workspace.load(name)
+        if (kept["epochs"] if kept else 0) < settings.epochs:
+            at_hand = replace(job, pictures=pictures.to(torch.device("cpu")))
+            work = functools.partial(_process, job=at_hand)  # Fabric would look into an argument
+            launch(work, settings.devices, context.device.type)
+        # They left the trained network there. Its time is being counted here already, so that it
+        # is looked at with other eyes.
+        other = replace(context, workspace=Workspace(context.workspace.folder), progress=False)
+        job = replace(job, context=other)
+    return _trained(job)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """What `pretrained` is asked for."""
+
+    settings: Pretraining
+    pictures: Pictures
+    classes: int
+    seed: int
+    context: Context
+    name: str
+
+
+def launch(work: Callable[[Any], None], devices: int, kind: str) -> None:
+    """Call `work` in so many new processes, each with its own `Fabric`.
+
+    Args:
+        work: can be pickled.
+        kind: of the devices, `cuda` or `cpu`.
+
+    Raises:
+        MissingExtraError: Lightning Fabric is not installed.
+        ExperimentError: there are not so many GPUs.
+    """
+    try:
+        from lightning_fabric import Fabric
+        from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+    except ImportError as error:
+        raise MissingExtraError("Lightning Fabric", extra="experiments") from error
+    if kind == "cuda" and devices > torch.cuda.device_count():
+        raise ExperimentError(
+            f"pretraining.devices asks for {devices} GPUs, there are {torch.cuda.device_count()}"
+        )
+    fabric = Fabric(
+        accelerator=kind,
+        devices=devices,
+        strategy="ddp_spawn",  # a forked process could not use the GPUs
+        plugins=[LightningEnvironment()],  # processes of this machine, whatever started this one
+    )
+    fabric.launch(work)
+
+
+def _process(fabric: Any, job: _Job) -> None:
+    """What each of several processes does; the first shows the progress and keeps the state."""
+    progress = job.context.progress and fabric.is_global_zero
+    context = replace(job.context, device=fabric.device, progress=progress)
+    _trained(replace(job, pictures=job.pictures.to(fabric.device), context=context), fabric)
+
+
+def _trained(job: _Job, fabric: Any = None) -> ResNet:
+    settings, context, name = job.settings, job.context, job.name
+    network = initial_network(settings, job.classes, job.pictures.size, job.seed)
     network.to(context.device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # a combination that torch has and its stubs lack
     optimizer = torch.optim.SGD(
         network.parameters(),
@@ -110,50 +161,76 @@ def pretrained(
         network.load_state_dict(kept["network"])
         optimizer.load_state_dict(kept["optimizer"])
         done = kept["epochs"]
+    learner = Learner(network, optimizer) if fabric is None else _one_of(fabric, network, optimizer)
+    last_kept = time.monotonic()
     with context.bar(settings.epochs, f"training {name}", "epochs", initial=done) as bar:
         for epoch in range(done, settings.epochs):
-            _epoch(network, optimizer, settings, pictures, seed, epoch)
+            _epoch(learner, settings, job.pictures, job.seed, epoch)
             bar.update()
-            if (epoch + 1) % 10 == 0 or epoch + 1 == settings.epochs:
+            due = (epoch + 1) % KEPT_EVERY == 0 or epoch + 1 == settings.epochs
+            if learner.share.rank == 0 and (due or time.monotonic() - last_kept > KEPT_AFTER):
                 state: dict[str, Any] = {"epochs": epoch + 1, "network": network.state_dict()}
                 context.workspace.save(name, {**state, "optimizer": optimizer.state_dict()})
+                last_kept = time.monotonic()
     return network.eval()
 
 
-def initial_network(settings: Pretraining, classes: int, seed: int) -> ResNet:
+def initial_network(settings: Pretraining, classes: int, size: int, seed: int) -> ResNet:
     """Untrained; the caller's random numbers are left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ResNet(settings.layers, classes, small=True, width=settings.width)
+        return ResNet(settings.layers, classes, small=size <= SMALL, width=settings.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """A network that learns from its share of every batch."""
+
+    network: nn.Module
+    """As it is called; its parameters are the optimiser's."""
+    optimizer: torch.optim.Optimizer
+    backward: Callable[[Tensor], None] = Tensor.backward
+    share: Share = WHOLE
+
+    def learn(self, loss: Float[Tensor, ""], rate: float) -> None:
+        """A step, with the mean gradient of all shares."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        self.backward(loss)
+        self.optimizer.step()
+
+
+def _one_of(fabric: Any, network: ResNet, optimizer: torch.optim.Optimizer) -> Learner:
+    """One of several that average their gradients: the wrapped network does it in `backward`."""
+    share = Share(fabric.global_rank, fabric.world_size)
+    return Learner(fabric.setup(network), optimizer, fabric.backward, share)
 
 
 def _epoch(
-    network: ResNet,
-    optimizer: torch.optim.Optimizer,
-    settings: Pretraining,
-    pictures: Pictures,
-    seed: int,
-    epoch: int,
+    learner: Learner, settings: Pretraining, pictures: Pictures, seed: int, epoch: int
 ) -> None:
     """All pictures once, in batches of one size; the few that are left over wait for another."""
-    network.train()
+    learner.network.train()
     draws = torch.Generator().manual_seed(seed * 100_003 + epoch)
-    order = torch.randperm(len(pictures.labels), generator=draws).to(pictures.labels.device)
-    batches = order[: len(order) // settings.batch * settings.batch].split(settings.batch)
-    for place, rows in enumerate(batches):
-        rate = settings.lr * _share(epoch + place / len(batches), settings.epochs)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        images = augmented(pictures.images[rows], settings.padding, draws)
+    order = torch.randperm(len(pictures.labels), generator=draws)
+    batches = len(order) // settings.batch
+    arriving = pictures.altered(
+        order[: batches * settings.batch],
+        settings.batch,
+        draws,
+        padding=settings.padding,
+        smallest_crop=settings.smallest_crop,
+        share=learner.share,
+    )
+    for place, (images, labels) in enumerate(arriving):
         with in_half(images.device):
             inputs = normalised(images).contiguous(memory_format=torch.channels_last)
-            logits = network(inputs)
+            logits = learner.network(inputs)
         loss = functional.cross_entropy(
-            logits.float(), pictures.labels[rows], label_smoothing=settings.label_smoothing
+            logits.float(), labels, label_smoothing=settings.label_smoothing
         )
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        learner.learn(loss, settings.lr * _share(epoch + place / batches, settings.epochs))
 
 
 def _share(epoch: float, epochs: int) -> float:
@@ -166,15 +243,27 @@ def _share(epoch: float, epochs: int) -> float:
 
 @torch.no_grad()
 def features_of(
-    network: ResNet, images: UInt8[Tensor, "N 3 H W"], batch: int = 1000
+    network: ResNet,
+    pictures: Pictures,
+    most: int = 1000,
+    tick: Callable[[int], object] = lambda count: None,
 ) -> Float[Tensor, "N D"]:
-    """What the last layer sees of each image, in float32."""
-    parts = []
-    for part in images.split(batch):
-        with in_half(images.device):
+    """What the last layer sees of each picture, in float32.
+
+    Args:
+        most: pictures at a time.
+        tick: told how many are done, again and again.
+    """
+    device = pictures.labels.device
+    found = torch.empty(len(pictures.labels), network.feature_size, device=device)
+    done = 0
+    for part in pictures.in_order(most):
+        with in_half(device):
             inputs = normalised(part).contiguous(memory_format=torch.channels_last)
-            parts.append(network.features(inputs).float())
-    return torch.cat(parts)
+            found[done : done + len(part)] = network.features(inputs).float()
+        done += len(part)
+        tick(len(part))
+    return found
 
 
 @contextlib.contextmanager
@@ -182,16 +271,3 @@ def in_half(device: torch.device) -> Iterator[None]:
     """bfloat16 where that is fast."""
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         yield
-
-
-def accuracy(network: nn.Module, pictures: Pictures, batch: int = 1000) -> float:
-    """On pictures whose labels are the network's own."""
-    right = 0
-    with torch.no_grad():
-        for images, labels in zip(
-            pictures.images.split(batch), pictures.labels.split(batch), strict=True
-        ):
-            with in_half(images.device):
-                inputs = normalised(images).contiguous(memory_format=torch.channels_last)
-                right += int((network(inputs).argmax(1) == labels).sum())
-    return right / len(pictures.labels)

@@ -7,7 +7,7 @@ import html
 import io
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from mbpa.experiments.experiment import Experiment, find
 from mbpa.experiments.results import TUNED, Result, read_results, write_whole
 from mbpa.experiments.sections import Figure, Section, Table
 
-__all__ = ["Figure", "Section", "Table", "chosen", "write_report"]
+__all__ = ["Figure", "Section", "Table", "chosen", "drawn", "write_report"]
 
 
 def write_report(results_folder: Path, out: Path, presets: Sequence[str] = ()) -> Path:
@@ -205,9 +205,9 @@ def _figure_html(figure: Figure, label: str, files: dict[str, bytes]) -> str:
     name = f"{figure.name}-{label}" if is_taken else figure.name
     if f"{name}.svg" in files:
         raise ValueError(f"two figures are called {name!r}")
-    drawn = _drawn(figure)
-    files.update({f"{name}.{ending}": content for ending, content in drawn.items()})
-    image = base64.b64encode(drawn["svg"]).decode()
+    pictures = drawn(figure)
+    files.update({f"{name}.{ending}": content for ending, content in pictures.items()})
+    image = base64.b64encode(pictures["svg"]).decode()
     return f"""<figure>
 <img alt="{_text(figure.caption)}" src="data:image/svg+xml;base64,{image}" />
 <figcaption>{_prose(figure.caption)}</figcaption>
@@ -256,24 +256,31 @@ STYLE: dict[str, Any] = {
 COLORS = ("#b2182b", "#2166ac", "#e08214", "#35978f", "#762a83", "#8c8c8c", "#1b7837", "#c51b7d")
 
 
-def _drawn(figure: Figure) -> dict[str, bytes]:
-    """The figure as `svg` and as `png`."""
+def drawn(figure: Figure, told: Mapping[str, str] | None = None) -> dict[str, bytes]:
+    """The figure as `svg` and as `png`.
+
+    Args:
+        told: text fields of the PNG file.
+    """
     try:
         import matplotlib
         from cycler import cycler
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
         raise MissingExtraError("matplotlib", "experiments") from error
-    drawn: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     style: Any = {**STYLE, "axes.prop_cycle": cycler(color=COLORS)}
     with matplotlib.rc_context(style):
         canvas = Canvas(figsize=figure.size, layout="constrained")
         figure.draw(canvas)
-        for ending, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
+        for ending, metadata in (
+            ("svg", {"Date": None}),
+            ("png", {"Software": None, **(told or {})}),
+        ):
             buffer = io.BytesIO()
             canvas.savefig(buffer, format=ending, metadata=metadata)
-            drawn[ending] = buffer.getvalue()
-    return drawn
+            files[ending] = buffer.getvalue()
+    return files
 
 
 CSS = """

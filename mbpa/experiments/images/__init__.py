@@ -11,14 +11,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mbpa.experiments.experiment import BySeed, Context, Experiment
+from mbpa.experiments.images import neighbourhoods, sensitivity
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.images.figures import incremental_sections, unbalanced_sections
 from mbpa.experiments.images.incremental import run_split
+from mbpa.experiments.images.neighbourhood_figures import neighbourhood_sections
 from mbpa.experiments.images.presets import PRESETS
+from mbpa.experiments.images.sensitivity_figures import sensitivity_sections
 from mbpa.experiments.images.task import make_task
-from mbpa.experiments.images.tuning import tune
+from mbpa.experiments.images.tuning import searched, tune
 
-__all__ = ["INCREMENTAL", "UNBALANCED", "ImagesConfig", "run", "tune"]
+__all__ = [
+    "INCREMENTAL",
+    "NEIGHBOURHOODS",
+    "SENSITIVITY",
+    "UNBALANCED",
+    "ImagesConfig",
+    "run",
+    "tune",
+]
 
 UNTIL_TWENTY = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 12.5, 15.0, 17.5, 20.0)
 
@@ -45,6 +56,7 @@ INCREMENTAL = Experiment(
     presets=PRESETS,
     run=run,
     sections=incremental_sections,
+    searched=searched,
     tune=tune,
 )
 
@@ -58,4 +70,22 @@ UNBALANCED = Experiment(
     },
     run=run,
     sections=unbalanced_sections,
+)
+
+NEIGHBOURHOODS = Experiment(
+    name="image-neighbourhoods",
+    summary="images that only MbPA gets right, and the neighbours it adapted to",
+    reproduces="paper, section 4.2.1, figure 5 right",
+    presets=neighbourhoods.PRESETS,
+    run=neighbourhoods.run,
+    sections=neighbourhood_sections,
+)
+
+SENSITIVITY = Experiment(
+    name="image-sensitivity",
+    summary="size of the memory, number of neighbours, rate of the last layer, and the long run",
+    reproduces="paper, appendix, figures on memory size, learning rate and neighbours",
+    presets=sensitivity.PRESETS,
+    run=sensitivity.run,
+    sections=sensitivity_sections,
 )

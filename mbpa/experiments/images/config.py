@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 import mbpa
+from mbpa.experiments.images.methods import METHODS, Kept, Local, Mixed, Settings, Situation, Vote
 from mbpa.experiments.pretraining import Pretraining
 
 EARLY = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1)
 """Epochs after which everything is tested, at the beginning."""
 LATER = (0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
-
-
-@dataclass(frozen=True)
-class Vote:
-    """A vote of the neighbours."""
-
-    k: int = 50
-    """Neighbours."""
-    bandwidth: float = 0.0
-    """Of a Gaussian kernel, in units of the mean distance between nearest entries; 0: the paper's
-    inverse distance."""
-
-    def __post_init__(self) -> None:
-        if self.k < 1 or self.bandwidth < 0:
-            raise ValueError(f"k must be at least 1, bandwidth not negative, got {self}")
-
-
-@dataclass(frozen=True)
-class Local:
-    """An adaptation to the neighbours."""
-
-    rule: Literal["rmsprop", "gradient"] = "gradient"
-    lr: float = 0.1
-    """For gradients, divided by the mean square of a key's length."""
-    steps: int = 10
-    """Of the adaptation."""
-    k: int = 50
-    """Neighbours."""
-    bandwidth: float = 0.0
-    """As that of a vote."""
-    decay: float = 0.0
-    """The pull back to the layer's own parameters."""
-
-    def __post_init__(self) -> None:
-        if min(self.steps, self.k) < 1 or not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"steps and k must be at least 1, lr positive, got {self}")
 
 
 @dataclass(frozen=True)
@@ -58,9 +22,12 @@ class ImagesConfig:
     """One random half of the classes each; 0 is for choosing settings."""
     part: Literal["test", "validation"] = "test"
     """Which images are scored: the published ones, or training images that were held out."""
+    dataset: Literal["tiny-imagenet", "imagenet"] = "tiny-imagenet"
+    """Where the images come from; the run sheet for ImageNet is docs/imagenet.md."""
     size: int = 40
-    """Of the images, in pixels."""
+    """Of the images, in pixels. Up to 64 the network's first layer is one for small images."""
     classes: int = 200
+    """That take part, chosen at random; half of them are known."""
     held_out: int = 50
     """Training images of each class that are never trained on."""
     scored: int = 10_000
@@ -73,16 +40,15 @@ class ImagesConfig:
     """Of stochastic gradient descent on the last layer, divided by the mean square of a key's
     length."""
     momentum: float = 0.9
-    capacity: int = 300_000
-    """Of the memory."""
+    capacity: int = 90_000
+    """Of the memory; an epoch of Tiny ImageNet, beyond which it would hold images twice."""
     scarce: float = 1.0
     """The share of their images that half of the new classes have."""
     vote: Vote = field(default_factory=Vote)
-    mixture: Vote = field(default_factory=Vote)
-    mixture_weight: float = 0.5
-    """Of the vote in the mixture."""
+    mixture: Mixed = field(default_factory=Mixed)
     rmsprop: Local = field(default_factory=lambda: Local("rmsprop", lr=0.001))
     gradient: Local = field(default_factory=Local)
+    kept: Kept = field(default_factory=Kept)
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -90,6 +56,19 @@ class ImagesConfig:
         for name in ("batch", "scored", "capacity", "held_out"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self._check_data()
+        rising = list(self.points) == sorted(set(self.points))
+        if not self.points or not rising or self.points[0] <= 0:
+            raise ValueError(f"points must be positive and rising, got {self.points}")
+        if not 0 < self.scarce <= 1:
+            raise ValueError(f"scarce must be above 0 and at most 1, got {self.scarce}")
+
+    def _check_data(self) -> None:
+        """As far as is known without looking: a folder of ImageNet may be any part of it."""
+        if self.size < 8:
+            raise ValueError(f"size must be at least 8, got {self.size}")
+        if self.dataset == "imagenet":
+            return
         if self.held_out > 400:
             raise ValueError(f"held_out must be at most 400 of a class's 500, got {self.held_out}")
         trained = self.classes // 2 * (500 - self.held_out)
@@ -100,42 +79,16 @@ class ImagesConfig:
             )
         if not 2 <= self.classes <= 200:
             raise ValueError(f"classes must be between 2 and 200, got {self.classes}")
-        rising = list(self.points) == sorted(set(self.points))
-        if not self.points or not rising or self.points[0] <= 0:
-            raise ValueError(f"points must be positive and rising, got {self.points}")
-        if not 0 < self.scarce <= 1:
-            raise ValueError(f"scarce must be above 0 and at most 1, got {self.scarce}")
 
-    def predictors(self, near: float, length: float) -> dict[str, mbpa.Predictor]:
-        """The methods that are compared.
+    def settings(self, method: str) -> Settings:
+        """Of one of the methods that have some."""
+        found: Settings = getattr(self, METHODS[method].settings)
+        return found
 
-        Args:
-            near: the mean distance of the nearest neighbour.
-            length: the mean square of a key's length.
-        """
-        mixed = voting(self.mixture, near)
-        shares = 1 - self.mixture_weight, self.mixture_weight
+    def models(self, situation: Situation) -> dict[str, mbpa.MbPA]:
+        """The methods that are compared, in this situation."""
+        alone = mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=mbpa.Parametric())
         return {
-            "parametric": mbpa.Parametric(),
-            "memory only": voting(self.vote, near),
-            "mixture": mbpa.Mixture(mbpa.Parametric(), mixed, weights=shares),
-            "MbPA (RMSprop)": adapting(self.rmsprop, near, length),
-            "MbPA (gradient)": adapting(self.gradient, near, length),
+            name: self.settings(name).model(situation) if method.settings else alone
+            for name, method in METHODS.items()
         }
-
-
-def adapting(local: Local, near: float, length: float) -> mbpa.Adapted:
-    """An adaptation with these settings, for keys of this scale."""
-    rule: mbpa.Rule = mbpa.Gradient(local.lr / length, local.steps, local.decay)
-    if local.rule == "rmsprop":
-        rule = mbpa.RMSprop(local.lr, local.steps, local.decay)
-    return mbpa.Adapted(rule, k=local.k, kernel=_kernel(local.bandwidth, near))
-
-
-def voting(vote: Vote, near: float) -> mbpa.NeighborVote:
-    """A vote with these settings, for distances of this scale."""
-    return mbpa.NeighborVote(_kernel(vote.bandwidth, near), k=vote.k)
-
-
-def _kernel(bandwidth: float, near: float) -> mbpa.kernels.Kernel:
-    return mbpa.gaussian(bandwidth * near) if bandwidth else mbpa.inverse_distance()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from mbpa.experiments.drawing import Spread, curve, finish, legend_below, repetitions, told
+from mbpa.experiments.images.methods import METHODS
 from mbpa.experiments.results import Result, value_of
 from mbpa.experiments.sections import Figure, Section, Table
 
@@ -13,14 +14,6 @@ if TYPE_CHECKING:
     import matplotlib.figure
     from matplotlib.axes import Axes
 
-COLORS = {
-    "parametric": "#1b7837",
-    "memory only": "#e08214",
-    "mixture": "#b2182b",
-    "MbPA (RMSprop)": "#2166ac",
-    "MbPA (gradient)": "#67a9cf",
-}
-"""As in the paper: MbPA blue, the parametric model green, the mixture red."""
 PAPER = {
     "novel": {
         "MbPA": (46.2, 64.5, 65.7, 27.4, 57.7, 63.0),
@@ -41,42 +34,78 @@ SUBSETS = {"novel": "new classes", "pre-trained": "old classes", "all": "all cla
 
 
 class Scores:
-    """The records of some splits, by what they are of."""
+    """The records of some splits, by what they are of: `capacity`, `k` or `lr`, if varied, too."""
+
+    VARIED = ("capacity", "k", "lr")
 
     def __init__(self, results: Sequence[Result]) -> None:
-        self.results = results
+        self.results, self.config = results, results[0].config
         self._values: dict[tuple[object, ...], list[float]] = {}
-        self.methods: list[str] = []
+        names = "name", "method", "subset", "epochs", *self.VARIED
         for result in results:
             for record in result.metrics:
-                key = record["name"], record["method"], record["subset"], record["epochs"]
+                key = tuple(record.get(name) for name in names)
                 self._values.setdefault(key, []).append(value_of(record))
-                if str(record["method"]) not in self.methods:
-                    self.methods.append(str(record["method"]))
 
-    def values(self, name: str, method: str, subset: str, epochs: float) -> list[float]:
-        """Of each split."""
-        return self._values.get((name, method, subset, epochs), [])
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(str(key[1]) for key in self._values))
 
-    def points(self, method: str, subset: str) -> list[float]:
-        return sorted(
-            float(str(key[3])) for key in self._values if key[:3] == ("top1", method, subset)
-        )
+    def spread(
+        self, name: str, method: str, subset: str, epochs: float, **varied: float
+    ) -> Spread | None:
+        """Over splits; `None` if it was not measured."""
+        of = (varied.get(each) for each in self.VARIED)
+        values = self._values.get((name, method, subset, epochs, *of))
+        return Spread(tuple(values)) if values else None
+
+    def across(
+        self, axis: str, name: str, method: str, subset: str, **fixed: float
+    ) -> dict[float, Spread]:
+        """By all values of one of `epochs` and what is varied, the others as given or absent."""
+        names = "epochs", *self.VARIED
+        wanted = {other: fixed.get(other) for other in names if other != axis}
+        found: dict[float, Spread] = {}
+        for key, values in self._values.items():
+            of = dict(zip(names, key[3:], strict=True))
+            at = of.pop(axis)
+            if key[:3] == (name, method, subset) and of == wanted and isinstance(at, int | float):
+                found[at] = Spread(tuple(values))
+        return dict(sorted(found.items()))
 
     @property
     def splits(self) -> str:
-        count = len(self.results)
-        return "one split" if count == 1 else f"mean ± standard deviation of {count} splits"
+        return repetitions(len(self.results), "split")
+
+
+def data_in_words(config: Mapping[str, Any]) -> str:
+    """What was seen, and what that means for the paper's numbers."""
+    size, classes = config["size"], config["classes"]
+    if config.get("dataset") == "imagenet":
+        return f"{classes} classes of ImageNet at {size}x{size} pixels."
+    return (
+        f"{classes} classes of Tiny ImageNet at {size}x{size} pixels, recompressed; the paper has "
+        "ImageNet, so compare orders, not numbers."
+    )
+
+
+def in_epochs(count: float) -> str:
+    """With its unit."""
+    return f"{count:g} epoch{'' if count == 1 else 's'}"
+
+
+def color_of(method: str) -> str:
+    """The same everywhere; grey for a method that there is no more."""
+    return METHODS[method].color if method in METHODS else "#8c8c8c"
 
 
 def incremental_sections(results: Sequence[Result]) -> list[Section]:
     """Table 1 and figure 4."""
     scores = Scores(results)
-    known = scores.values("pretrained_top1", "parametric", "pre-trained", 0.0)
+    known = scores.spread("pretrained_top1", "parametric", "pre-trained", 0.0)
     text = (
-        "Tiny ImageNet at 40x40 pixels, recompressed; the paper has ImageNet, so compare orders, "
-        "not numbers. A ResNet knows a random half of the classes "
-        f"({_spread(known)}% right on those); then all classes arrive and only the last layer "
+        f"{data_in_words(scores.config)} A ResNet knows a random half of the classes "
+        f"({told(known, 1)}% right on those); then all classes arrive and only the last layer "
         "learns. All methods have the same layer and the same memory.",
     )
     figure = Figure(
@@ -97,13 +126,13 @@ def unbalanced_sections(results: Sequence[Result]) -> list[Section]:
     scores = Scores(results)
     share = float(results[0].config["scarce"])
     subsets = ("novel-scarce", "novel-full", "pre-trained", "all")
-    last = scores.points("parametric", "all")[-1]
+    last = list(scores.across("epochs", "top1", "parametric", "all"))[-1]
     rows = [
-        [method, *(_spread(scores.values("top1", method, subset, last)) for subset in subsets)]
+        [method, *(told(scores.spread("top1", method, subset, last), 1) for subset in subsets)]
         for method in scores.methods
     ]
     table = Table(
-        f"Top-1 after {last:g} epochs, percent",
+        f"Top-1 after {in_epochs(last)}, percent",
         ["method", "new, scarce", "new, all their images", "old", "all"],
         rows,
         scores.splits,
@@ -137,21 +166,20 @@ def _table(scores: Scores, subset: str) -> Table:
     ]
     rows = []
     for method in scores.methods:
-        cells = [_spread(scores.values("top1", method, subset, span)) for span in SPANS]
-        cells += [_spread(scores.values("auc", method, subset, span)) for span in SPANS]
-        rows.append([method, *cells])
+        rows.append(
+            [
+                method,
+                *(
+                    told(scores.spread(name, method, subset, span), 1)
+                    for name in ("top1", "auc")
+                    for span in SPANS
+                ),
+            ]
+        )
     for method, numbers in PAPER.get(subset, {}).items():
         rows.append([f"paper (ImageNet): {method}", *(f"{number:.1f}" for number in numbers)])
     return Table(
         f"{SUBSETS[subset].capitalize()}, percent, by epochs", columns, rows, scores.splits
-    )
-
-
-def _spread(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    return f"{statistics.fmean(values):.1f}" + (
-        f" ± {statistics.stdev(values):.1f}" if values[1:] else ""
     )
 
 
@@ -163,29 +191,25 @@ def _caption(scores: Scores) -> str:
 
 
 def _draw(
-    canvas: matplotlib.figure.Figure, scores: Scores, subsets: dict[str, str] | None = None
+    canvas: matplotlib.figure.Figure, scores: Scores, subsets: Mapping[str, str] = SUBSETS
 ) -> None:
-    subsets = subsets or SUBSETS
     panels = canvas.subplots(1, len(subsets), squeeze=False)[0]
     for panel, (subset, title) in zip(panels, subsets.items(), strict=True):
         for method in scores.methods:
-            _curve(panel, scores, method, subset)
-        panel.set_title(title, fontsize=11, loc="left")
-        panel.set_xlabel("epochs of all classes")
-        panel.set_xscale("function", functions=(lambda x: x**0.5, lambda x: x**2))
-        panel.grid(axis="y", color="#e5e5e5", linewidth=0.8)
-        panel.spines[["top", "right"]].set_visible(False)
+            points = scores.across("epochs", "top1", method, subset)
+            curve(panel, *unzipped(points), color_of(method), method, marker="o")
+        finish(panel, "epochs of all classes", title=title)
+        square_root(panel)
     panels[0].set_ylabel("top-1 accuracy (%)")
-    panels[-1].legend(fontsize=8.5, frameon=False)
+    legend_below(canvas, panels[0])
 
 
-def _curve(panel: Axes, scores: Scores, method: str, subset: str) -> None:
-    points = scores.points(method, subset)
-    runs = [scores.values("top1", method, subset, point) for point in points]
-    mean = [statistics.fmean(run) for run in runs]
-    deviation = [statistics.stdev(run) if run[1:] else 0.0 for run in runs]
-    color = COLORS.get(method, "#762a83")
-    low = [m - d for m, d in zip(mean, deviation, strict=True)]
-    high = [m + d for m, d in zip(mean, deviation, strict=True)]
-    panel.fill_between(points, low, high, color=color, alpha=0.15, linewidth=0)
-    panel.plot(points, mean, color=color, label=method, linewidth=1.8, marker="o", markersize=3)
+def unzipped(points: Mapping[float, Spread]) -> tuple[list[float], list[Spread]]:
+    """Where a curve is known, and what it is there."""
+    return list(points), list(points.values())
+
+
+def square_root(panel: Axes) -> None:
+    """An axis of epochs on which the beginning has room."""
+    panel.set_xscale("function", functions=(lambda x: abs(x) ** 0.5, lambda x: x**2))
+    panel.set_xlim(left=0)

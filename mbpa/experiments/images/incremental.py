@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,12 +15,16 @@ from torch.nn import functional
 
 import mbpa
 from mbpa.experiments.images.config import ImagesConfig
+from mbpa.experiments.images.methods import Scale, Situation
 from mbpa.experiments.images.task import Task
-from mbpa.experiments.results import Record
+from mbpa.experiments.results import Record, value_of
 
-MOST_QUERIES = {"cuda": 10_000, "cpu": 1_000}  # at a time
+READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 28}  # of neighbours' keys, at a time
+SOME = 1_000  # entries, whose distances tell the scale of all
 AREAS = (0.1, 1.0, 3.0)
 """Epochs up to which the area under a learning curve is measured."""
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +34,19 @@ class Moment:
     epochs: float
     head: nn.Linear
     memory: mbpa.ExactMemory
+    passed: Int[Tensor, "N"]
+    """The training images that have passed, in their order; the memory holds the last of them."""
+
+    def rows_of(self, ids: Int[Tensor, "*S"]) -> Int[Tensor, "*S"]:
+        """Which training images these entries of the memory are."""
+        return self.passed[len(self.passed) - self.memory.next_id + ids]
+
+    def with_capacity(self, capacity: int) -> Moment:
+        """The same with a memory that had been smaller; it does not change when this one does."""
+        entries, key_size = self.memory.entries(), self.memory.key_size
+        memory = mbpa.ExactMemory(capacity, key_size, device=self.memory.device)
+        memory.write(entries.keys[-capacity:], entries.values[-capacity:])
+        return Moment(self.epochs, self.head, memory, self.passed)
 
 
 def stream_of(
@@ -76,7 +95,7 @@ def moments(task: Task, config: ImagesConfig, seed: int) -> Iterator[Moment]:
         new = order[written:seen][-config.capacity :]
         memory.write(task.train[new], task.train_labels[new])
         written = seen
-        yield Moment(point, head, memory)
+        yield Moment(point, head, memory, order[:seen])
 
 
 def grown_head(task: Task) -> nn.Linear:
@@ -94,73 +113,100 @@ def grown_head(task: Task) -> nn.Linear:
 def run_split(task: Task, config: ImagesConfig, seed: int) -> list[Record]:
     """Everything that is measured of one split."""
     queries, answers = scored_part(task, config)
-    length = key_length(task)
     groups = subsets(task, config, answers)
-    records: list[Record] = []
-    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    shared: Record = {"split": seed, "part": config.part}
     start = grown_head(task)(queries).argmax(1) == answers
+    nothing = torch.zeros_like(start)  # is what a memory without entries knows
+    records: list[Record] = []
     for moment in moments(task, config, seed):
-        right = answered(moment, config, queries, answers, length)
-        for method, hits in right.items():
-            for subset, members in groups.items():
-                value = 100 * float(hits[members].double().mean())
-                shared = _shared(config, seed, method, subset)
-                records.append({**shared, "epochs": moment.epochs, "name": "top1", "value": value})
-                before = (
-                    0.0 if method == "memory only" else 100 * float(start[members].double().mean())
-                )
-                first = (0.0, before)  # a memory without entries knows nothing
-                curves.setdefault((method, subset), [first]).append((moment.epochs, value))
-    for (method, subset), curve in curves.items():
-        shared = _shared(config, seed, method, subset)
-        records += [
-            {**shared, "epochs": upto, "name": "auc", "value": area(curve, upto)}
+        right = compared(config.models(situation_of(moment, task)), queries, answers)
+        records += accuracies(right, groups, {**shared, "epochs": moment.epochs})
+    before = {name: nothing if name == "memory only" else start for name in right}
+    records += areas(accuracies(before, groups, {**shared, "epochs": 0.0}) + records)
+    known: Record = {"method": "parametric", "subset": "pre-trained", "epochs": 0.0, **shared}
+    return [*records, {**known, "name": "pretrained_top1", "value": 100 * task.known}]
+
+
+def accuracies(
+    right: Mapping[str, Bool[Tensor, "Q"]], groups: Mapping[str, Bool[Tensor, "Q"]], shared: Record
+) -> list[Record]:
+    """Records of how many queries of each subset each method gets right, in percent."""
+    return [
+        {
+            "method": method,
+            "subset": subset,
+            **shared,
+            "name": "top1",
+            "value": 100 * float(hits[members].double().mean()),
+        }
+        for method, hits in right.items()
+        for subset, members in groups.items()
+    ]
+
+
+def areas(records: list[Record]) -> list[Record]:
+    """Records of the areas under the curves that these records are the points of."""
+    curves: dict[tuple[object, object], list[Record]] = {}
+    for record in records:
+        curves.setdefault((record["method"], record["subset"]), []).append(record)
+    found: list[Record] = []
+    for points in curves.values():
+        curve = [(float(str(point["epochs"])), value_of(point)) for point in points]
+        found += [
+            {**points[0], "epochs": upto, "name": "auc", "value": area(curve, upto)}
             for upto in AREAS
             if any(epochs == upto for epochs, _ in curve)
         ]
-    known: Record = {"method": "parametric", "subset": "pre-trained", "epochs": 0.0}
-    records.append({**known, "split": seed, "name": "pretrained_top1", "value": 100 * task.known})
-    return records
-
-
-def answered(
-    moment: Moment,
-    config: ImagesConfig,
-    queries: Float[Tensor, "Q D"],
-    answers: Int[Tensor, "Q"],
-    length: float,
-) -> dict[str, Bool[Tensor, "Q"]]:
-    """Which queries each method gets right; one retrieval for all."""
-    near = mean_nearest(moment.memory)
-    return compared(moment, config.predictors(near, length), queries, answers)
+    return found
 
 
 def compared(
-    moment: Moment,
-    predictors: Mapping[str, mbpa.Predictor],
-    queries: Float[Tensor, "Q D"],
-    answers: Int[Tensor, "Q"],
-) -> dict[str, Bool[Tensor, "Q"]]:
-    """The same for any predictors."""
-    models = {
-        name: mbpa.MbPA(head=moment.head, memory=moment.memory, predictor=predictor)
-        for name, predictor in predictors.items()
-    }
-    k = max(predictor.k for predictor in predictors.values())
-    keys_for = max(predictor.keys_for for predictor in predictors.values())
-    right: dict[str, list[Tensor]] = {name: [] for name in predictors}
-    most = MOST_QUERIES[queries.device.type]
-    for part, wanted in zip(queries.split(most), answers.split(most), strict=True):
-        neighbors = moment.memory.read(part, k, keys_for=keys_for)
-        for name, model in models.items():
-            right[name].append(model(keys=part, neighbors=neighbors).argmax(1) == wanted)
+    models: Mapping[Name, mbpa.MbPA], queries: Float[Tensor, "Q D"], answers: Int[Tensor, "Q"]
+) -> dict[Name, Bool[Tensor, "Q"]]:
+    """Which queries each model gets right."""
+    right: dict[Name, list[Tensor]] = {name: [] for name in models}
+    for rows, found in predictions(models, queries):
+        for name, log_probs in found.items():
+            right[name].append(log_probs.argmax(1) == answers[rows])
     return {name: torch.cat(parts) for name, parts in right.items()}
 
 
-def mean_nearest(memory: mbpa.Memory) -> float:
-    """The scale of distances: how far some entries are from the nearest other one."""
-    some = memory.entries().keys[:1000]
-    return float(memory.read(some, 2, keys_for=0).distances[:, -1].sqrt().mean())
+def predictions(
+    models: Mapping[Name, mbpa.MbPA], queries: Float[Tensor, "Q D"]
+) -> Iterator[tuple[slice, dict[Name, Float[Tensor, "B C"]]]]:
+    """What each model says, some queries at a time; one retrieval from the memory they share."""
+    k = max(1, *(model.predictor.k for model in models.values()))
+    keys_for = max(model.predictor.keys_for for model in models.values())
+    memory = next(iter(models.values())).memory
+    most = most_queries(queries, max(1, keys_for))
+    for start in range(0, len(queries), most):
+        rows = slice(start, start + most)
+        neighbors = memory.read(queries[rows], k, keys_for=keys_for)
+        said = {
+            name: model(keys=queries[rows], neighbors=neighbors) for name, model in models.items()
+        }
+        yield rows, said
+
+
+def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
+    """How many at a time, with the keys of so many neighbours each."""
+    return max(1, READ_BYTES[queries.device.type] // (k * queries.shape[1] * queries.itemsize))
+
+
+def situation_of(moment: Moment, task: Task) -> Situation:
+    """What methods find at this moment."""
+    return Situation(moment.head, moment.memory, scale_of(moment, task), task.old)
+
+
+def scale_of(moment: Moment, task: Task) -> Scale:
+    """Of the keys in the memory; an image that is in it several times is not its own neighbour."""
+    memory = moment.memory
+    copies = int(moment.passed[-len(memory) :].bincount().max())
+    found = memory.read(memory.entries().keys[:SOME], copies + 1, keys_for=0).distances
+    nearest = found.masked_fill(found == 0, math.inf).amin(1)
+    nearest = nearest[nearest.isfinite()]
+    near = float(nearest.sqrt().mean()) if len(nearest) else 1.0  # all keys are the same
+    return Scale(near, key_length(task))
 
 
 def key_length(task: Task) -> float:
@@ -169,13 +215,18 @@ def key_length(task: Task) -> float:
 
 
 def scored_part(task: Task, config: ImagesConfig) -> tuple[Float[Tensor, "Q D"], Int[Tensor, "Q"]]:
-    """The images that are scored; where not all are, a random part."""
+    """The images that are scored, and their classes."""
     queries, answers = task.test, task.test_labels
     if config.part == "validation":
         queries, answers = task.validation, task.validation_labels
-    order = torch.randperm(len(answers), generator=torch.Generator().manual_seed(0))
-    chosen = order[: config.scored].to(answers.device)
-    return queries[chosen], answers[chosen]
+    rows = scored_rows(config, answers)
+    return queries[rows], answers[rows]
+
+
+def scored_rows(config: ImagesConfig, labels: Int[Tensor, "N"]) -> Int[Tensor, "Q"]:
+    """Which of the images are scored; where not all are, a random part."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return order[: config.scored].to(labels.device)
 
 
 def subsets(
@@ -198,7 +249,3 @@ def area(curve: list[tuple[float, float]], upto: float) -> float:
         for left, right in itertools.pairwise(points)
     )
     return total / upto
-
-
-def _shared(config: ImagesConfig, seed: int, method: str, subset: str) -> Record:
-    return {"method": method, "subset": subset, "split": seed, "part": config.part}

@@ -1,6 +1,13 @@
-"""The presets: what is run. Their settings are first guesses until a search has been run."""
+"""The presets: what is run.
+
+The settings of `PAPER` are what `mbpa tune incremental-images --preset paper` chose, as
+`results/incremental-images/tune-paper.json` has it; until that has been run they are first guesses.
+"""
 
 from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
 
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.pretraining import Pretraining
@@ -13,12 +20,21 @@ SMOKE = ImagesConfig(
     scored=120,
     pretraining=Pretraining(width=4, epochs=1, batch=100),
     points=(0.1, 1.0),
+    capacity=2_400,
 )
-QUICK = ImagesConfig(
+PAPER = ImagesConfig()
+QUICK = replace(
+    PAPER,
     seeds=(1,),
     classes=20,
     scored=1_000,
     pretraining=Pretraining(width=16, epochs=12, batch=128),
     points=(0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0),
+    capacity=9_000,
 )
-PRESETS = {"smoke": SMOKE, "quick": QUICK, "paper": ImagesConfig()}
+PRESETS = {"smoke": SMOKE, "quick": QUICK, "paper": PAPER}
+
+
+def fields_of(config: ImagesConfig) -> dict[str, Any]:
+    """What an experiment with fields of its own takes over."""
+    return {field.name: getattr(config, field.name) for field in fields(ImagesConfig)}

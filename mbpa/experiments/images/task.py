@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from mbpa.experiments import data, pretraining, resnet
+from mbpa.errors import ExperimentError
+from mbpa.experiments import data, pictures, pretraining, resnet
+from mbpa.experiments.data import pictures as reading
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.images.config import ImagesConfig
-from mbpa.experiments.pretraining import Pictures, accuracy, features_of, pretrained
+from mbpa.experiments.pictures import Held, Pictures, Streamed, placed
+from mbpa.experiments.pretraining import features_of, pretrained
 from mbpa.experiments.results import write_whole
 
 FORMAT = 1  # of the kept features
@@ -72,53 +76,132 @@ def _read(path: Path, device: torch.device) -> dict[str, Tensor] | None:
 
 def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
     """Of all that the features depend on."""
-    names = "size", "classes", "held_out"
+    names = "dataset", "size", "classes", "held_out"
     told: dict[str, Any] = {name: getattr(config, name) for name in names} | {
         "seed": seed,
         "format": FORMAT,
     }
     told |= {"torch": str(torch.__version__), "device": context.device.type}
     told["data"] = str(data.data_dir(context.data_dir).resolve())
-    told["code"] = [inspect.getsource(module) for module in (pretraining, resnet)]
+    modules = [pretraining, resnet, pictures]
+    if config.dataset == "imagenet":
+        told["files"] = data.imagenet(context.data_dir).digest()
+        modules.append(reading)
+    told["code"] = [inspect.getsource(module) for module in modules]
     told["pretraining"] = dataclasses.asdict(config.pretraining)
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _computed(config: ImagesConfig, context: Context, seed: int) -> Task:
-    data.require("tiny-imagenet", context.data_dir)
-    chosen = torch.randperm(200, generator=torch.Generator().manual_seed(0))[: config.classes]
-    images = data.tiny_imagenet(
-        context.data_dir, size=config.size, classes=chosen.sort().values.tolist()
-    )
+    chosen, everything, test = _SOURCES[config.dataset](config, context)
     shuffled = torch.randperm(config.classes, generator=torch.Generator().manual_seed(seed + 1))
     classes, old = chosen[shuffled].to(context.device), config.classes // 2
-    kept, held = _parts(images.train.labels, config.held_out)
-    everything = Pictures(
-        images.train.images.to(context.device), images.train.labels.to(context.device)
-    )
-    train = Pictures(everything.images[kept], everything.labels[kept])
-    test = Pictures(images.test.images.to(context.device), images.test.labels.to(context.device))
-    known = train.of_classes(classes[:old])
+    kept, held = parts_of(everything.labels.cpu(), config.held_out)
+    known = everything.chosen(kept).of_classes(classes[:old])
     network = pretrained(config.pretraining, known, old, seed, context, f"split-{seed}")
-    features = features_of(network, everything.images)
-    place = torch.zeros(200, dtype=torch.int64, device=context.device)
-    place[classes] = torch.arange(len(classes), device=place.device)
+    labels, test_labels = (placed(part.labels, classes) for part in (everything, test))
+    with context.bar(len(labels) + len(test_labels), "features", "pictures") as bar:
+        features = features_of(network, everything, tick=bar.update)
+        test_features = features_of(network, test, tick=bar.update)
+    with torch.no_grad():
+        familiar = test_labels < old
+        right = network.fc(test_features[familiar]).argmax(1) == test_labels[familiar]
     return Task(
         old=old,
         classes=classes,
         train=features[kept],
-        train_labels=place[train.labels],
+        train_labels=labels[kept],
         validation=features[held],
-        validation_labels=place[everything.labels[held]],
-        test=features_of(network, test.images),
-        test_labels=place[test.labels],
+        validation_labels=labels[held],
+        test=test_features,
+        test_labels=test_labels,
         weight=network.fc.weight.detach().float(),
         bias=network.fc.bias.detach().float(),
-        known=accuracy(network, test.of_classes(classes[:old])),
+        known=float(right.double().mean()),
     )
 
 
-def _parts(labels: Int[Tensor, "N"], held_out: int) -> tuple[Tensor, Tensor]:
+# Where the images come from: the data set's numbers of the classes that take part, their training
+# images and their test images, under these numbers.
+
+Source = tuple[Int[Tensor, "C"], Pictures, Pictures]
+
+
+def _tiny_imagenet(config: ImagesConfig, context: Context) -> Source:
+    data.require("tiny-imagenet", context.data_dir)
+    chosen = _chosen(200, config)
+    images = data.tiny_imagenet(
+        context.data_dir, size=config.size, classes=chosen.sort().values.tolist()
+    )
+    train, test = (
+        Held(part.images, part.labels).to(context.device) for part in (images.train, images.test)
+    )
+    return chosen, train, test
+
+
+def _imagenet(config: ImagesConfig, context: Context) -> Source:
+    folder = data.imagenet(context.data_dir)
+    chosen = _chosen(len(folder.wnids), config)
+    train, test = (
+        part.chosen(torch.isin(part.labels, chosen).nonzero()[:, 0])
+        for part in (folder.train, folder.test)
+    )
+    counts = train.labels.bincount(minlength=len(folder.wnids))
+    _check_counts({folder.wnids[number]: int(counts[number]) for number in chosen.tolist()}, config)
+    _verify(folder.digest(), config, context, train, test)
+    return (
+        chosen,
+        Streamed(train, train.labels.to(context.device), config.size),
+        Streamed(test, test.labels.to(context.device), config.size),
+    )
+
+
+def _check_counts(counts: Mapping[str, int], config: ImagesConfig) -> None:
+    """Refuse settings that a folder of ImageNet has too few classes or images for."""
+    if not 2 <= config.classes <= len(counts):
+        raise ExperimentError(
+            f"classes must be between 2 and {len(counts)}, the folders of ImageNet that there are, "
+            f"got {config.classes}"
+        )
+    scarcest = min(counts, key=lambda wnid: counts[wnid])
+    if config.held_out >= counts[scarcest]:
+        raise ExperimentError(
+            f"held_out must be below {counts[scarcest]}, the training images of {scarcest}, "
+            f"got {config.held_out}"
+        )
+    scarce = sorted(counts.values())[: config.classes // 2]
+    fewest = sum(scarce) - len(scarce) * config.held_out
+    if config.pretraining.batch > fewest:
+        raise ExperimentError(
+            f"pretraining.batch must be at most {fewest}, the images that half of the classes may "
+            f"come to, got {config.pretraining.batch}"
+        )
+
+
+def _verify(digest: str, config: ImagesConfig, context: Context, *parts: data.ImageFiles) -> None:
+    """Read all pictures once before the long work; those that were good are not read again."""
+    mark = context.cache / f"verified-{digest[:16]}-{config.classes}"
+    if mark.exists():
+        return
+    with context.bar(sum(len(part.paths) for part in parts), "checking", "pictures") as bar:
+        for part in parts:
+            part.verify(bar.update)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(mark, b"")
+
+
+def _chosen(there: int, config: ImagesConfig) -> Int[Tensor, "C"]:
+    """Which classes take part; the same in every split."""
+    return torch.randperm(there, generator=torch.Generator().manual_seed(0))[: config.classes]
+
+
+_SOURCES: dict[str, Callable[[ImagesConfig, Context], Source]] = {
+    "tiny-imagenet": _tiny_imagenet,
+    "imagenet": _imagenet,
+}
+
+
+def parts_of(labels: Int[Tensor, "N"], held_out: int) -> tuple[Tensor, Tensor]:
     """Images to train on, and those held out; the same for every split."""
     draws = torch.Generator().manual_seed(0)
     kept, held = [], []

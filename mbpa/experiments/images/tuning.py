@@ -1,177 +1,214 @@
 """The search for settings: with the first split, on training images that were held out.
 
 First the rate of the last layer, by its own accuracy. Then, with that layer as it was at some
-points of the stream, every other method: one retrieval a point serves all settings. A setting is
-judged by its accuracy over all classes, the mean over the points.
+points of the stream, every other method, stage by stage (`methods.METHODS`): one retrieval a point
+serves all settings. A setting is judged by its accuracy over all classes, the mean over the points.
+A method that is to keep the old classes is judged by the new ones, as long as it is nowhere more
+than `MOST_LOST` behind the best of the methods before it that adapt nothing, on the old ones; where
+it is, by how far. What has been tried is kept, and an interrupted search tries only the rest.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from torch import nn
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
 
 import mbpa
 from mbpa.experiments.experiment import BySeed, Context
-from mbpa.experiments.images.config import ImagesConfig, Local, Vote, adapting, voting
-from mbpa.experiments.images.incremental import key_length, mean_nearest, moments, scored_part
+from mbpa.experiments.images.config import ImagesConfig
+from mbpa.experiments.images.incremental import moments, scored_part, situation_of
+from mbpa.experiments.images.methods import WITH_SETTINGS, Grid, Local, Settings, Situation
 from mbpa.experiments.images.task import Task, make_task
 from mbpa.experiments.results import Record
 
 SPLIT = 0
 POINTS = (0.05, 0.1, 0.3, 1.0, 3.0)
 LAYER_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-COUNTS, BANDWIDTHS = (10, 20, 50, 100, 200), (0.0, 0.3, 0.5, 0.7, 1.0)
-WEIGHTS = tuple(place / 10 for place in range(1, 10))
-RATES = {"gradient": (0.1, 0.3, 1.0, 3.0, 10.0), "rmsprop": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)}
-STEPS = (1, 5, 10, 20)
-DECAYS = (0.0, 0.02, 0.1)
 SCORED = 3_000
+MOST_LOST = 1.5
+"""Points of accuracy on old classes; half a point less than is aimed at, for the noise."""
+SAVE_EVERY = 10.0  # seconds
 
-Setting = TypeVar("Setting")
+
+def searched(config: ImagesConfig) -> ImagesConfig:
+    """What the search runs with."""
+    fresh = ImagesConfig()
+    fields = "lr", *(method.settings for method in WITH_SETTINGS.values())
+    untuned: dict[str, Any] = {name: getattr(fresh, name) for name in fields}
+    scored = min(SCORED, config.scored)
+    return replace(
+        config, seeds=(SPLIT,), part="validation", points=POINTS, scored=scored, **untuned
+    )
+
+
+def tune(config: ImagesConfig, context: Context) -> BySeed:
+    """Records of all that was tried, and of what was chosen."""
+    config = searched(config)
+    task = make_task(config, context, SPLIT)
+    with context.bar(_evaluations(), "search", "settings") as bar:
+        search = Search(task, config, context, bar)
+        search.choose_layer_rate()
+        for method in WITH_SETTINGS:
+            search.choose(method)
+    return {None: search.records}
+
+
+class Score(NamedTuple):
+    """Accuracies, in percent."""
+
+    new: float
+    old: float
+    all: float
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """A moment of the stream, with all that any setting asks for."""
 
-    head: nn.Linear
-    memory: mbpa.ExactMemory
-    neighbors: mbpa.Neighbors
-    near: float
+    situation: Situation
+    queries: Float[Tensor, "Q D"]
+    truth: Int[Tensor, "Q"]
+    k: int
+    """Neighbours that a setting may ask for, at most."""
+
+    @cached_property
+    def neighbors(self) -> mbpa.Neighbors:
+        memory = self.situation.memory
+        return memory.read(self.queries, min(self.k, len(memory)))
+
+    def score(self, settings: Settings | None) -> Score:
+        """How a method does; without settings, the layer alone."""
+        at = self.situation
+        if settings is None:
+            model = mbpa.MbPA(head=at.head, memory=at.memory, predictor=mbpa.Parametric())
+        else:
+            model = settings.model(at)
+        neighbors = self.neighbors if model.predictor.k else None
+        right = model(keys=self.queries, neighbors=neighbors).argmax(1) == self.truth
+        is_old = self.truth < at.old
+        return Score(*(100 * float(right[m].double().mean()) for m in (~is_old, is_old, ...)))
 
 
 class Search:
-    """Judges settings and writes down what it finds."""
+    """Judges settings and writes down what it finds; nothing is judged twice."""
 
-    def __init__(self, task: Task, config: ImagesConfig, tick: Callable[[], object]) -> None:
-        self.task, self.config, self.tick = task, config, tick
+    def __init__(self, task: Task, config: ImagesConfig, context: Context, bar: tqdm) -> None:
+        self.task, self.config, self.context, self.bar = task, config, context, bar
         self.queries, self.answers = scored_part(task, config)
-        self.length = key_length(task)
         self.records: list[Record] = []
-        self.snapshots: list[Snapshot] = []
+        state = context.workspace.load("search")
+        self._known: dict[str, float] = {} if state is None else state["known"]
+        self._saved = time.monotonic()
+        self._written: set[str] = set()
+        self._snapshots: list[Snapshot] = []
+        self._snapshots_lr = math.nan
 
-    def layer_rate(self) -> float:
-        """The rate with which the last layer alone does best; its snapshots are kept."""
-        found: dict[float, float] = {}
-        for lr in LAYER_RATES:
-            self.snapshots = list(self._snapshots(replace(self.config, lr=lr)))
-            found[lr] = self._mean(lambda _: mbpa.Parametric())
-            self._note("parametric", {"lr": lr}, found[lr])
-        best = max(found, key=lambda lr: found[lr])
-        self.snapshots = list(self._snapshots(replace(self.config, lr=best)))
-        return best
+    def choose_layer_rate(self) -> None:
+        """The rate with which the last layer alone does best."""
 
-    def best(
+        def accuracy(setting: dict[str, Any]) -> float:
+            return fmean(score.all for score in self._scores(setting["lr"], None))
+
+        best = self._best("parametric", [{"lr": lr} for lr in LAYER_RATES], accuracy)
+        self.config = replace(self.config, lr=best["lr"])
+        self._note_chosen("lr", best["lr"])
+
+    def choose(self, method: str) -> None:
+        """The settings of a method, stage by stage."""
+        field, stages = WITH_SETTINGS[method].settings, WITH_SETTINGS[method].stages
+        best = self.config.settings(method)
+
+        def accuracy(setting: dict[str, Any]) -> float:
+            scores = self._scores(self.config.lr, type(best)(**setting))
+            if not WITH_SETTINGS[method].keeps_old:
+                return fmean(score.all for score in scores)
+            short = max(f - s.old for f, s in zip(self.floors, scores, strict=True))
+            return -short if short > 0 else fmean(score.new for score in scores)
+
+        for grid in stages:
+            tried = [vars(best) | setting for setting in combinations(grid)]
+            best = type(best)(**self._best(method, tried, accuracy))
+        changed: dict[str, Any] = {field: best}
+        self.config = replace(self.config, **changed)
+        for name in dict.fromkeys(itertools.chain(*stages)):
+            self._note_chosen(f"{field}.{name}", getattr(best, name))
+
+    def _best(
         self,
         method: str,
-        settings: Sequence[Setting],
-        make: Callable[[Setting, float], mbpa.Predictor],
-    ) -> Setting:
-        """The setting that does best; the first of equals."""
+        settings: Sequence[dict[str, Any]],
+        accuracy: Callable[[dict[str, Any]], float],
+    ) -> dict[str, Any]:
+        """Try all, and give back the one that does best; the first of equals."""
         found = []
         for setting in settings:
-            found.append(self._mean(partial(make, setting)))
-            self._note(method, vars(setting), found[-1])
+            key = repr((method, setting))
+            if key not in self._known:
+                self._known[key] = accuracy(setting)
+                self._save(only_if_late=True)
+            found.append(self._known[key])
+            if key not in self._written:
+                self._written.add(key)
+                self.records.append(
+                    {"method": method, **setting, "name": "top1", "value": found[-1]}
+                )
+            self.bar.update()
+        self._save()
         return settings[max(range(len(found)), key=lambda place: found[place])]
 
-    def chosen(self, value: object, within: str) -> None:
-        """Write down what a field of the config, or the fields of a part of it, are to be."""
-        fields = vars(value) if dataclasses.is_dataclass(value) else {"": value}
-        for name, each in fields.items():
-            if isinstance(each, int | float):
-                setting = f"{within}.{name}" if name else within
-                self.records.append({"setting": setting, "name": "chosen", "value": each})
+    @cached_property
+    def floors(self) -> list[float]:
+        """What a method that keeps the old classes must reach on them, at each point."""
+        found = [self._scores(self.config.lr, None)]
+        for method in WITH_SETTINGS:
+            settings = self.config.settings(method)
+            if not isinstance(settings, Local):  # it adapts nothing
+                found.append(self._scores(self.config.lr, settings))
+        return [max(score.old for score in point) - MOST_LOST for point in zip(*found, strict=True)]
 
-    def _mean(self, make: Callable[[float], mbpa.Predictor]) -> float:
-        total = 0.0
-        for snapshot in self.snapshots:
-            model = mbpa.MbPA(
-                head=snapshot.head, memory=snapshot.memory, predictor=make(snapshot.near)
-            )
-            found = model(keys=self.queries, neighbors=snapshot.neighbors).argmax(1)
-            total += 100 * float((found == self.answers).double().mean())
-        self.tick()
-        return total / len(self.snapshots)
+    def _scores(self, lr: float, settings: Settings | None) -> list[Score]:
+        """At each point."""
+        if lr != self._snapshots_lr:
+            self._snapshots = []  # the old ones need not be there while the new ones are made
+            self._snapshots, self._snapshots_lr = list(self._taken(lr)), lr
+        return [snapshot.score(settings) for snapshot in self._snapshots]
 
-    def _note(self, method: str, setting: dict[str, Any], value: float) -> None:
-        told = {name: each for name, each in setting.items() if isinstance(each, str | int | float)}
-        self.records.append({"method": method, **told, "name": "top1", "value": value})
+    def _taken(self, lr: float) -> Iterator[Snapshot]:
+        counts = {int(k) for m in WITH_SETTINGS.values() for g in m.stages for k in g.get("k", ())}
+        most = max(counts | {self.config.settings(method).k for method in WITH_SETTINGS})
+        for moment in moments(self.task, replace(self.config, lr=lr), SPLIT):
+            found = situation_of(moment, self.task)
+            memory = moment.with_capacity(len(moment.memory)).memory  # the stream's goes on growing
+            kept = replace(found, head=copy.deepcopy(moment.head), memory=memory)
+            yield Snapshot(kept, self.queries, self.answers, most)
 
-    def _snapshots(self, config: ImagesConfig) -> Iterator[Snapshot]:
-        config = replace(config, points=POINTS)
-        for moment in moments(self.task, config, SPLIT):
-            count = len(moment.memory)
-            memory = mbpa.ExactMemory(count, moment.memory.key_size, device=self.queries.device)
-            entries = moment.memory.entries()
-            memory.write(entries.keys, entries.values)  # the stream's own goes on growing
-            neighbors = memory.read(self.queries, min(max(COUNTS), count))
-            near = mean_nearest(memory)
-            yield Snapshot(copy.deepcopy(moment.head), memory, neighbors, near)
+    def _note_chosen(self, setting: str, value: float) -> None:
+        self.records.append({"setting": setting, "name": "chosen", "value": value})
 
-
-def tune(config: ImagesConfig, context: Context) -> BySeed:
-    """Records of all that was tried, and of what was chosen."""
-    config = replace(config, seeds=(SPLIT,), part="validation", scored=min(SCORED, config.scored))
-    task = make_task(config, context, SPLIT)
-    with context.bar(_settings(), "search", "settings") as bar:
-        search = Search(task, config, bar.update)
-        search.chosen(search.layer_rate(), "lr")
-        votes = [Vote(k, width) for k, width in itertools.product(COUNTS, BANDWIDTHS)]
-        search.chosen(search.best("memory only", votes, voting), "vote")
-        _mixture(search, votes)
-        for rule in ("rmsprop", "gradient"):
-            search.chosen(_adapted(search, rule), rule)
-    return {None: search.records}
+    def _save(self, only_if_late: bool = False) -> None:
+        if only_if_late and time.monotonic() - self._saved < SAVE_EVERY:
+            return
+        self.context.workspace.save("search", {"known": self._known})
+        self._saved = time.monotonic()
 
 
-@dataclass(frozen=True)
-class _Mixed:
-    k: int
-    bandwidth: float
-    weight: float
+def combinations(grid: Grid) -> list[dict[str, float]]:
+    """All that a grid holds."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def _mixture(search: Search, votes: Sequence[Vote]) -> None:
-    def mixed(setting: _Mixed, near: float) -> mbpa.Mixture:
-        vote = voting(Vote(setting.k, setting.bandwidth), near)
-        shares = 1 - setting.weight, setting.weight
-        return mbpa.Mixture(mbpa.Parametric(), vote, weights=shares)
-
-    first = search.best("mixture", [_Mixed(v.k, v.bandwidth, 0.5) for v in votes], mixed)
-    best = search.best("mixture", [replace(first, weight=weight) for weight in WEIGHTS], mixed)
-    search.chosen(Vote(best.k, best.bandwidth), "mixture")
-    search.chosen(best.weight, "mixture_weight")
-
-
-def _adapted(search: Search, rule: Any) -> Local:
-    """Rate and steps, neighbours and kernel, rate and steps again, then the pull back."""
-    best = Local(rule)
-
-    def make(setting: Local, near: float) -> mbpa.Adapted:
-        return adapting(setting, near, search.length)
-
-    method = "MbPA (RMSprop)" if rule == "rmsprop" else "MbPA (gradient)"
-    for stage in ("steps", "neighbours", "steps", "decay"):
-        if stage == "steps":
-            pairs = itertools.product(RATES[rule], STEPS)
-            settings = [replace(best, lr=lr, steps=steps) for lr, steps in pairs]
-        elif stage == "neighbours":
-            spots = itertools.product(COUNTS, BANDWIDTHS)
-            settings = [replace(best, k=k, bandwidth=width) for k, width in spots]
-        else:
-            settings = [replace(best, decay=decay) for decay in DECAYS]
-        best = search.best(method, settings, make)
-    return best
-
-
-def _settings() -> int:
-    votes = len(COUNTS) * len(BANDWIDTHS)
-    each = 2 * len(STEPS) * 5 + votes + len(DECAYS)
-    return len(LAYER_RATES) + 2 * votes + len(WEIGHTS) + 2 * each
+def _evaluations() -> int:
+    """How many settings there are to try, some of them twice."""
+    grids = [grid for method in WITH_SETTINGS.values() for grid in method.stages]
+    return len(LAYER_RATES) + sum(len(combinations(grid)) for grid in grids)

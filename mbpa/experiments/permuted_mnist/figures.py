@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mbpa.experiments.drawing import Spread, curve, finish, repetitions, sentence, told
 from mbpa.experiments.results import Result, value_of
 from mbpa.experiments.sections import Figure, Section, Table
 
@@ -41,26 +40,6 @@ FLOAT_BYTES = 4
 PIXEL_BYTES = 1  # as the images come; the label takes another
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A number over seeds."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
-
-    @property
-    def deviation(self) -> float:
-        return statistics.stdev(self.values) if self.values[1:] else 0.0
-
-    def __str__(self) -> str:
-        """In percent."""
-        spread = f" ± {100 * self.deviation:.2f}" if self.values[1:] else ""
-        return f"{100 * self.mean:.2f}{spread}"
-
-
 class Scores:
     """The records of some seeds, by what they are of."""
 
@@ -89,9 +68,11 @@ class Scores:
         tasks: int | None = None,
         stream: str = "sequence",
     ) -> Spread | None:
-        """After so many tasks, all by default; `None` if it was not measured."""
+        """In percent, after so many tasks, all by default; `None` if it was not measured."""
         key = "mean_accuracy", stream, method, size, tasks or self.tasks
-        return Spread(tuple(self._values[key])) if key in self._values else None
+        if key not in self._values:
+            return None
+        return Spread(tuple(100 * value for value in self._values[key]))
 
     def microseconds(self, method: str, size: int | None = None) -> Spread | None:
         """Of a prediction, after all tasks."""
@@ -108,8 +89,7 @@ class Scores:
 
     @property
     def seeds(self) -> str:
-        count = len(self.results)
-        return "one seed" if count == 1 else f"mean ± standard deviation of {count} seeds"
+        return repetitions(len(self.results), "seed")
 
 
 def sections(results: Sequence[Result]) -> list[Section]:
@@ -152,12 +132,12 @@ def sections(results: Sequence[Result]) -> list[Section]:
 def _final(scores: Scores) -> Table:
     """Accuracy after the last task, a row a method."""
     rows = [
-        [method, *([str(spread)] * len(scores.sizes))]
+        [method, *([spread.told(2)] * len(scores.sizes))]
         for method in ("MLP", "EWC")
         if (spread := scores.accuracy(method)) is not None
     ]
     rows += [
-        [method, *(str(spread) if spread else "" for spread in scores.at_sizes(method))]
+        [method, *(told(spread, 2) for spread in scores.at_sizes(method))]
         for method in SIZED
         if scores.has(method)
     ]
@@ -165,7 +145,7 @@ def _final(scores: Scores) -> Table:
         f"Accuracy on all {scores.tasks} tasks after the last, percent",
         ["method", *(f"n = {size:,}" for size in scores.sizes)],
         rows,
-        f"{scores.seeds[0].upper()}{scores.seeds[1:]}, {scores.config['test_images']:,} test "
+        f"{sentence(scores.seeds)}, {scores.config['test_images']:,} test "
         "images a task. MLP and EWC store no examples. The paper shows this as a figure without "
         "numbers.",
     )
@@ -182,7 +162,7 @@ def _claims(scores: Scores) -> Table:
     sizes = scores.sizes
 
     def listed(spreads: Sequence[Spread]) -> str:
-        return " / ".join(f"{100 * spread.mean:.1f}" for spread in spreads)
+        return " / ".join(f"{spread.mean:.1f}" for spread in spreads)
 
     beats = [n for n, spread in zip(sizes, ours, strict=True) if spread.mean > ewc.mean]
     larger = [n for n in sizes if n > 100]
@@ -208,7 +188,7 @@ def _claims(scores: Scores) -> Table:
         ["it grows with n", _verdict(grows) if ours[1:] else "one n", listed(ours)],
         [
             "memories at random are far worse (by 5 points)",
-            _verdict(all(a.mean < b.mean - 0.05 for a, b in zip(chance, ours, strict=True))),
+            _verdict(all(a.mean < b.mean - 5 for a, b in zip(chance, ours, strict=True))),
             f"{listed(chance)} against {listed(ours)}",
         ],
         [
@@ -267,14 +247,14 @@ def _switching(scores: Scores) -> Section:
     """The stream without boundaries to be told."""
     methods = ["MLP", "EWC", "EWC, told every switch"]
     rows = [
-        [method, *([str(spread)] * len(scores.sizes))]
+        [method, *([spread.told(2)] * len(scores.sizes))]
         for method in methods
         if (spread := scores.accuracy(method, stream="switching")) is not None
     ]
     for method in SIZED:
         spreads = [scores.accuracy(method, size, stream="switching") for size in scores.sizes]
         if any(spreads):
-            rows.append([method, *(str(spread) if spread else "" for spread in spreads)])
+            rows.append([method, *(told(spread, 2) for spread in spreads)])
     every, examples = scores.config["switch_every"], scores.config["examples"]
     return Section(
         title=f"A stream that changes its task every {every} examples",
@@ -288,8 +268,7 @@ def _switching(scores: Scores) -> Section:
                 f"Accuracy on all {scores.tasks} tasks at the end, percent",
                 ["method", *(f"n = {size:,}" for size in scores.sizes)],
                 rows,
-                f"{scores.seeds[0].upper()}{scores.seeds[1:]}. Settings are those chosen for the "
-                "tasks in sequence.",
+                f"{sentence(scores.seeds)}. Settings are those chosen for the tasks in sequence.",
             )
         ],
     )
@@ -376,7 +355,7 @@ def _draw_sizes(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
         by_size.errorbar(
             scores.sizes,
             [_error(spread) for spread in spreads],
-            [100 * spread.deviation for spread in spreads],
+            [spread.deviation for spread in spreads],
             color=COLORS[method],
             label=method,
             marker="o",
@@ -402,7 +381,7 @@ def _draw_sizes(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
 
 
 def _error(spread: Spread) -> float:
-    return 100 - 100 * spread.mean
+    return 100 - spread.mean
 
 
 def _point(panel: Axes, scores: Scores, method: str, size: int | None, area: float) -> None:
@@ -427,20 +406,11 @@ def _curve(
         if (spread := scores.accuracy(method, size, tasks)) is not None
     ]
     seen = [tasks for tasks, _ in found]
-    mean = [100 * spread.mean for _, spread in found]
-    deviation = [100 * spread.deviation for _, spread in found]
-    low = [m - d for m, d in zip(mean, deviation, strict=True)]
-    high = [m + d for m, d in zip(mean, deviation, strict=True)]
-    panel.fill_between(seen, low, high, color=color, alpha=0.15, linewidth=0)
-    panel.plot(seen, mean, color=color, label=label, linestyle=style, linewidth=width)
+    curve(panel, seen, [spread for _, spread in found], color, label, style, width)
 
 
 def _finish(panel: Axes, across: str, legend: bool = True) -> None:
-    panel.set_xlabel(across)
-    panel.set_ylabel("accuracy on all tasks so far (%)")
-    panel.grid(axis="y", color="#e5e5e5", linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
+    finish(panel, across, "accuracy on all tasks so far (%)")
     if across == TASKS:
         from matplotlib.ticker import MaxNLocator
 

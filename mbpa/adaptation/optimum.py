@@ -1,0 +1,224 @@
+"""Linear head, `MAP`: the optimum of the paper's equation 3 itself, in the span of the neighbours.
+
+With G = R Rᵀ the Gram matrix of what adapts, λ the prior, and X (K × C) the change of the
+parameters in an orthonormal basis of that span, the neighbours' outputs are L = L⁰ + R X, and
+
+    F = Σ_k w_k loss(L_k, v_k) + λ/2 ‖X‖²,        ∇F = Rᵀ (w ⊙ residual(L)) + λ X.
+
+Squared error is a linear system. Cross-entropy takes conjugate gradients: Newton's equations are
+solved in the plane of the gradient and the last move, and the move is as long as is certain to
+lower F, so there is neither a step size nor a line search.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from mbpa.adaptation.losses import SQUARED_ERROR, Loss
+from mbpa.adaptation.problem import LinearHead, Problem, why_not_linear
+from mbpa.adaptation.span import inner_products
+from mbpa.adaptation.stored import StoredOutputs
+from mbpa.rules import MAP
+
+BUFFERS = 9  # of K × C numbers, while cross-entropy is lowered
+RENEWED = 16  # steps, after which moves begin anew, and outputs come from coordinates again
+CHECKED = 4  # steps, after which a GPU is asked whether it may stop
+JITTER = 1e-14  # times K, of the largest square of a key, since neighbours may be dependent
+
+
+def require_convex(head: nn.Module, loss: str | Loss, key_shape: tuple[int, ...]) -> None:
+    """Raise `ValueError` unless there is one optimum, and a way to it here."""
+    if reason := why_not_linear(head, loss, key_shape):
+        raise ValueError(
+            "MAP needs a head that is one torch.nn.Linear, flat keys and a built-in loss, but "
+            f"{reason}: use Gradient with decay, which takes any"
+        )
+
+
+def optimum(
+    problem: Problem, stored: StoredOutputs | None, want_change: bool
+) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
+    """Outputs at the optimum, and the norm of the change if wanted; `stored` holds raw outputs."""
+    head, rule = problem.linear, problem.rule
+    assert head is not None  # the plan sends nothing else here
+    assert isinstance(rule, MAP)
+    rows = None if stored is None else stored.gathered(problem.at_queries)[:, :-1]
+    outputs = head(problem.keys) if rows is None else rows
+    if problem.loss == SQUARED_ERROR:
+        return _ridge(problem, head, rule, outputs, want_change)
+    basis, reach = _basis(problem, head)
+    coordinates = _Descent(problem, rule, outputs, basis, reach.square().sum(1)).ended()
+    moved = torch.bmm(reach[:, None], coordinates)[:, 0]
+    change = torch.linalg.vector_norm(coordinates, dim=(1, 2)) if want_change else None
+    return problem.at_queries + moved, change
+
+
+def _ridge(
+    problem: Problem,
+    head: LinearHead,
+    rule: MAP,
+    outputs: Float[Tensor, "B K C"],
+    want_change: bool,
+) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
+    """ΔW = Σ_k a_k h_kᵀ, `A = √w (√w G √w + λ)⁻¹ √w (V − L⁰)`, which no weight of zero disturbs. In
+    float64, since a Gram matrix in float32 need not be positive beside a small prior."""
+    (gram, reach), roots = _products(problem, head), problem.weights.double().sqrt()[..., None]
+    system = gram * roots
+    system.mul_(roots.mT).diagonal(dim1=1, dim2=2).add_(rule.prior)
+    factor = torch.linalg.cholesky(system)
+    del system
+    missing = (problem.values - outputs).double().mul_(roots)
+    coefficients = torch.cholesky_solve(missing, factor).mul_(roots)
+    moved = torch.bmm(reach[:, None], coefficients)[:, 0].to(problem.dtype)
+    if not want_change:
+        return problem.at_queries + moved, None
+    squares = torch.bmm(gram, coefficients, out=missing).mul_(coefficients).sum((1, 2))
+    return problem.at_queries + moved, squares.clamp_min(0).sqrt().to(problem.dtype)
+
+
+def _products(
+    problem: Problem, head: LinearHead
+) -> tuple[Float[Tensor, "B K K"], Float[Tensor, "B K"]]:
+    """Inner products of the neighbours with each other and with the query, in float64."""
+    keys, queries = problem.keys.double(), problem.queries.double()
+    to_queries = torch.bmm(keys, queries[..., None])[..., 0]
+    return inner_products(head, keys @ keys.mT), inner_products(head, to_queries)
+
+
+def _basis(
+    problem: Problem, head: LinearHead
+) -> tuple[Float[Tensor, "B K K"], Float[Tensor, "B K"]]:
+    """Neighbours and queries in an orthonormal basis of the neighbours' span."""
+    gram, to_queries = _products(problem, head)
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal += JITTER * gram.shape[1] * diagonal.amax(1, keepdim=True).clamp_min(1e-12)
+    basis, _ = torch.linalg.cholesky_ex(gram)  # which asks a GPU nothing
+    reach = torch.linalg.solve_triangular(basis, to_queries[..., None], upper=False)[..., 0]
+    return basis.to(problem.dtype), reach.to(problem.dtype)
+
+
+class _Descent:
+    """B queries on their way to the optimum of cross-entropy. All is computed in place."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        rule: MAP,
+        start: Float[Tensor, "B K C"],
+        basis: Float[Tensor, "B K K"],
+        reach: Float[Tensor, "B"],
+    ) -> None:
+        self.rule, self.start, self.basis = rule, start, basis
+        self.weights, self.labels = problem.weights[..., None], problem.values[..., None]
+        self.outputs = start.clone(memory_format=torch.contiguous_format)
+        self.slopes, self.sloping, self.shares, self.scratch = (
+            torch.empty_like(self.outputs) for _ in range(4)
+        )
+        # Where the parameters are, the direction of their last move, and what that did to outputs.
+        self.place, self.move, self.moved = (torch.zeros_like(self.outputs) for _ in range(3))
+        # F is curved by λ at least, so ‖∇F‖/λ bounds the way that is left; `reach` is what a query
+        # makes of that.
+        self.enough = (rule.tolerance * rule.prior) ** 2 / reach.clamp_min(_tiny(reach))
+
+    def ended(self) -> Float[Tensor, "B K C"]:
+        """The coordinates once every query is done, or after as many steps as there may be."""
+        every = CHECKED if self.outputs.device.type == "cuda" else 1
+        left, before = torch.ones_like(self.enough, dtype=torch.bool), self.enough + torch.inf
+        for step in range(self.rule.most_steps + 1):
+            noise = self._renew() if step and step % RENEWED == 0 else None
+            steepness = self._find_slopes()
+            left &= steepness > self.enough
+            if noise is not None:  # a slope that it can hide, and that hardly falls any more
+                left &= (steepness > noise) | (4 * steepness < before)
+                before = steepness
+            if step % every == 0 and not left.any():
+                return self.place
+            if step < self.rule.most_steps:
+                self._step(steepness, left)
+        if count := int(left.sum()):
+            warnings.warn(
+                f"after {self.rule.most_steps} steps {count} of {len(left)} queries are not "
+                f"certain to be within {self.rule.tolerance:g} of the optimum; raise most_steps, "
+                "tolerance or prior",
+                stacklevel=2,
+            )
+        return self.place
+
+    def _find_slopes(self) -> Float[Tensor, "B"]:
+        """∇F, what a move along it would do to the outputs, and its square."""
+        torch.softmax(self.outputs, -1, out=self.shares)
+        residual = torch.mul(self.shares, self.weights, out=self.scratch)
+        # 1 − p of the label is the sum of the others: exact however small it is.
+        residual.scatter_(-1, self.labels, 0)
+        residual.scatter_(-1, self.labels, -residual.sum(-1, keepdim=True))
+        torch.baddbmm(self.place, self.basis.mT, residual, beta=self.rule.prior, out=self.slopes)
+        torch.bmm(self.basis, self.slopes, out=self.sloping)
+        return self._dot(self.slopes, self.slopes)
+
+    def _step(self, steepness: Float[Tensor, "B"], left: Bool[Tensor, "B"]) -> None:
+        """Move those that are left."""
+        by_slope, by_move = self._solved(steepness)
+        self.move.mul_(by_move).addcmul_(self.slopes, by_slope)
+        self.moved.mul_(by_move).addcmul_(self.sloping, by_slope)
+        # Along the move F'' grows at most by e^(R t), R being how far two outputs of a neighbour
+        # part; F' is then negative up to this t.
+        spread = (self.moved.amax(-1) - self.moved.amin(-1)) * (self.weights[..., 0] > 0)
+        most = spread.amax(1).clamp_min(_tiny(spread))
+        length = (left * most.log1p() / most)[:, None, None]
+        self.place.addcmul_(self.move, length)
+        self.outputs.addcmul_(self.moved, length)
+
+    def _solved(
+        self, steepness: Float[Tensor, "B"]
+    ) -> tuple[Float[Tensor, "B 1 1"], Float[Tensor, "B 1 1"]]:
+        """Newton's equations in the plane of ∇F and the last move: the factors of the two."""
+        prior, tiny = self.rule.prior, _tiny(steepness)
+        rise, size = self._dot(self.slopes, self.move), self._dot(self.move, self.move)
+        bent = self._bent(self.moved)
+        last = bent.mul_(self.moved).sum((1, 2)) + prior * size
+        bent = self._bent(self.sloping)
+        torch.mul(bent, self.sloping, out=self.shares)  # whose values have been used
+        here = self.shares.sum((1, 2)) + prior * steepness
+        both = bent.mul_(self.moved).sum((1, 2)) + prior * rise
+        here, last = here.clamp_min(tiny), last.clamp_min(tiny)
+        # Ratios throughout: products of such small numbers leave float32's range.
+        down, along = steepness / here, rise / last
+        spare = 1 - (both / here) * (both / last)
+        is_plane = spare > 16 * torch.finfo(spare.dtype).eps  # else the two are one direction
+        spare = torch.where(is_plane, spare, 1)
+        by_slope = torch.where(is_plane, (both / here) * along - down, -down) / spare
+        by_move = torch.where(is_plane, (both / last) * down - along, 0) / spare
+        return by_slope[:, None, None], by_move[:, None, None]
+
+    def _bent(self, moved: Float[Tensor, "B K C"]) -> Float[Tensor, "B K C"]:
+        """By how much the weighted residuals change as the outputs move like this, in `scratch`."""
+        derivative = torch.ops.aten._softmax_backward_data.out  # p ⊙ (moved − p·moved), in one pass
+        derivative(moved, self.shares, -1, moved.dtype, grad_input=self.scratch)
+        return self.scratch.mul_(self.weights)
+
+    def _renew(self) -> Float[Tensor, "B"]:
+        """Forget the last move, and what rounding has added to the outputs; the square of what
+        that added to ∇F.
+
+        Moves are conjugate as long as F is a parabola. It was not where the first ones were made,
+        and only without those do the next end as soon as they can.
+        """
+        self.move.zero_()
+        self.moved.zero_()
+        torch.baddbmm(self.start, self.basis, self.place, out=self.sloping)
+        torch.softmax(self.sloping, -1, out=self.shares)
+        bent = self._bent(self.outputs.sub_(self.sloping))
+        self.outputs, self.sloping = self.sloping, self.outputs
+        torch.bmm(self.basis.mT, bent, out=self.slopes)
+        return self._dot(self.slopes, self.slopes)
+
+    def _dot(self, some: Float[Tensor, "B K C"], others: Float[Tensor, "B K C"]) -> Tensor:
+        return torch.mul(some, others, out=self.scratch).sum((1, 2))
+
+
+def _tiny(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).tiny

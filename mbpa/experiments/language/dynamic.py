@@ -1,0 +1,223 @@
+"""Dynamic evaluation: the network goes on learning from the text that it is tested on.
+
+Each segment is scored first and learnt from afterwards, by a copy of the network. Two ways of
+learning: Adam, as the paper tried it, and the RMS rule of Krause et al. (2018),
+
+    θ ← θ − η g / (RMS_g + ε) + λ RMS_norm (θ_g − θ),        RMS_norm = RMS_g / mean(RMS_g),
+
+where θ_g are the trained parameters and RMS_g the root mean square of each one's gradient over the
+training text. MbPA on top remembers states as they were at their time, and adapts the softmax layer
+as it is now.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+import mbpa
+from mbpa.experiments.language.config import Dynamic, Local
+from mbpa.experiments.language.network import LanguageModel, products
+from mbpa.experiments.language.passage import Passage
+
+Params = Sequence[nn.Parameter]
+MOST = 1e6  # that a key may be, in each direction
+
+
+class Update(abc.ABC):
+    """How parameters learn from their gradients."""
+
+    @abc.abstractmethod
+    def step(self) -> None:
+        """Take one step along the gradients that are there."""
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers from step to step, besides the parameters."""
+        return {}
+
+    def resume(self, state: dict[str, Any]) -> None:  # noqa: B027 (most have nothing to take up)
+        """Go on from what `state` gave."""
+
+
+class RMSUpdate(Update):
+    """The rule of Krause et al.; a parameter is never pulled beyond where it was.
+
+    Args:
+        scale: the root mean square gradient of each parameter.
+    """
+
+    def __init__(self, params: Params, scale: Sequence[Tensor], settings: Dynamic) -> None:
+        self._params = list(params)
+        self._start = [p.detach().clone() for p in params]
+        self._rates = [settings.lr / (rms + settings.epsilon) for rms in scale]
+        mean = sum(rms.sum() for rms in scale) / sum(rms.numel() for rms in scale)
+        self._pulls = [(settings.decay * rms / mean).clamp_max(1) for rms in scale]
+        self._has_pull = settings.decay > 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        parts = zip(self._params, self._start, self._rates, self._pulls, strict=True)
+        for p, start, rate, pull in parts:
+            assert p.grad is not None  # every parameter has its part in a prediction
+            change = p.grad * rate
+            if self._has_pull:
+                change.addcmul_(start - p, pull, value=-1)
+            p.sub_(change)
+
+
+class AdamUpdate(Update):
+    """Adam, with the moments that it had at the end of training where they were kept.
+
+    Args:
+        moments: the optimiser's `state_dict()` after training, of the same parameters.
+        beta1: of training, for an optimiser that starts afresh.
+        beta2: likewise.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float,
+        moments: dict[str, Any] | None,
+        beta1: float = 0.0,
+        beta2: float = 0.999,
+    ) -> None:
+        self._optimizer = torch.optim.Adam(list(params), lr=lr, betas=(beta1, beta2))
+        if moments is not None:
+            self.resume(copy.deepcopy(moments))
+            for group in self._optimizer.param_groups:
+                group["lr"], group["weight_decay"] = lr, 0.0
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)
+
+
+def gradient_scale(
+    model: LanguageModel, tokens: Int[Tensor, "T"], settings: Dynamic
+) -> list[Tensor]:
+    """The root mean square of each parameter's gradient over a text, nothing dropped."""
+    model = trainable_copy(model)
+    params = list(model.parameters())
+    squares = [torch.zeros_like(p) for p in params]
+    batch = max(1, min(settings.statistics_batch, (len(tokens) - 1) // settings.segment))
+    places = tokens[: len(tokens) // batch * batch].view(batch, -1)
+    inputs, targets = places[:, :-1], places[:, 1:]
+    state, count = model.initial_state(batch), 0
+    for start in range(0, inputs.shape[1] - settings.segment + 1, settings.segment):
+        if count == settings.statistics:
+            break
+        part = slice(start, start + settings.segment)
+        states, state = model.states(inputs[:, part], state)
+        state = state[0].detach(), state[1].detach()
+        logits = model.decoder(states).flatten(0, 1)
+        loss = functional.cross_entropy(logits, targets[:, part].flatten())
+        with products("ieee", tokens.device):  # as on the way forward
+            grads = torch.autograd.grad(loss, params)
+        for square, grad in zip(squares, grads, strict=True):
+            square.addcmul_(grad, grad)
+        count += 1
+    return [(square / max(1, count)).sqrt() for square in squares]
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """What was found in some of a text."""
+
+    keys: Float[Tensor, "T E"]
+    own: Float[Tensor, "T"]
+    adapted: Float[Tensor, "T"]
+    """Log-probabilities from MbPA on top; without it, those of the network by itself."""
+
+
+class DynamicEvaluation:
+    """A copy of a network that learns from each segment once it has been scored.
+
+    Args:
+        make_update: gives the rule for the copy's parameters.
+        on_top: how MbPA adapts the layer as it is now, if it is to.
+        memory: how many of the last tokens MbPA remembers.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        make_update: Callable[[Params], Update],
+        settings: Dynamic,
+        on_top: Local | None = None,
+        memory: int = 1,
+    ) -> None:
+        self._model = trainable_copy(model)
+        self._params = list(self._model.parameters())
+        self._update = make_update(self._params)
+        self._segment = settings.segment
+        self._state = self._model.initial_state(1)
+        self._mbpa: mbpa.MbPA | None = None
+        if on_top is not None:
+            head = self._model.decoder
+            self._mbpa = mbpa.MbPA(
+                head=head,
+                memory=mbpa.ExactMemory(memory, head.in_features, device=head.weight.device),
+                predictor=on_top.predictor(memory),
+                engine=mbpa.Engine(store_bytes=0),  # the layer changes too often to keep anything
+            )
+
+    def read(self, inputs: Int[Tensor, "T"], targets: Int[Tensor, "T"]) -> Read:
+        """Score and learn; go on where the last call ended, which was at the end of a segment."""
+        keys, own, adapted = [], [], []
+        for words, answers in zip(
+            inputs.split(self._segment), targets.split(self._segment), strict=True
+        ):
+            states, state = self._model.states(words[None], self._state)
+            self._state = state[0].detach(), state[1].detach()
+            losses = functional.cross_entropy(
+                self._model.decoder(states[0]), answers, reduction="none"
+            )
+            # A rate that is far too large makes them anything; the memory takes what is finite.
+            keys.append(states[0].detach().nan_to_num(0.0, 0.0, 0.0).clamp(-MOST, MOST))
+            own.append(-losses.detach())
+            if self._mbpa is None:
+                adapted.append(own[-1])
+            else:
+                adapted.append(self._mbpa.score_then_write(keys[-1], answers))
+            self._model.zero_grad()
+            with products("ieee", inputs.device):  # as on the way forward
+                losses.mean().backward()
+            self._update.step()
+        return Read(torch.cat(keys), torch.cat(own), torch.cat(adapted))
+
+    def state(self) -> dict[str, Any]:
+        """All that `resume` needs, less what was read."""
+        params = [p.detach() for p in self._params]
+        return {"params": params, "carried": self._state, "update": self._update.state()}
+
+    @torch.no_grad()
+    def resume(self, state: dict[str, Any], before: Passage) -> None:
+        """Go on from what `state` gave after this much of the text."""
+        for p, kept in zip(self._params, state["params"], strict=True):
+            p.copy_(kept)
+        self._state = tuple(part.to(self._params[0].device) for part in state["carried"])
+        self._update.resume(state["update"])
+        if self._mbpa is not None:
+            self._mbpa.memory.write(before.keys, before.targets)
+
+
+def trainable_copy(model: LanguageModel) -> LanguageModel:
+    """A copy with weights of its own; in training mode, since cuDNN wants that for gradients
+    (`LanguageModel.states` drops nothing in either mode)."""
+    model = copy.deepcopy(model).train().requires_grad_()
+    model.lstm.flatten_parameters()
+    return model

@@ -1,0 +1,67 @@
+"""The books of a search: what it may spend, what it has found, and what it writes down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from mbpa.experiments.experiment import Context
+from mbpa.experiments.results import Record
+
+SAVE_EVERY = 5.0  # seconds
+
+
+class Ledger:
+    """Nothing is computed twice, not even by a run that goes on.
+
+    Costs are estimates, so that what is left out does not depend on the speed of the day.
+
+    Args:
+        corpus: named in every record.
+        allowance: seconds.
+        bar: shows what of it is spent.
+    """
+
+    def __init__(self, context: Context, corpus: str, allowance: float, bar: tqdm) -> None:
+        self.records: list[Record] = []
+        self.allowance, self.left_out = allowance, 0
+        self._context, self._corpus, self._bar, self._spent = context, corpus, bar, 0.0
+        state = context.workspace.load("search")
+        self._known: dict[str, list[float]] = {} if state is None else state["known"]
+        self._saved = time.monotonic()
+
+    def affords(self, seconds: float, share: float = 1.0) -> bool:
+        """Whether so much more may be spent of this share; if so it is, else something is left
+        out."""
+        if self._spent + seconds > share * self.allowance:
+            self.left_out += 1
+            return False
+        before, self._spent = self._spent, self._spent + seconds
+        self._bar.update(round(self._spent) - round(before))
+        return True
+
+    def known(self, identity: object, compute: Callable[[], Sequence[float]]) -> list[float]:
+        """What was found for this, now or by a run that was interrupted."""
+        key = repr(identity)
+        if key not in self._known:
+            self._known[key] = list(compute())
+            if time.monotonic() - self._saved > SAVE_EVERY:
+                self.save()
+        return self._known[key]
+
+    def save(self) -> None:
+        self._context.workspace.save("search", {"known": self._known})
+        self._saved = time.monotonic()
+
+    def tried(self, method: str, setting: dict[str, Any], value: float) -> None:
+        """Write down the perplexity of the validation text with some setting."""
+        where: Record = {"method": method, "corpus": self._corpus, "split": "valid"}
+        self.records.append({**where, **setting, "name": "perplexity", "value": value})
+
+    def chose(self, setting: str, value: str | int | float) -> None:
+        """Write down what a field of the config is to be."""
+        chosen: Record = {"corpus": self._corpus, "setting": setting}
+        self.records.append({**chosen, "name": "chosen", "value": value})

@@ -1,0 +1,204 @@
+"""The language model: one LSTM layer whose softmax shares its weights with the embedding.
+
+The softmax sees a bias-free projection of the LSTM's output, as wide as the embedding (Melis et
+al., 2018). Words, recurrent weights and layers are dropped once a batch, not once a step, so that
+cuDNN still runs the recurrence; it must find the weights side by side in one piece of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+State = tuple[Float[Tensor, "1 B H"], Float[Tensor, "1 B H"]]
+"""What an LSTM carries from one token to the next: its output and its cells."""
+_ORDER = "weight_ih", "weight_hh", "bias_ih", "bias_hh"  # as cuDNN has them
+
+
+@dataclass(frozen=True)
+class Dropouts:
+    """Shares that are set to zero while training; what stays is scaled up."""
+
+    words: float = 0.05
+    """Of the vocabulary, for a whole batch."""
+    input: float = 0.5
+    """Of a word's embedding; like those below, the same through a sequence."""
+    recurrent: float = 0.5
+    """Of the LSTM's recurrent weights, for a whole batch."""
+    output: float = 0.4
+    """Of the LSTM's output."""
+    projected: float = 0.3
+    """Of what the softmax sees."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next word.
+
+    Args:
+        vocabulary: words.
+        hidden: units of the LSTM.
+        embedding: size of a word's vector, and of the softmax layer's input.
+    """
+
+    def __init__(self, vocabulary: int, hidden: int, embedding: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.lstm = nn.LSTM(embedding, hidden, batch_first=True)
+        self.projection = nn.Linear(hidden, embedding, bias=False)
+        self.decoder = nn.Linear(embedding, vocabulary)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+        self.embedding.weight = self.decoder.weight
+
+    def initial_state(self, batch: int) -> State:
+        """Of sequences that have just begun."""
+        zeros = self.projection.weight.new_zeros(1, batch, self.lstm.hidden_size)
+        return zeros, zeros
+
+    def states(
+        self, tokens: Int[Tensor, "B T"], state: State
+    ) -> tuple[Float[Tensor, "B T E"], State]:
+        """What the softmax layer sees after each token, nothing dropped, in float32."""
+        with products("ieee", tokens.device):
+            outputs, (hidden, cells) = self.lstm(self.embedding(tokens), state)
+            return self.projection(outputs), (hidden, cells)
+
+    def forward(
+        self, tokens: Int[Tensor, "B T"], state: State
+    ) -> tuple[Float[Tensor, "B T V"], State]:
+        """Logits of the word after each token, likewise."""
+        states, state = self.states(tokens, state)
+        with products("ieee", tokens.device):
+            return self.decoder(states), state
+
+    def noisy_states(
+        self, tokens: Int[Tensor, "B T"], state: State, drawn: Drawn, multiple: int
+    ) -> Noisy:
+        """The same with something dropped.
+
+        Args:
+            multiple: to which widths are filled up while computing, with zeros that stay zero:
+                tensor cores want rows that are aligned, and those of width 1853 are not.
+        """
+        inputs = self.embedding(tokens)
+        if drawn.words is not None:
+            inputs = inputs * drawn.words[tokens][..., None]
+        inputs = _widened(_masked(inputs, drawn.input), multiple)
+        carried = _widened(state[0], multiple), _widened(state[1], multiple)
+        weights = side_by_side(self.lstm, drawn.recurrent, multiple)
+        outputs, hidden, cells = torch.lstm(
+            inputs, carried, weights, True, 1, 0.0, True, False, True
+        )  # has biases, layers, dropout, training, bidirectional, batch first
+        units = self.lstm.hidden_size
+        outputs = outputs[..., :units]
+        dropped = _masked(outputs, drawn.output)
+        states = _masked(self.projection(dropped), drawn.projected)
+        return Noisy(states, outputs, dropped, (hidden[..., :units], cells[..., :units]))
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What is dropped in one batch: factors, of which those of what is dropped are zero."""
+
+    words: Float[Tensor, "V"] | None
+    input: Float[Tensor, "B 1 E"] | None
+    recurrent: Float[Tensor, "G H"] | None
+    output: Float[Tensor, "B 1 H"] | None
+    projected: Float[Tensor, "B 1 E"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Noisy:
+    """What training needs of a pass over a batch."""
+
+    states: Float[Tensor, "B T E"]
+    """What the softmax layer sees."""
+    outputs: Float[Tensor, "B T H"]
+    """Of the LSTM."""
+    dropped: Float[Tensor, "B T H"]
+    """The same with some of them set to zero."""
+    state: State
+
+
+def draw(model: LanguageModel, batch: int, dropouts: Dropouts, source: torch.Generator) -> Drawn:
+    """What to drop in the next batch.
+
+    Args:
+        source: on the model's device.
+    """
+    units, (vocabulary, width) = model.lstm.hidden_size, model.decoder.weight.shape
+
+    def factors(share: float, *shape: int) -> Tensor | None:
+        if share == 0:
+            return None
+        empty = torch.empty(shape, device=source.device)
+        return empty.bernoulli_(1 - share, generator=source).div_(1 - share)
+
+    return Drawn(
+        words=factors(dropouts.words, vocabulary),
+        input=factors(dropouts.input, batch, 1, width),
+        recurrent=factors(dropouts.recurrent, 4 * units, units),
+        output=factors(dropouts.output, batch, 1, units),
+        projected=factors(dropouts.projected, batch, 1, width),
+    )
+
+
+def side_by_side(
+    lstm: nn.LSTM, recurrent: Float[Tensor, "G H"] | None, multiple: int
+) -> list[Tensor]:
+    """The LSTM's weights with factors for the recurrent ones, as parts of one piece of memory, in
+    cuDNN's order; gradients go to the LSTM's own.
+
+    Units that fill up the width have zero weights and biases, so their cells and outputs are zero.
+    """
+    units, more = lstm.hidden_size, -lstm.hidden_size % multiple
+    own: dict[str, Tensor] = {name: lstm.get_parameter(f"{name}_l0") for name in _ORDER}
+    own["weight_hh"] = _masked(own["weight_hh"], recurrent)
+    gates = []
+    for name in _ORDER:
+        gate = own[name].view(4, units, -1)
+        if name.startswith("weight"):
+            gate = _widened(gate, multiple)
+        gates.append(functional.pad(gate, (0, 0, 0, more)).flatten(0, 1))
+    parts = torch.cat([gate.flatten() for gate in gates]).split([gate.numel() for gate in gates])
+    weights = [part.view(gate.shape) for part, gate in zip(parts, gates, strict=True)]
+    return [*weights[:2], weights[2].flatten(), weights[3].flatten()]
+
+
+@contextlib.contextmanager
+def products(precision: Literal["ieee", "tf32"], device: torch.device) -> Iterator[None]:
+    """How float32 matrices are multiplied on a GPU; by itself torch has TF32 in LSTMs alone."""
+    if device.type != "cuda":
+        yield
+        return
+    backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn.rnn
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = precision
+        yield
+    finally:
+        for backend, setting in zip(backends, before, strict=True):
+            backend.fp32_precision = setting
+
+
+def _masked(numbers: Tensor, factors: Tensor | None) -> Tensor:
+    return numbers if factors is None else numbers * factors
+
+
+def _widened(numbers: Tensor, multiple: int) -> Tensor:
+    """With zeros, to a multiple."""
+    more = -numbers.shape[-1] % multiple
+    return functional.pad(numbers, (0, more)) if more else numbers

@@ -1,0 +1,385 @@
+"""Training the language model, and keeping it for all runs that ask for the same.
+
+The text is laid out as many places read side by side, from another first word in every epoch, so
+that batches never end at the same words. What is tested is an average of the weights. Nothing in
+an epoch waits for the GPU; a process that is killed loses half a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import math
+import sys
+import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mbpa.errors import ExperimentError
+from mbpa.experiments.data import Corpus
+from mbpa.experiments.experiment import Context, one_thread
+from mbpa.experiments.language import network
+from mbpa.experiments.language.config import LanguageConfig, Training
+from mbpa.experiments.language.network import LanguageModel, draw, products
+from mbpa.experiments.results import write_whole
+
+FORMAT = 1  # of the kept network
+WEIGHTS, SQUARES, MEANS = "weights/", "squares/", "means/"  # in it: averaged; and of Adam
+SAVE_EVERY = 20.0  # seconds
+POINTS = 50  # of the learning curve
+STREAMS = 32  # that are read side by side for it
+CHUNK = 1024  # tokens whose logits are there at a time
+WIDE = 100  # units, from where a second thread helps
+TENSOR_CORES = 8  # widths are filled up to a multiple of this
+
+
+@dataclass(frozen=True)
+class Point:
+    """Of the learning curve."""
+
+    epochs: int
+    train: float
+    """Perplexity in the last epoch, with all that was dropped."""
+    valid: float
+    """Perplexity of the averaged weights, the text read in several places at once."""
+
+
+def trained(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -> LanguageModel:
+    """The network of this seed with averaged weights, from the cache if it is there."""
+    path = _path(config, corpus, context, seed)
+    weights = _read(path, WEIGHTS, context.device)
+    if weights is None:
+        threads = one_thread() if config.network.hidden < WIDE else contextlib.nullcontext()
+        with threads:
+            run = TrainingRun(config, corpus, context, seed, path.stem)
+            run.finish()
+        _write(path, run)
+        weights = dict(run.average.named_parameters())
+    model = _initial(config, corpus, seed).to(context.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model.eval()
+
+
+def learning_curve(
+    config: LanguageConfig, corpus: Corpus, context: Context, seed: int
+) -> tuple[list[Point], float]:
+    """How a network that is in the cache was trained, and in how many seconds."""
+    with safe_open(_path(config, corpus, context, seed), framework="pt") as file:
+        told = json.loads(file.metadata()["training"])
+    return [Point(*point) for point in told["curve"]], told["seconds"]
+
+
+def adam_state(
+    config: LanguageConfig, corpus: Corpus, context: Context, seed: int
+) -> dict[str, Any] | None:
+    """The `state_dict()` of the Adam that trained a network that is in the cache, if it was."""
+    path = _path(config, corpus, context, seed)
+    squares = _read(path, SQUARES, context.device)
+    means = _read(path, MEANS, context.device)
+    if not squares or means is None:
+        return None
+    with safe_open(path, framework="pt") as file:
+        steps = json.loads(file.metadata()["training"])["steps"]
+    state: dict[int, dict[str, Tensor]] = {}
+    for place, name in enumerate(squares):
+        mean = means.get(name, torch.zeros_like(squares[name]))
+        state[place] = {
+            "step": torch.tensor(float(steps)),
+            "exp_avg": mean,
+            "exp_avg_sq": squares[name],
+        }
+    optimizer = _optimizer(list(squares.values()), config.training, torch.device("cpu"))
+    return {**optimizer.state_dict(), "state": state}
+
+
+@torch.no_grad()
+def perplexity(
+    model: LanguageModel, tokens: Int[Tensor, "T"], device: torch.device, streams: int = 1
+) -> float:
+    """Of all tokens but the first, read in one go.
+
+    Args:
+        streams: places at which it is read side by side; quicker, and a little too high, as the
+            network does not know what stands before them. The last few tokens may be left out.
+    """
+    scored = (len(tokens) - 1) // streams * streams
+    inputs, targets = (
+        tokens[start : start + scored].to(device).view(streams, -1) for start in (0, 1)
+    )
+    state, total = model.initial_state(streams), torch.zeros((), dtype=torch.float64, device=device)
+    columns = max(1, CHUNK // streams)
+    for words, following in zip(inputs.split(columns, 1), targets.split(columns, 1), strict=True):
+        logits, state = model(words, state)
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1), following.flatten(), reduction="none"
+        )
+        total += losses.double().sum()
+    return float((total / scored).exp())
+
+
+def rate_share(done: float, decay_from: float) -> float:
+    """Of the learning rate, when this share of the training is done: all, then a line down to a
+    hundredth."""
+    if done <= decay_from:
+        return 1.0
+    return 1 - 0.99 * (done - decay_from) / (1 - decay_from)
+
+
+class TrainingRun:
+    """A training on its way; begins where the workspace has kept one.
+
+    Args:
+        name: of all that the result depends on; what was kept under another is not taken up.
+    """
+
+    def __init__(
+        self, config: LanguageConfig, corpus: Corpus, context: Context, seed: int, name: str
+    ) -> None:
+        settings, device = config.training, context.device
+        self.settings, self.context, self.seed, self.name = settings, context, seed, name
+        self.valid = corpus.valid
+        self.text = corpus.train.to(device)
+        self.model = _initial(config, corpus, seed).to(device)
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+        self.average.lstm.flatten_parameters()  # no more so after a copy
+        self.parameters: list[Tensor] = list(self.model.parameters())
+        self.averages: list[Tensor] = list(self.average.parameters())
+        self.optimizer = _optimizer(self.parameters, settings, device)
+        self.multiple = TENSOR_CORES if device.type == "cuda" else 1
+
+        self.batch = max(1, min(settings.batch, len(self.text) // (settings.bptt + 1)))
+        self.length = len(self.text) // self.batch
+        self.bptt = min(settings.bptt, self.length)
+        self.steps_an_epoch = self.length // self.bptt
+
+        self.steps = 0
+        self.state = self.model.initial_state(self.batch)
+        self.source = torch.Generator(device).manual_seed(seed)
+        self.loss = torch.zeros((), device=device)
+        self.curve: list[Point] = []
+        self._seconds_before, self._start = 0.0, time.perf_counter()
+        self._saved_at, self._saving = self._start, Future[None]()
+        self._saving.set_result(None)
+        self._resume()
+
+    @property
+    def seconds(self) -> float:
+        """That were spent on it."""
+        return self._seconds_before + time.perf_counter() - self._start
+
+    @property
+    def epochs(self) -> int:
+        """That are done."""
+        return self.steps // self.steps_an_epoch
+
+    def finish(self) -> None:
+        """Train to the end."""
+        wanted = self.settings.epochs
+        if self.steps % self.steps_an_epoch:
+            self._lay_out()
+        bar = self.context.bar(wanted, f"training, seed {self.seed}", "epochs", self.epochs)
+        with bar, ThreadPoolExecutor(1) as saver:
+            while self.epochs < wanted:
+                if self.steps % self.steps_an_epoch == 0:
+                    self._begin_epoch()
+                with products("tf32", self.text.device):
+                    self._step()
+                if self.steps % self.steps_an_epoch == 0:
+                    self._end_epoch()
+                    if self.curve:
+                        bar.set_postfix_str(f"perplexity {self.curve[-1].valid:.1f}", refresh=False)
+                    bar.update()
+                if time.perf_counter() - self._saved_at > SAVE_EVERY and self._saving.done():
+                    self._save(saver)
+        self._saving.result()
+
+    def _begin_epoch(self) -> None:
+        self._lay_out()
+        self.state = self.model.initial_state(self.batch)
+        self.loss.zero_()
+
+    def _lay_out(self) -> None:
+        """The text in rows, one a place, from this epoch's first word on round and round."""
+        draws = torch.Generator().manual_seed(self.seed * 100_003 + self.epochs)
+        first = int(torch.randint(len(self.text), (), generator=draws))
+        used = self.batch * self.length
+        self.inputs, self.targets = (
+            self.text.roll(-first - ahead)[:used].view(self.batch, self.length) for ahead in (0, 1)
+        )
+
+    def _step(self) -> None:
+        place = self.steps % self.steps_an_epoch
+        columns = slice(place * self.bptt, (place + 1) * self.bptt)
+        loss = self._loss(self.inputs[:, columns], self.targets[:, columns])
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
+        done = self.steps / (self.steps_an_epoch * self.settings.epochs)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * rate_share(done, self.settings.decay_from)
+        self.optimizer.step()
+        self.steps += 1
+        kept = min(self.settings.average, self.steps / (self.steps + 9))  # fewer while few are done
+        with torch.no_grad():
+            torch._foreach_lerp_(self.averages, self.parameters, 1 - kept)
+
+    def _loss(self, inputs: Int[Tensor, "B T"], targets: Int[Tensor, "B T"]) -> Tensor:
+        """Of a batch, with penalties; the state moves on."""
+        settings = self.settings
+        drawn = draw(self.model, self.batch, settings.dropouts, self.source)
+        if settings.state_reset:
+            keeps = torch.rand((1, self.batch, 1), device=inputs.device, generator=self.source)
+            keeps = (keeps >= settings.state_reset).float()
+            self.state = self.state[0] * keeps, self.state[1] * keeps
+        noisy = self.model.noisy_states(inputs, self.state, drawn, self.multiple)
+        self.state = noisy.state[0].detach(), noisy.state[1].detach()
+        logits = self.model.decoder(noisy.states.flatten(0, 1))
+        loss = functional.cross_entropy(logits, targets.flatten())
+        self.loss += loss.detach()
+        if settings.activation_penalty:
+            loss = loss + settings.activation_penalty * noisy.dropped.square().mean()
+        if settings.temporal_penalty and self.bptt > 1:
+            change = noisy.outputs[:, 1:] - noisy.outputs[:, :-1]
+            loss = loss + settings.temporal_penalty * change.square().mean()
+        return loss
+
+    def _end_epoch(self) -> None:
+        if self.epochs % max(1, self.settings.epochs // POINTS) and (
+            self.epochs < self.settings.epochs
+        ):
+            return
+        device = self.text.device
+        streams = min(STREAMS, max(1, (len(self.valid) - 1) // 100))
+        valid = perplexity(self.average, self.valid, device, streams)
+        if not math.isfinite(valid):
+            raise ExperimentError(
+                f"the training diverged after {self.epochs} epochs: "
+                f"pass a --training.lr below {self.settings.lr}"
+            )
+        train = float((self.loss / self.steps_an_epoch).exp())
+        self.curve.append(Point(self.epochs, train, valid))
+
+    # What a killed process leaves to the next
+
+    def _save(self, saver: ThreadPoolExecutor) -> None:
+        """Copied where it is, and written to disk while training goes on."""
+        self._saving.result()  # raises what the last one did
+        state: dict[str, Any] = {
+            "name": self.name,
+            "steps": self.steps,
+            "model": dict(self.model.named_parameters()),
+            "average": dict(self.average.named_parameters()),
+            "optimizer": self.optimizer.state_dict(),
+            "state": self.state,
+            "source": self.source.get_state(),
+            "loss": self.loss,
+            "curve": [dataclasses.astuple(point) for point in self.curve],
+            "seconds": self.seconds,
+        }
+        save, name = self.context.workspace.save, f"training-{self.seed}"
+        self._saving = saver.submit(save, name, copy.deepcopy(state))
+        self._saved_at = time.perf_counter()
+
+    def _resume(self) -> None:
+        kept = self.context.workspace.load(f"training-{self.seed}")
+        if kept is None or kept["name"] != self.name:
+            return
+        device = self.text.device
+        with torch.no_grad():
+            for module, name in ((self.model, "model"), (self.average, "average")):
+                for key, parameter in module.named_parameters():
+                    parameter.copy_(kept[name][key])
+        self.optimizer.load_state_dict(kept["optimizer"])
+        self.state = kept["state"][0].to(device), kept["state"][1].to(device)
+        self.source.set_state(kept["source"])
+        self.loss = kept["loss"].to(device)
+        self.steps, self._seconds_before = kept["steps"], kept["seconds"]
+        self.curve = [Point(*point) for point in kept["curve"]]
+
+
+def _initial(config: LanguageConfig, corpus: Corpus, seed: int) -> LanguageModel:
+    """Untrained; the caller's random numbers are left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LanguageModel(len(corpus.words), **vars(config.network))
+
+
+def _optimizer(
+    parameters: list[Tensor], settings: Training, device: torch.device
+) -> torch.optim.Adam:
+    return torch.optim.Adam(
+        parameters,
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        fused=device.type == "cuda" or None,
+    )
+
+
+# The network on disk
+
+
+def _path(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -> Path:
+    """Named by all that the network depends on."""
+    told: dict[str, Any] = {"seed": seed, "format": FORMAT, "words": len(corpus.words)}
+    told |= {"torch": str(torch.__version__), "device": context.device.type}
+    told["text"] = hashlib.sha256(corpus.train.numpy().tobytes()).hexdigest()
+    told["code"] = _code()
+    told |= {name: dataclasses.asdict(getattr(config, name)) for name in ("network", "training")}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return context.cache / f"language-{digest[:16]}.safetensors"
+
+
+@functools.cache
+def _code() -> list[str]:
+    """The sources as they were when first asked for: somebody may edit them meanwhile."""
+    return [inspect.getsource(module) for module in (network, sys.modules[__name__])]
+
+
+def _read(path: Path, kind: str, device: torch.device) -> dict[str, Tensor] | None:
+    """What was kept of a kind, if the file is whole; in the order of the parameters."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            order, there = json.loads(file.metadata()["training"])["order"], set(file.keys())
+            return {name: file.get_tensor(kind + name) for name in order if kind + name in there}
+    except FileNotFoundError:
+        return None
+    except SafetensorError:
+        warnings.warn(f"{path} is damaged and is computed anew", stacklevel=2)
+        return None
+
+
+def _write(path: Path, run: TrainingRun) -> None:
+    average = dict(run.average.named_parameters())
+    state = run.optimizer.state_dict()["state"]
+    kept = {WEIGHTS + name: tensor for name, tensor in average.items()}
+    for name, moments in zip(average, state.values(), strict=bool(state)):
+        kept[SQUARES + name] = moments["exp_avg_sq"]
+        if run.settings.beta1:
+            kept[MEANS + name] = moments["exp_avg"]
+    told = {
+        "curve": [dataclasses.astuple(point) for point in run.curve],
+        "order": list(average),
+        "seconds": run.seconds,
+        "steps": run.steps,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
+    write_whole(path, save(tensors, metadata={"training": json.dumps(told)}))

@@ -1,0 +1,114 @@
+"""Which words gain, and from which memories: what MbPA adds to an LSTM with a cache, in words."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mbpa.experiments.data import Corpus
+from mbpa.experiments.language.config import Local
+from mbpa.experiments.language.corpus import frequencies
+from mbpa.experiments.language.passage import Retrieval
+from mbpa.experiments.results import Record
+from mbpa.kernels import neighbor_weights
+
+BUCKETS = 5
+EXAMPLES = 8
+CONTEXT = 8  # words shown before a token
+REMEMBERED = 4  # words shown before a memory
+MEMORIES = 4  # shown of each token
+
+
+def improvements(
+    corpus: Corpus,
+    tokens: Int[Tensor, "T"],
+    before: Float[Tensor, "T"],
+    after: Float[Tensor, "T"],
+) -> list[Record]:
+    """By how much perplexity falls, percent, in buckets of words by their training frequency.
+
+    The words of the text, the most frequent first, make buckets of equally many. Of each bucket:
+    mean and standard deviation over its words, each with a perplexity of its own (paper, appendix),
+    and the fall of the perplexity over all its tokens.
+    """
+    words, place = tokens.unique(return_inverse=True)
+    counts = place.bincount(minlength=len(words)).double()
+
+    def mean_of(logs: Tensor) -> Tensor:
+        total = torch.zeros(len(words), dtype=torch.float64)
+        return total.index_add_(0, place, logs.double()).div_(counts)
+
+    lowered = 100 * (1 - (mean_of(before) - mean_of(after)).exp())
+    frequency = frequencies(corpus)[words]
+    order = frequency.sort(descending=True, stable=True).indices
+    records: list[Record] = []
+    for number, members in enumerate(order.tensor_split(BUCKETS), start=1):
+        if not len(members):
+            continue
+        inside = torch.isin(place, members)
+        told: Record = {
+            "bucket": number,
+            "words": len(members),
+            "tokens": int(inside.sum()),
+            "least_frequent": int(frequency[members].min()),
+            "most_frequent": int(frequency[members].max()),
+        }
+        deviation = float(lowered[members].std(correction=0))
+        overall = 100 * (1 - float((before - after)[inside].double().mean().exp()))
+        records += [
+            {**told, "name": "improvement", "value": float(lowered[members].mean())},
+            {**told, "name": "improvement_deviation", "value": deviation},
+            {**told, "name": "improvement_of_tokens", "value": overall},
+        ]
+    return records
+
+
+def examples(
+    corpus: Corpus,
+    retrieval: Retrieval,
+    local: Local,
+    before: Float[Tensor, "T"],
+    after: Float[Tensor, "T"],
+) -> list[Record]:
+    """The tokens whose probability rose most, each word once, with the heaviest memories."""
+    targets = retrieval.passage.targets.tolist()
+    order = (after - before).argsort(descending=True).tolist()
+    first_of_word: dict[int, int] = {}
+    for position in order:
+        first_of_word.setdefault(targets[position], position)
+        if len(first_of_word) == EXAMPLES:
+            break
+    return [
+        {
+            "word": corpus.words[word],
+            "context": _words(corpus, targets[max(0, position - CONTEXT) : position]),
+            "memories": _memories(corpus, retrieval, local, position, targets),
+            "position": position,
+            "before": float(before[position].exp()),
+            "after": float(after[position].exp()),
+            "name": "example",
+            "value": float(after[position] - before[position]),
+        }
+        for word, position in first_of_word.items()
+    ]
+
+
+def _memories(
+    corpus: Corpus, retrieval: Retrieval, local: Local, position: int, targets: list[int]
+) -> str:
+    """What was remembered: the words before, the word that came, its weight in percent."""
+    at = range(position, position + 1)
+    found = retrieval.neighbors(at, min(local.k, retrieval.window), retrieval.window + 1)
+    weights = neighbor_weights(local.weighting, found)[0]
+    told = []
+    for place in weights.argsort(descending=True)[:MEMORIES].tolist():
+        if float(weights[place]) > 0:
+            when = int(found.ids[0, place])
+            text = _words(corpus, targets[max(0, when - REMEMBERED) : when])
+            told.append(f"{text} → {corpus.words[targets[when]]} ({100 * weights[place]:.0f}%)")
+    return "; ".join(told)
+
+
+def _words(corpus: Corpus, numbers: list[int]) -> str:
+    return " ".join(corpus.words[number] for number in numbers)

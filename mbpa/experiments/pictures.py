@@ -1,0 +1,222 @@
+"""Pictures that a network is trained on and looks at: bytes on its device, or files.
+
+`Held` keeps small pictures where the network is. `Streamed` is for those that are too many: worker
+processes read and crop them as their turn comes. What is drawn for a batch does not depend on how
+many processes share it: everybody draws for all of it and takes a share.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+from torch.nn import functional
+
+from mbpa.experiments.data.pictures import ImageFiles, cores
+
+AT_ONCE = 250  # streamed pictures in a batch that is only looked at; workers hold many of these
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every batch that one of several processes takes."""
+
+    rank: int = 0
+    count: int = 1
+    """Processes; they must divide a batch evenly."""
+
+    def part(self, batch: Tensor) -> Tensor:
+        """Its rows of a batch."""
+        return batch.chunk(self.count)[self.rank]
+
+
+WHOLE = Share()
+
+
+class Pictures(abc.ABC):
+    """Pictures of one size, and what they show."""
+
+    labels: Int[Tensor, "N"]
+    """On the device that pictures are wanted on."""
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Their height and width in pixels."""
+
+    @abc.abstractmethod
+    def chosen(self, rows: Int[Tensor, "n"]) -> Self:
+        """Some of them."""
+
+    @abc.abstractmethod
+    def to(self, device: torch.device) -> Self:
+        """The same, wanted on another device."""
+
+    @abc.abstractmethod
+    def in_order(self, most: int) -> Iterator[UInt8[Tensor, "B 3 H W"]]:
+        """All as they are, at most so many at a time."""
+
+    @abc.abstractmethod
+    def altered(
+        self,
+        order: Int[Tensor, "n"],
+        batch: int,
+        draws: torch.Generator,
+        *,
+        padding: int,
+        smallest_crop: float,
+        share: Share = WHOLE,
+    ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
+        """A share of each batch, with its labels, every picture cropped and perhaps mirrored.
+
+        Args:
+            order: rows, on the CPU, a multiple of `batch`.
+            padding: by how many pixels held pictures are moved at most.
+            smallest_crop: the least share of its area that is seen of a streamed picture.
+        """
+
+    def with_labels(self, labels: Int[Tensor, "N"]) -> Self:
+        """The same under other names."""
+        return replace(self, labels=labels)  # type: ignore[type-var]  # both kinds are dataclasses
+
+    def of_classes(self, classes: Int[Tensor, "C"]) -> Self:
+        """Those of some classes, numbered by their place among these."""
+        labels = placed(self.labels, classes)
+        rows = (labels >= 0).nonzero()[:, 0]
+        return self.chosen(rows).with_labels(labels[rows])
+
+
+def placed(labels: Int[Tensor, "N"], classes: Int[Tensor, "C"]) -> Int[Tensor, "N"]:
+    """The place of each label among the classes; -1 where it is none of them."""
+    highest = int(torch.maximum(labels.max(), classes.max()))
+    place = torch.full((highest + 1,), -1, device=labels.device)
+    place[classes] = torch.arange(len(classes), device=labels.device)
+    return place[labels]
+
+
+@dataclass(frozen=True, eq=False)
+class Held(Pictures):
+    """Pictures that lie on the device."""
+
+    images: UInt8[Tensor, "N 3 H W"]
+    labels: Int[Tensor, "N"]
+
+    @property
+    def size(self) -> int:
+        return self.images.shape[-1]
+
+    def chosen(self, rows: Int[Tensor, "n"]) -> Held:
+        rows = rows.to(self.labels.device)
+        return Held(self.images[rows], self.labels[rows])
+
+    def to(self, device: torch.device) -> Held:
+        return Held(self.images.to(device), self.labels.to(device))
+
+    def in_order(self, most: int) -> Iterator[UInt8[Tensor, "B 3 H W"]]:
+        return iter(self.images.split(most))
+
+    def altered(
+        self,
+        order: Int[Tensor, "n"],
+        batch: int,
+        draws: torch.Generator,
+        *,
+        padding: int,
+        smallest_crop: float,
+        share: Share = WHOLE,
+    ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
+        for rows in order.to(self.labels.device).split(batch):
+            mine = share.part(rows)
+            yield moved(self.images[mine], padding, draws, share), self.labels[mine]
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed(Pictures):
+    """Pictures in files."""
+
+    files: ImageFiles
+    labels: Int[Tensor, "N"]
+    pixels: int
+
+    @property
+    def size(self) -> int:
+        return self.pixels
+
+    def chosen(self, rows: Int[Tensor, "n"]) -> Streamed:
+        return replace(
+            self, files=self.files.chosen(rows), labels=self.labels[rows.to(self.labels.device)]
+        )
+
+    def to(self, device: torch.device) -> Streamed:
+        return replace(self, labels=self.labels.to(device))
+
+    def in_order(self, most: int) -> Iterator[UInt8[Tensor, "B 3 H W"]]:
+        batches = torch.arange(len(self.labels)).split(min(most, AT_ONCE))
+        wanted = ((rows, None) for rows in batches)
+        for images in self.files.stream(wanted, self.pixels, pin=self.labels.is_cuda):
+            yield self._arrived(images)
+
+    def altered(
+        self,
+        order: Int[Tensor, "n"],
+        batch: int,
+        draws: torch.Generator,
+        *,
+        padding: int,
+        smallest_crop: float,
+        share: Share = WHOLE,
+    ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
+        crops = torch.rand(len(order), 4, generator=draws)
+        crops[:, 0] = smallest_crop + (1 - smallest_crop) * crops[:, 0]
+        flips = torch.rand(len(order), generator=draws) < 0.5
+        rows, crops, flips = (
+            torch.cat([share.part(part) for part in whole.split(batch)])
+            for whole in (order, crops, flips)
+        )
+        batch //= share.count
+        labels, flips = self.labels[rows.to(self.labels.device)], flips.to(self.labels.device)
+        wanted = zip(rows.split(batch), crops.split(batch), strict=True)
+        processes = max(1, cores() // share.count)
+        arriving = self.files.stream(wanted, self.pixels, processes, pin=self.labels.is_cuda)
+        for images, known, mirrored in zip(
+            arriving, labels.split(batch), flips.split(batch), strict=True
+        ):
+            found = self._arrived(images)
+            yield torch.where(mirrored[:, None, None, None], found.flip(3), found), known
+
+    def _arrived(self, images: UInt8[Tensor, "B H W 3"]) -> UInt8[Tensor, "B 3 H W"]:
+        """On the device; a view whose channels come last."""
+        return images.to(self.labels.device, non_blocking=True).permute(0, 3, 1, 2)
+
+
+def normalised(images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B 3 H W"]:
+    """Numbers around zero, of the size of one."""
+    return (images.float() - 117.0) / 66.0
+
+
+def moved(
+    images: UInt8[Tensor, "b 3 H W"], padding: int, draws: torch.Generator, share: Share = WHOLE
+) -> UInt8[Tensor, "b 3 H W"]:
+    """Each image moved by up to `padding` pixels either way, its edges mirrored; half of them seen
+    in a mirror.
+
+    Args:
+        images: the share's of a batch.
+    """
+    count, (height, width), device = len(images) * share.count, images.shape[2:], images.device
+    drawn = torch.randint(2 * padding + 1, (2, count, 1), generator=draws)
+    mirrored = torch.randint(2, (1, count, 1), generator=draws)
+    all_drawn = torch.cat((drawn, mirrored)).transpose(0, 1)  # one tensor, one copy
+    down, right, mirrored = share.part(all_drawn).to(device).unbind(1)
+    rows = down + torch.arange(height, device=device)
+    columns = torch.arange(width, device=device)
+    columns = right + torch.where(mirrored == 1, columns.flip(0), columns)
+    padded = functional.pad(images.float(), (padding,) * 4, mode="reflect").to(images.dtype)
+    each = torch.arange(len(images), device=device)
+    found = padded.permute(0, 2, 3, 1)[each[:, None, None], rows[:, :, None], columns[:, None]]
+    return found.permute(0, 3, 1, 2)

@@ -1,0 +1,691 @@
+"""Language modelling, what is made of a network's states: methods, mixtures, search, report.
+
+Everything is compared with a slow obvious version, on a slice of Penn Treebank and a tiny network.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mbpa
+from mbpa.experiments.data import Corpus
+from mbpa.experiments.experiment import Context
+from mbpa.experiments.language import evaluation, ledger, passage, tuning
+from mbpa.experiments.language.config import (
+    PRESETS,
+    Cache,
+    Dynamic,
+    LanguageConfig,
+    Local,
+    Search,
+)
+from mbpa.experiments.language.corpus import frequencies, read_corpus
+from mbpa.experiments.language.dynamic import (
+    AdamUpdate,
+    DynamicEvaluation,
+    RMSUpdate,
+    gradient_scale,
+)
+from mbpa.experiments.language.evaluation import METHODS, Text, evaluated, first_word, loop_scores
+from mbpa.experiments.language.figures import sections
+from mbpa.experiments.language.network import LanguageModel
+from mbpa.experiments.language.passage import (
+    Passage,
+    adapted_scores,
+    cache_scores,
+    mixed,
+    perplexity,
+    read_passage,
+    retrieved,
+    solved_weights,
+    vote_scores,
+)
+from mbpa.experiments.language.training import trained
+from mbpa.experiments.language.words import examples, improvements
+from mbpa.experiments.report import drawn
+from mbpa.experiments.results import Record, Result
+from mbpa.experiments.workspace import Workspace
+from tests.oracle import adapt_one
+
+ROOT = Path(__file__).parent.parent
+WINDOW, TOKENS = 40, 130
+CONFIG = replace(
+    PRESETS["smoke"],
+    tokens=2_000,
+    scored_tokens=TOKENS,
+    memory=WINDOW,
+    cache=Cache(scale=0.5),
+    mbpa=Local(lr=0.5, steps=3, k=8, decay=0.05),
+    combined=Local(lr=2.0, steps=1, k=12),
+    dynamic=Dynamic(
+        lr=1e-3,
+        decay=0.02,
+        epsilon=1e-3,
+        statistics=8,
+        statistics_batch=4,
+        mbpa=Local(lr=0.5, steps=2, k=6),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("language")
+
+
+def context_in(folder: Path, name: str, workspace: type[Workspace] = Workspace) -> Context:
+    data = Path(os.environ.get("MBPA_DATA") or ROOT.parent / "shared" / "data")
+    if not (data / "ptb").is_dir():
+        pytest.skip("needs Penn Treebank: mbpa data fetch ptb, or MBPA_DATA")
+    return Context(torch.device("cpu"), data, workspace(folder / name), False, folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def corpus(folder: Path) -> Corpus:
+    return read_corpus(CONFIG, context_in(folder, "corpus"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, corpus: Corpus) -> LanguageModel:
+    context = context_in(folder, "training")
+    with context.workspace.alone():
+        return trained(CONFIG, corpus, context, 0)
+
+
+@pytest.fixture(scope="module")
+def text(model: LanguageModel, corpus: Corpus) -> Passage:
+    return read_passage(model, corpus.valid, first_word(corpus))
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=tolerance)
+
+
+# One pass of states, and the methods on it
+
+
+def test_the_pass_of_states_is_what_the_network_says_word_by_word(
+    model: LanguageModel, corpus: Corpus, text: Passage
+) -> None:
+    state, before = model.initial_state(1), first_word(corpus)
+    assert corpus.words[before] == "<eos>"
+    with torch.no_grad():
+        for place, word in enumerate(corpus.valid.tolist()[:20]):
+            logits, state = model(torch.tensor([[before]]), state)
+            close(text.own[place], logits[0, 0].log_softmax(0)[word])
+            before = word
+    assert torch.equal(text.targets, corpus.valid)
+    close(text.own, model.decoder(text.keys).log_softmax(1)[range(TOKENS), text.targets].detach())
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        Local(lr=2.0, steps=1, k=8),
+        Local(lr=0.5, steps=3, k=64, decay=0.1),
+        Local(lr=0.5, steps=2, k=5, kernel="gaussian", kernel_scale=0.7),
+        Local(rule="map", prior=0.2, k=5),
+    ],
+)
+def test_mixtures_of_vectors_equal_the_librarys_stream(
+    model: LanguageModel, text: Passage, local: Local
+) -> None:
+    predictor = local.predictor(WINDOW)
+    weights = (0.5, 0.3, 0.2)
+    library = mbpa.MbPA(
+        head=model.decoder,
+        memory=mbpa.ExactMemory(WINDOW, text.keys.shape[1]),
+        predictor=mbpa.Mixture(
+            mbpa.Parametric(),
+            predictor,
+            mbpa.NeighborVote(mbpa.exp_dot(0.5), k=WINDOW),
+            weights=weights,
+        ),
+    )
+    expected = mbpa.score_stream(library, text.keys, text.targets, block=11)
+    positions = range(len(text))
+    retrieval = retrieved(text, WINDOW, 64)
+    adapted = adapted_scores(model.decoder, retrieval, predictor, positions, mbpa.Engine())
+    cache = cache_scores(text, WINDOW, (0.1, 0.5), positions)[1]
+    found = mixed(torch.stack([text.own, adapted, cache]), torch.tensor(weights))
+    close(found, expected, 1e-3 if local.rule == "map" else 2e-5)  # to its tolerance
+
+
+def test_memory_only_is_the_librarys_smoothed_vote(model: LanguageModel, text: Passage) -> None:
+    local = Local(k=8)
+    smooth = mbpa.NeighborVote(local.weighting, k=8, smoothing=0.1)
+    memory = mbpa.ExactMemory(WINDOW, text.keys.shape[1])
+    library = mbpa.MbPA(head=model.decoder, memory=memory, predictor=smooth)
+    vote = vote_scores(retrieved(text, WINDOW, 8), local.weighting, 8, range(len(text)))
+    even = torch.full_like(vote, -math.log(model.decoder.out_features))
+    even[0] = text.own[0]
+    found = mixed(torch.stack([vote, even]), torch.tensor([0.9, 0.1]))
+    close(found, mbpa.score_stream(library, text.keys, text.targets))
+
+
+def test_adaptation_is_what_a_loop_of_autograd_does_for_each_token(
+    model: LanguageModel, text: Passage
+) -> None:
+    local = CONFIG.mbpa
+    predictor, positions = local.predictor(WINDOW), range(90, 110, 3)
+    retrieval = retrieved(text, WINDOW, 8)
+    found = adapted_scores(model.decoder, retrieval, predictor, positions, mbpa.Engine())
+    expected = []
+    for place in positions:
+        keys, values = (part[place - WINDOW : place] for part in (text.keys, text.targets))
+        distances = (keys - text.keys[place]).square().sum(1)
+        near = distances.argsort()[: local.k]
+        weights = 1 / (1e-3 + distances[near])
+        head = adapt_one(
+            model.decoder,
+            predictor.rule,
+            "cross_entropy",
+            None,
+            keys[near],
+            values[near],
+            weights / weights.sum(),
+        )
+        expected.append(head(text.keys[place]).log_softmax(0)[text.targets[place]].detach())
+    close(found, torch.stack(expected), 1e-4)
+    close(loop_scores(model.decoder, retrieval, local, positions), found, 1e-4)
+
+
+def test_some_tokens_have_the_scores_that_they_have_among_all(
+    model: LanguageModel, text: Passage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retrieval, predictor = retrieved(text, WINDOW, 12), CONFIG.combined.predictor(WINDOW)
+    everything, some = range(len(text)), range(4, len(text), 5)
+    monkeypatch.setattr(passage, "SPANS", (32, 32))  # several blocks, the windows of which overlap
+    engine = mbpa.Engine(path="one step")  # which it takes only from rows that were kept
+    for scores in (
+        lambda positions: adapted_scores(model.decoder, retrieval, predictor, positions, engine),
+        lambda positions: cache_scores(text, WINDOW, (0.3,), positions)[0],
+        lambda positions: vote_scores(retrieval, mbpa.inverse_distance(), 12, positions),
+    ):
+        close(scores(some), scores(everything)[4::5])
+
+
+def test_no_score_depends_on_what_comes_later(
+    model: LanguageModel, corpus: Corpus, folder: Path
+) -> None:
+    until = 71
+    other = corpus.test.clone()
+    other[until:] = corpus.test[until:].flip(0) + 1
+    changed = replace(corpus, test=other % len(corpus.words))
+    parts = tuple(dict.fromkeys(itertools.chain(*METHODS.values())))
+    found = []
+    for name, each in (("causal", corpus), ("changed", changed)):
+        context = context_in(folder, name)
+        with context.workspace.alone():
+            found.append(Text(model, each, CONFIG, context, 0, "test").parts(parts))
+    same = (found[0] - found[1]).nan_to_num(0).abs() < 1e-6
+    assert same[:, :until].all()
+    later = dict(zip(parts, (~same[:, until:]).any(1).tolist(), strict=True))
+    assert [name for name in parts if not later[name]] == ["uniform"]
+
+
+# Mixtures
+
+
+def test_solved_weights_are_a_share_each_and_beat_a_grid() -> None:
+    logs = torch.randn(3, 400).sub_(3)
+    weights = solved_weights(logs)
+    assert float(weights.min()) >= 0
+    assert float(weights.sum()) == pytest.approx(1, abs=1e-12)
+    best = perplexity(mixed(logs, weights))
+    grid = [(a / 20, b / 20) for a in range(21) for b in range(21 - a)]
+    others = [perplexity(mixed(logs, torch.tensor([a, b, 1 - a - b]).clamp(0))) for a, b in grid]
+    assert best <= min(others)
+    assert min(others) < 1.001 * best  # and it is the same hill
+    for _ in range(3_000):  # expectation maximisation comes to the same place
+        pulls = (logs.double() - mixed(logs, weights)).exp().mean(1)
+        torch.testing.assert_close(weights * pulls, weights, atol=1e-8, rtol=0)
+        weights = weights * pulls
+
+
+def test_what_blows_up_is_infinitely_bad_and_nothing_worse(
+    model: LanguageModel, corpus: Corpus, text: Passage, folder: Path
+) -> None:
+    assert perplexity(torch.tensor([math.nan, -1.0])) == math.inf
+    assert perplexity(torch.full((3,), -1e5)) == math.inf
+    wild = mbpa.Adapted(mbpa.Gradient(lr=1e38, steps=3), k=5)
+    positions = range(len(text))
+    found = adapted_scores(
+        model.decoder, retrieved(text, WINDOW, 5), wild, positions, mbpa.Engine()
+    )
+    assert not found.isnan().any()
+    logs = torch.stack([text.own, found])
+    assert perplexity(mixed(logs, solved_weights(logs))) <= perplexity(text.own) + 1e-6
+    config = replace(CONFIG, dynamic=replace(CONFIG.dynamic, lr=1e30))
+    context = context_in(folder, "wild")
+    with context.workspace.alone():
+        parts = Text(model, corpus, config, context, 0, "valid").parts(METHODS[evaluation.ALL])
+    assert perplexity(mixed(parts, solved_weights(parts))) == math.inf
+    assert perplexity(parts[0]) == math.inf
+    assert float(solved_weights(torch.full((2, 3), -math.inf)).sum()) == 1
+
+
+def test_what_only_harms_gets_no_weight_and_twins_share() -> None:
+    good = torch.randn(300).sub_(3)
+    close(solved_weights(torch.stack([good - 2, good, good - 1])), torch.tensor([0.0, 1.0, 0.0]))
+    twins = solved_weights(torch.stack([good, good]))
+    assert float(twins.sum()) == pytest.approx(1)
+    never = solved_weights(torch.stack([good, torch.full_like(good, -math.inf)]))
+    close(never, torch.tensor([1.0, 0.0]))
+
+
+# Dynamic evaluation
+
+
+def naive_scale(model: LanguageModel, tokens: Tensor, settings: Dynamic) -> list[Tensor]:
+    model = copy.deepcopy(model)
+    places = tokens[: len(tokens) // 4 * 4].view(4, -1)
+    state, squares = model.initial_state(4), [0.0 * p.detach() for p in model.parameters()]
+    for step in range(settings.statistics):
+        part = places[:, 5 * step : 5 * step + 6]
+        model.zero_grad()
+        logits, state = model(part[:, :-1], (state[0].detach(), state[1].detach()))
+        loss = -logits.log_softmax(2).gather(2, part[:, 1:, None]).mean()
+        loss.backward()
+        squares = [s + p.grad**2 for s, p in zip(squares, model.parameters(), strict=True)]
+    return [(square / settings.statistics) ** 0.5 for square in squares]
+
+
+def test_dynamic_evaluation_is_the_published_rule_and_leaves_the_network_alone(
+    model: LanguageModel, corpus: Corpus
+) -> None:
+    settings, start = CONFIG.dynamic, copy.deepcopy(model.state_dict())
+    scale = gradient_scale(model, corpus.train, settings)
+    for found, expected in zip(scale, naive_scale(model, corpus.train, settings), strict=True):
+        torch.testing.assert_close(found, expected)
+    tokens = corpus.valid[:43]
+    inputs = torch.cat([torch.tensor([first_word(corpus)]), tokens[:-1]])
+    found = DynamicEvaluation(model, lambda p: RMSUpdate(p, scale, settings), settings, None).read(
+        inputs, tokens
+    )
+
+    learner = copy.deepcopy(model)
+    trained_weights = [p.detach().clone() for p in learner.parameters()]
+    mean = torch.cat([s.flatten() for s in scale]).mean()
+    state, expected = learner.initial_state(1), []
+    for begin in range(0, 43, 5):
+        part = slice(begin, begin + 5)
+        logits, state = learner(inputs[None, part], state)
+        state = state[0].detach(), state[1].detach()
+        logs = logits[0].log_softmax(1)[range(len(tokens[part])), tokens[part]]
+        expected.append(logs.detach())
+        learner.zero_grad()
+        (-logs.mean()).backward()
+        for p, was, rms in zip(learner.parameters(), trained_weights, scale, strict=True):
+            step = settings.lr * p.grad / (rms + settings.epsilon)
+            pull = (settings.decay * rms / mean).clamp(max=1) * (was - p.data)
+            p.data = p.data - step + pull
+    close(found.own, torch.cat(expected))
+    plain = read_passage(model, tokens, first_word(corpus)).own
+    close(found.own[:5], plain[:5])  # scored before anything is learnt
+    assert (found.own[5:] - plain[5:]).abs().max() > 1e-3
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, start[name])
+
+
+def test_mbpa_on_top_adapts_the_layer_as_it_is_to_keys_as_they_were(
+    model: LanguageModel, corpus: Corpus
+) -> None:
+    local = Local(lr=0.5, steps=2, k=6)
+    settings = replace(CONFIG.dynamic, adam_lr=5e-3)
+    tokens = corpus.valid[:30]
+    inputs = torch.cat([torch.tensor([first_word(corpus)]), tokens[:-1]])
+    heads: list[Any] = []
+
+    class Watched(AdamUpdate):
+        def step(self) -> None:
+            heads.append(copy.deepcopy(network._model.decoder))  # as it was for this segment
+            super().step()
+
+    network = DynamicEvaluation(model, lambda p: Watched(p, 5e-3, None), settings, local, 12)
+    found = network.read(inputs, tokens)
+    for place in range(7, 30):
+        keys, values = (part[max(0, place - 12) : place] for part in (found.keys, tokens))
+        distances = (keys - found.keys[place]).square().sum(1)
+        near = distances.argsort()[:6]
+        weights = 1 / (1e-3 + distances[near])
+        rule, weights = mbpa.Gradient(0.5, 2), weights / weights.sum()
+        head = adapt_one(
+            heads[place // 5], rule, "cross_entropy", None, keys[near], values[near], weights
+        )
+        close(found.adapted[place], head(found.keys[place]).log_softmax(0)[tokens[place]], 1e-4)
+
+
+def test_adam_goes_on_with_the_moments_of_training(model: LanguageModel, corpus: Corpus) -> None:
+    params = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    trainer = torch.optim.Adam(params, lr=0.1, betas=(0.0, 0.9), weight_decay=0.5)
+    for p in params:
+        p.grad = torch.full_like(p, 4.0)
+    trainer.step()
+    kept = copy.deepcopy(trainer.state_dict())
+    before = [p.detach().clone() for p in params]
+    update = AdamUpdate(params, 1e-3, trainer.state_dict())
+    for p in params:
+        p.grad = torch.ones_like(p)
+    update.step()
+    for place, (p, was) in enumerate(zip(params, before, strict=True)):
+        square = (0.9 * kept["state"][place]["exp_avg_sq"] + 0.1) / (1 - 0.9**2)
+        close(p.detach(), was - 1e-3 / square.sqrt(), 1e-6)  # no weight decay
+    assert trainer.state_dict()["state"][0]["step"] == kept["state"][0]["step"]
+
+
+# Whole evaluations, interrupted and not
+
+
+class Killed(BaseException):
+    """Not an `Exception`: nothing may catch it."""
+
+
+class Fragile(Workspace):
+    """Dies at every third save or so, once it is done."""
+
+    saves, every = 0, 3
+
+    def save(self, name: str, state: Any) -> None:
+        super().save(name, state)
+        Fragile.saves += 1
+        if Fragile.saves % Fragile.every == 0:
+            raise Killed
+
+
+def until_it_ends(work: Any) -> tuple[Any, int]:
+    """What comes of it, and how often it was killed."""
+    for deaths in itertools.count():
+        try:
+            return work(), deaths
+        except Killed:
+            pass
+    raise AssertionError
+
+
+def untimed(records: list[Record]) -> list[Record]:
+    return [r for r in records if r["name"] != "seconds"]
+
+
+@pytest.fixture(scope="module")
+def records(model: LanguageModel, corpus: Corpus, folder: Path) -> list[Record]:
+    context = context_in(folder, "whole")
+    with context.workspace.alone():
+        return evaluated(model, corpus, CONFIG, context, 0)
+
+
+def test_all_methods_are_scored_on_both_texts_with_weights_of_the_first(
+    model: LanguageModel, corpus: Corpus, records: list[Record], folder: Path
+) -> None:
+    found = {(r["method"], r["split"]): r["value"] for r in records if r["name"] == "perplexity"}
+    assert set(found) == set(itertools.product(METHODS, ("valid", "test")))
+    assert all(r["corpus"] == "ptb" for r in records)
+    first = first_word(corpus)
+    valid, test = (read_passage(model, tokens, first) for tokens in (corpus.valid, corpus.test))
+    assert found["LSTM", "test"] == pytest.approx(math.exp(-test.own.double().mean()), rel=1e-6)
+    caches = [cache_scores(t, WINDOW, (0.5,), range(TOKENS))[0] for t in (valid, test)]
+    weights = solved_weights(torch.stack([valid.own, caches[0]]))
+    expected = perplexity(mixed(torch.stack([test.own, caches[1]]), weights))
+    assert found["LSTM + cache", "test"] == pytest.approx(expected, rel=1e-6)
+    assert found["LSTM + MbPA + cache", "valid"] <= found["LSTM + cache", "valid"] + 1e-9
+    timed = {r["method"] for r in records if r["name"] == "seconds"}
+    assert {"LSTM", "LSTM + cache", "LSTM + MbPA", evaluation.LOOP} == timed
+
+
+def test_what_takes_long_can_be_left_out(
+    model: LanguageModel, corpus: Corpus, folder: Path
+) -> None:
+    dynamic = replace(CONFIG.dynamic, on_top=False, adam_lr=0.0)
+    short = replace(corpus, valid=corpus.valid[:3], test=corpus.test[:2])
+    context = context_in(folder, "less")
+    with context.workspace.alone():
+        found = evaluated(model, short, replace(CONFIG, dynamic=dynamic), context, 0)
+    assert {r["method"] for r in found if r["name"] == "perplexity"} == {
+        "LSTM",
+        "LSTM + cache",
+        "LSTM + MbPA",
+        "LSTM + MbPA + cache",
+        "memory only",
+        "LSTM + dynamic evaluation",
+    }
+
+
+def test_an_evaluation_that_is_killed_again_and_again_ends_with_the_same(
+    model: LanguageModel,
+    corpus: Corpus,
+    records: list[Record],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluation, "PIECE", 45)
+
+    def work() -> list[Record]:
+        context = context_in(folder, "killed", Fragile)
+        with context.workspace.alone():
+            return evaluated(model, corpus, CONFIG, context, 0)
+
+    found, deaths = until_it_ends(work)
+    assert deaths > 5
+    for one, other in zip(untimed(found), untimed(records), strict=True):
+        assert one.pop("value") == pytest.approx(other["value"], rel=1e-5)
+        assert one.items() <= other.items()
+
+
+# Words
+
+
+def test_words_are_put_into_equal_buckets_from_frequent_to_rare(corpus: Corpus) -> None:
+    before, after = -torch.rand(2, TOKENS).double() - 1
+    found = improvements(corpus, corpus.test, before, after)
+    means = [r for r in found if r["name"] == "improvement"]
+    sizes = [int(str(r["words"])) for r in means]
+    assert len(sizes) == 5
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == len(corpus.test.unique())
+    assert sum(int(str(r["tokens"])) for r in means) == TOKENS
+    for one, next_one in itertools.pairwise(means):
+        assert one["least_frequent"] >= next_one["most_frequent"]
+
+    counts, words = frequencies(corpus), sorted(set(corpus.test.tolist()))
+    words.sort(key=lambda word: -int(counts[word]))  # stable, as it should be
+    falls = []
+    for word in words[: sizes[0]]:
+        own = [math.exp(-float(logs[corpus.test == word].mean())) for logs in (before, after)]
+        falls.append(100 * (1 - own[1] / own[0]))
+    assert means[0]["value"] == pytest.approx(sum(falls) / len(falls))
+    inside = torch.isin(corpus.test, torch.tensor(words[: sizes[0]]))
+    ratio = math.exp(float(-after[inside].mean())) / math.exp(float(-before[inside].mean()))
+    overall = next(r["value"] for r in found if r["name"] == "improvement_of_tokens")
+    assert overall == pytest.approx(100 * (1 - ratio))
+
+
+def test_examples_are_the_largest_gains_with_memories_from_before(
+    corpus: Corpus, text: Passage
+) -> None:
+    after, before = -torch.rand(2, TOKENS).double() - 1
+    found = examples(corpus, retrieved(text, WINDOW, 8), Local(k=8), before, after)
+    gains = (after - before).tolist()
+    assert found[0]["value"] == pytest.approx(max(gains))
+    words = [str(record["word"]) for record in found]
+    assert len(set(words)) == len(words) == 8
+    for record in found:
+        place = int(str(record["position"]))
+        assert corpus.words[text.targets[place]] == record["word"]
+        own = [corpus.words[word] for word in text.targets[max(0, place - 8) : place]]
+        assert record["context"] == " ".join(own)
+        for memory in filter(None, str(record["memories"]).split("; ")):
+            told, came = memory.rsplit(" (", 1)[0].split("→")
+            seen = " ".join(
+                corpus.words[w] for w in text.targets[max(0, place - WINDOW - 4) : place]
+            )
+            assert f"{told.strip()} {came.strip()}".strip() in seen
+
+
+# The search
+
+
+SEARCHED = replace(CONFIG, search=Search(tokens=12, dynamic_tokens=15, seconds=0.6))
+
+
+@pytest.fixture(scope="module")
+def small_grids() -> Iterator[None]:
+    grids = {
+        "WINDOWS": (30, 60),
+        "PAPER_WINDOWS": (30, 60),
+        "PAPER_COUNTS": (16,),
+        "PAPER_RATES": (0.1, 1.0),
+        "SCALES": (0.1, 0.5),
+        "RATES": (0.5, 2.0),
+        "STEPS": (3,),
+        "ONE_STEP_RATES": (0.5, 2.0),
+        "COUNTS": (4, 20),
+        "OPTIMUM_COUNTS": (4,),
+        "PRIORS": (0.1,),
+        "BANDWIDTHS": (1.0,),
+        "FACTORS": (0.2,),
+        "DECAYS": (0.05,),
+        "AROUND": ((0.7, 1.0), (1.0, 1.5)),
+        "DYNAMIC_RATES": (5e-4, 1e-3),
+        "NARROW_EPSILON": (2e-4, (6e-5,)),
+        "DYNAMIC_DECAYS": (0.0,),
+        "ADAM_RATES": (1e-4,),
+        "FIRST": Local(lr=1.0, steps=3, k=8),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, values in grids.items():
+            patch.setattr(tuning, name, values)
+        yield
+
+
+def searched_records(config: LanguageConfig, corpus: Corpus, context: Context) -> list[Record]:
+    with context.workspace.alone():
+        return tuning.search(tuning.searched(config), context, corpus)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Corpus, folder: Path, small_grids: None) -> list[Record]:
+    return searched_records(SEARCHED, corpus, context_in(folder, "search"))
+
+
+def test_a_search_tries_everything_once_and_chooses_fields_that_there_are(
+    model: LanguageModel,
+    corpus: Corpus,
+    text: Passage,
+    folder: Path,
+    whole: list[Record],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Fragile, "every", 12)
+    monkeypatch.setattr(ledger, "SAVE_EVERY", 0.0)
+    killed, deaths = until_it_ends(
+        lambda: searched_records(SEARCHED, corpus, context_in(folder, "killed search", Fragile))
+    )
+    assert deaths > 1
+    assert killed == whole
+
+    tried = [r for r in whole if r["name"] == "perplexity"]
+    told = [tuple((key, r[key]) for key in r if key != "value") for r in tried]
+    assert len(set(told)) == len(told)
+    assert {r["split"] for r in tried} == {"valid"}
+    assert {r.get("rule") for r in tried} == {None, "gradient", "map"}
+    chosen = {str(r["setting"]): r["value"] for r in whole if r["name"] == "chosen"}
+    parts: dict[str, dict[str, Any]] = {}
+    fields: dict[str, Any] = {}
+    for setting, value in chosen.items():
+        within, _, name = setting.rpartition(".")
+        (parts.setdefault(within, {}) if within else fields)[name] = value
+    on_top = replace(SEARCHED.dynamic.mbpa, **parts.pop("dynamic.mbpa"))
+    parts["dynamic"]["mbpa"] = on_top
+    for within, values in parts.items():
+        fields[within] = replace(getattr(SEARCHED, within), **values)
+    settled = replace(SEARCHED, **fields)
+    assert settled.mbpa != SEARCHED.mbpa
+
+    best = min(r["value"] for r in tried if r["method"] == "LSTM + MbPA" and r["tokens"] == TOKENS)
+    predictor = settled.mbpa.predictor(settled.memory)
+    retrieval = retrieved(text, settled.memory, settled.mbpa.k)
+    adapted = adapted_scores(model.decoder, retrieval, predictor, range(TOKENS), mbpa.Engine())
+    logs = torch.stack([text.own, adapted])
+    assert perplexity(mixed(logs, solved_weights(logs))) == pytest.approx(best, rel=1e-4)
+    less = replace(SEARCHED, search=replace(SEARCHED.search, seconds=0.1))
+    few = searched_records(less, corpus, context_in(folder, "small search"))
+    assert len(few) < len(whole)
+    assert next(r["value"] for r in few if r["name"] == "settings_left_out") > 0
+
+
+def test_a_search_looks_at_nothing_that_it_is_to_choose() -> None:
+    changed = replace(CONFIG, memory=7, mbpa=Local(lr=3.0), cache=Cache(scale=9.0))
+    changed = replace(changed, dynamic=replace(CONFIG.dynamic, lr=0.5))
+    assert tuning.searched(changed) == tuning.searched(CONFIG)
+    assert tuning.searched(changed).network == CONFIG.network
+
+
+def test_the_whole_search_of_a_corpus_is_meant_to_take_minutes() -> None:
+    one = tuning.estimated_seconds(12_000, 128, 1, 10_000)
+    many = tuning.estimated_seconds(12_000, 128, 20, 10_000)
+    assert one < 0.05
+    assert 1.2 < many < 2  # as measured: 1.2 µs and 107 µs a token
+    assert tuning.estimated_seconds(12_000, 128, 20, 40_000) == pytest.approx(4 * many, rel=0.01)
+
+
+# The report
+
+
+def test_the_report_has_the_papers_numbers_beside_ours(records: list[Record]) -> None:
+    config = json.loads(json.dumps(dataclasses.asdict(CONFIG), default=str))
+    curve: list[Record] = [
+        {"name": f"training_{split}_perplexity", "epochs": epoch, "value": 200.0 / epoch}
+        for epoch in (1, 2)
+        for split in ("train", "valid")
+    ]
+    result = Result("language", "smoke", 0, config, {}, 1.0, "mbpa", records + curve)
+    main, words = sections([result, replace(result, seed=1)])
+    table = main.tables[0]
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["LSTM + MbPA"][3:] == ["54.8", "54.3", "−5.3"]
+    cited = "AWD-LSTM + dynamic evaluation (Krause et al., 2017)"
+    assert rows[cited] == ["", "", "", "51.6", "51.1", "−6.6"]
+    test = next(
+        r["value"]
+        for r in records
+        if (r["name"], r["method"], r["split"]) == ("perplexity", "LSTM + MbPA", "test")
+    )
+    assert rows["LSTM + MbPA"][1] == f"{test:.1f} ± 0.0"
+    assert [len(words.tables[0].rows), len(words.tables[1].rows)] == [5, 8]
+    for figure in (*main.figures, *words.figures):
+        assert drawn(figure)["svg"].startswith(b"<?xml")
+
+
+def test_the_report_of_a_search_draws_rates_and_steps(whole: list[Record]) -> None:
+    config = json.loads(json.dumps(dataclasses.asdict(SEARCHED), default=str))
+    result = Result("language", "tune-smoke", None, config, {}, 1.0, "mbpa", whole)
+    (section,) = sections([result])
+    methods = [row[0] for row in section.tables[0].rows]
+    assert {"LSTM", "LSTM + cache", "LSTM + MbPA", "LSTM + dynamic evaluation"} < set(methods)
+    assert drawn(section.figures[0])["svg"].startswith(b"<?xml")
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for make, name in (
+        (lambda: Cache(scale=0.0), "scale"),
+        (lambda: Local(k=0), "k"),
+        (lambda: Local(prior=0.0), "prior"),
+        (lambda: Dynamic(segment=0), "segment"),
+        (lambda: Search(seconds=0.0), "seconds"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            make()
+    assert LanguageConfig().combined == Local()
