@@ -26,6 +26,7 @@ DESCRIPTION = """Memory-based Parameter Adaptation: an episodic memory that adap
 query. `mbpa COMMAND --help` describes a command, `mbpa --version` prints the version."""
 
 Config = TypeVar("Config")
+General = TypeVar("General", bound="Options")
 
 
 class Command(abc.ABC):
@@ -107,6 +108,14 @@ class Options:
 
 
 @dataclass(frozen=True)
+class SearchOptions(Options):
+    """What all searches take."""
+
+    adopt: bool = False
+    """Make what is chosen the settings of the preset: written beside the code of mbpa."""
+
+
+@dataclass(frozen=True)
 class Run(Command):
     """Run an experiment: a table, and a JSON file a seed. A run that was interrupted goes on.
 
@@ -114,6 +123,7 @@ class Run(Command):
     """
 
     after_interrupt: ClassVar[str] = "run the same command again to go on"
+    options: ClassVar[type[Options]] = Options
 
     name: tyro.conf.Positional[str]
     """The experiment."""
@@ -155,10 +165,20 @@ class Tune(Run):
     The search is a result, too: <out>/<experiment>/tune-<preset>.json.
     """
 
+    options: ClassVar[type[Options]] = SearchOptions
+
+    general: tyro.conf.OmitArgPrefixes[Options] = SearchOptions()
+
     def run(self) -> int:
+        from mbpa.experiments import tuned
         from mbpa.experiments.report import chosen
 
-        print(f"\n{chosen(self._results('tune')).as_text()}")
+        results = self._results("tune")
+        print(f"\n{chosen(results).as_text()}")
+        if isinstance(self.general, SearchOptions) and self.general.adopt:
+            for result in results:
+                tuned.adopt(result)
+            print(f"adopted in {tuned.FILE}")
         return 0
 
 
@@ -245,10 +265,10 @@ def _parsed(arguments: list[str]) -> Command:
 
 
 @dataclass(frozen=True)
-class _Asked(Generic[Config]):
+class _Asked(Generic[General, Config]):
     """What somebody typed after the name of an experiment."""
 
-    general: Annotated[Options, tyro.conf.arg(name="")]  # flags of both without a prefix
+    general: Annotated[General, tyro.conf.arg(name="")]  # flags of both without a prefix
     experiment: Annotated[Config, tyro.conf.arg(name="")]
 
 
@@ -262,13 +282,13 @@ def _with_settings(command: type[Run], word: str, arguments: list[str]) -> Comma
     name, flags = arguments[0], arguments[1:]
     experiment, asked = find(name), _preset_in(flags)
     config = preset(experiment, asked)
-    kind: Any = _Asked[type(config)]  # type: ignore[misc]  # known only now
+    kind: Any = _Asked[command.options, type(config)]  # type: ignore[misc,name-defined]  # known only now
     try:
         got = tyro.cli(
             kind,
             prog=f"mbpa {word} {name}",
             description=f"{experiment.summary} ({experiment.reproduces})",
-            default=_Asked(Options(preset=asked), config),
+            default=_Asked(command.options(preset=asked), config),
             args=flags,
         )
     except ValueError as error:  # the config's own, for settings that cannot be

@@ -1,7 +1,7 @@
 """The presets: what is run.
 
-The settings of `PAPER` are what `mbpa tune incremental-images --preset paper` chose, as
-`results/incremental-images/tune-paper.json` has it; until that has been run they are first guesses.
+The settings of `PAPER` are what `mbpa tune incremental-images --preset paper --adopt` chose; until
+that has been run they are first guesses.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.pretraining import Pretraining
+from mbpa.experiments.tuned import tuned
 
 SMOKE = ImagesConfig(
     seeds=(1,),
@@ -22,7 +23,7 @@ SMOKE = ImagesConfig(
     points=(0.1, 1.0),
     capacity=2_400,
 )
-PAPER = ImagesConfig()
+PAPER = tuned(ImagesConfig(), "incremental-images", "paper")
 QUICK = replace(
     PAPER,
     seeds=(1,),

@@ -9,6 +9,7 @@ from typing import Literal
 
 import mbpa
 from mbpa.experiments.language.network import Dropouts
+from mbpa.experiments.tuned import tuned
 from mbpa.kernels import Kernel
 
 
@@ -244,7 +245,7 @@ class LanguageConfig:
             object.__setattr__(self, "corpus", "own")
 
 
-PAPER = LanguageConfig()
+PAPER = tuned(LanguageConfig(), "language", "paper")
 PRESETS = {
     "smoke": LanguageConfig(
         tokens=5_000,
@@ -276,13 +277,21 @@ PRESETS = {
         search=Search(tokens=100, dynamic_tokens=500, seconds=0.8),
     ),
     "paper": PAPER,
-    "paper-wikitext-2": LanguageConfig(
-        corpus="wikitext-2",
-        network=Network(hidden=1853, embedding=241),
-        training=Training(
-            epochs=150, batch=128, bptt=70, weight_decay=1.1e-6, dropouts=Dropouts(projected=0.4)
+    "paper-wikitext-2": tuned(
+        LanguageConfig(
+            corpus="wikitext-2",
+            network=Network(hidden=1853, embedding=241),
+            training=Training(
+                epochs=150,
+                batch=128,
+                bptt=70,
+                weight_decay=1.1e-6,
+                dropouts=Dropouts(projected=0.4),
+            ),
+            dynamic=Dynamic(adam_lr=0.0),  # nor did the paper
+            search=Search(tokens=5_000, dynamic_tokens=5_000, seconds=220.0),
         ),
-        dynamic=Dynamic(adam_lr=0.0),  # nor did the paper
-        search=Search(tokens=5_000, dynamic_tokens=5_000, seconds=220.0),
+        "language",
+        "paper-wikitext-2",
     ),
 }

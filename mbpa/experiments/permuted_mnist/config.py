@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import mbpa
+from mbpa.experiments.tuned import tuned
 
 POOL = 50_000
 """Training images that tasks draw from; the 10,000 after them are for choosing settings."""
@@ -204,38 +205,7 @@ def _with_sizes(config: PermutedMnistConfig, sizes: tuple[int, ...]) -> Permuted
     return replace(config, memory_per_task=sizes, **changes)
 
 
-PAPER = PermutedMnistConfig(
-    ewc_strength=10.0,
-    der_alpha=(0.3, 0.3, 0.3, 0.1),
-    der_beta=(0.5, 0.5, 1.0, 0.25),
-    vote_k=(5,),
-    vote_bandwidth=(2.0,),
-    alone=Local(lr=(0.05, 0.05, 0.05, 0.1), steps=(10,), k=(10,), bandwidth=(3.0, 0.0, 2.0, 2.0)),
-    random=Local(
-        lr=(0.02, 0.02, 0.01, 0.01),
-        steps=(20, 10, 10, 20),
-        k=(10,),
-        bandwidth=(3.0, 0.0, 2.0, 2.0),
-    ),
-    on_ewc=Local(
-        lr=(0.02, 0.02, 0.02, 0.05),
-        steps=(5, 10, 5, 10),
-        k=(10,),
-        bandwidth=(2.0, 1.5, 2.0, 1.5),
-    ),
-    on_replay=Local(
-        lr=(0.1, 0.1, 0.1, 0.05),
-        steps=(2, 5, 10, 10),
-        k=(10,),
-        bandwidth=(3.0, 2.0, 2.0, 2.0),
-    ),
-    on_der=Local(
-        lr=(0.02, 0.05, 0.05, 0.05),
-        steps=(1, 1, 5, 5),
-        k=(10, 10, 10, 5),
-        bandwidth=(2.0, 0.0, 1.5, 0.0),
-    ),
-)
+PAPER = tuned(PermutedMnistConfig(), "permuted-mnist", "paper")
 PRESETS = {
     "smoke": PermutedMnistConfig(
         seeds=(0,),

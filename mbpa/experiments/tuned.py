@@ -1,0 +1,90 @@
+"""What searches chose, kept beside the code: `mbpa tune NAME --adopt` writes it, presets read it.
+
+`tuned.json` has, by experiment and preset, each setting that was settled: a dotted name and a
+value, or a list of them where a setting has one for each size of the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mbpa.errors import ExperimentError
+from mbpa.experiments.results import TUNED, Result, write_whole
+
+Config = TypeVar("Config")
+FILE = Path(__file__).with_name("tuned.json")
+
+
+def tuned(config: Config, experiment: str, preset: str) -> Config:
+    """A preset with the settings that were adopted for it; as it is, if none were."""
+    for setting, value in _adopted().get(experiment, {}).get(preset, {}).items():
+        config = _with(config, setting.split("."), value)
+    return config
+
+
+def chosen(result: Result) -> dict[str, Any]:
+    """Each setting that a search settled; a list where it settled one for each size."""
+    found: dict[str, Any] = {}
+    for record in result.metrics:
+        if record["name"] == "chosen":
+            name, value = str(record["setting"]), record["value"]
+            if record.get("memory_per_task") is None:
+                found[name] = value
+            else:
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def adopt(result: Result) -> None:
+    """Make what a search chose the settings of its preset, from the next start on.
+
+    Raises:
+        ExperimentError: it did not search for a preset, or the file cannot be written to.
+    """
+    preset = result.preset.removeprefix(TUNED)
+    if preset.startswith("custom-"):
+        raise ExperimentError(
+            "only what was searched for with the settings of a preset can be adopted: "
+            "leave out the flags that change them"
+        )
+    known = _read()
+    known.setdefault(result.experiment, {})[preset] = chosen(result)
+    try:
+        write_whole(FILE, _written(known).encode())
+    except OSError as error:
+        raise ExperimentError(f"cannot write {FILE} ({error.strerror or error})") from error
+
+
+@functools.cache
+def _adopted() -> dict[str, dict[str, dict[str, Any]]]:
+    return _read()
+
+
+def _read() -> dict[str, Any]:
+    return dict(json.loads(FILE.read_text("utf-8"))) if FILE.exists() else {}
+
+
+def _written(known: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """As JSON, a setting a line, so that a diff can be read."""
+    experiments = []
+    for experiment, presets in sorted(known.items()):
+        parts = []
+        for preset, settings in sorted(presets.items()):
+            lines = [f"   {json.dumps(n)}: {json.dumps(v)}" for n, v in sorted(settings.items())]
+            parts.append(f"  {json.dumps(preset)}: {{\n" + ",\n".join(lines) + "\n  }")
+        experiments.append(f" {json.dumps(experiment)}: {{\n" + ",\n".join(parts) + "\n }")
+    return "{\n" + ",\n".join(experiments) + "\n}\n"
+
+
+def _with(config: Any, names: list[str], value: Any) -> Any:
+    """The config with one field, or a field of a field, changed."""
+    name, *rest = names
+    if rest:
+        value = _with(getattr(config, name), rest, value)
+    elif isinstance(getattr(config, name), tuple):
+        value = tuple(value) if isinstance(value, list) else (value,)
+    return replace(config, **{name: value})
