@@ -945,7 +945,7 @@ def test_list_tells_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_check_fails_on_what_is_damaged_or_asked_for_and_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("check", "--data-dir", str(tmp_path)) == 0
+    assert run("check", "--data-dir", str(tmp_path)) == 1  # nothing at all
     assert len(capsys.readouterr().out.splitlines()) == len(data.SETS)
     assert run("check", "ptb", "--data-dir", str(tmp_path)) == 1
     assert capsys.readouterr().out.startswith("ptb            missing")

@@ -82,13 +82,14 @@ class Check(Command):
     """Verify data sets: check sums, sizes, counts, labels."""
 
     names: Names = ()
-    """Which; by default all, and those that are missing are no error."""
+    """Which; by default all, and those that are missing are no error unless all are."""
     data_dir: Path | None = None
     """Where they lie; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
 
     def run(self) -> int:
-        """Print a line for each; 1 if one that was asked for is not good, or any is damaged."""
-        code = 0
+        """Print a line for each; 1 if one that was asked for is not good, any is damaged, or there
+        is none."""
+        code, is_any_there = 0, False
         for name in self.names or get_args(Name):
             try:
                 finding = check(SETS[name], self.data_dir)
@@ -97,9 +98,10 @@ class Check(Command):
                 code = 1
                 continue
             print(f"{name:14} {finding.status:11} {finding.detail}")
+            is_any_there |= finding.status != "missing"
             if finding.status == "damaged" or (self.names and finding.status != "good"):
                 code = 1
-        return code
+        return code if is_any_there else 1
 
 
 @dataclass(frozen=True)
