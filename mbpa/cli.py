@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -138,6 +139,8 @@ class Run(Command):
         for section in find(self.name).sections(results):
             for table in section.tables:
                 print(f"\n{table.as_text()}")
+            if not section.tables:
+                print("\n" + "\n".join([section.title, *section.text]))
         return 0
 
     def _results(self, kind: Literal["run", "tune"]) -> list[Result]:
@@ -246,6 +249,9 @@ def main(argv: list[str] | None = None) -> int:
         return done.code if isinstance(done.code, int) else 2
     except MissingExtraError as error:
         return _failed(str(error), 1)
+    except BrokenPipeError:  # whoever read has had enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (what is left goes there at exit)
+        return 1
     except (ExperimentError, OSError) as error:
         return _failed(str(error), 2)
     except KeyboardInterrupt:

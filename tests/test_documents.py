@@ -76,6 +76,23 @@ def test_a_block_that_cannot_be_filled_says_why(asked: str, why: str) -> None:
         refreshed(f"<!-- results: {asked} -->\n{END}\n", RESULTS)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{TABLE}\nA block without an end.\n\n{TABLE}{END}\n",
+        f"{TABLE.replace('results:', 'result:')}{END}\n",
+        f"{TABLE.replace(' -->', '-->')}{END}\n",
+        f"{TABLE.replace('-->', '--> ')}{END}\n",
+        f"{TABLE.replace('paper:', 'paper')}{END}\n",
+        f"{TABLE}",
+        f"{END}\n",
+    ],
+)
+def test_a_marker_that_is_not_quite_one_is_refused(text: str) -> None:
+    with pytest.raises(ExperimentError, match="a block of results must be"):
+        refreshed(text, RESULTS)
+
+
 def test_the_command_tells_what_was_stale(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "page.md"
     path.write_text(f"{TABLE}{END}\n")

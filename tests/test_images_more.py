@@ -31,7 +31,13 @@ from mbpa.experiments.images import (
 )
 from mbpa.experiments.images import task as task_module
 from mbpa.experiments.images.config import ImagesConfig
-from mbpa.experiments.images.incremental import compared, moments, scale_of, situation_of
+from mbpa.experiments.images.incremental import (
+    compared,
+    moments,
+    run_split,
+    scale_of,
+    situation_of,
+)
 from mbpa.experiments.images.methods import WITH_SETTINGS, Kept, Local, Method, Mixed, Vote
 from mbpa.experiments.images.neighbourhood_figures import shown_in
 from mbpa.experiments.images.neighbourhoods import NeighbourhoodsConfig, chosen, numbers
@@ -130,21 +136,24 @@ def test_the_search_takes_what_did_best_on_images_that_were_held_out(
         settled
     )
     assert "gradient.initial_square" not in settled  # nothing was tried
-    tried = of(records, name="top1", method="memory only")
-    best = max(tried, key=lambda record: float(record["value"] or 0))
-    assert (settled["vote.k"], settled["vote.bandwidth"]) == (best["k"], best["bandwidth"])
     assert {r["initial_square"] for r in of(records, method="MbPA (RMSprop)")} == {0.0, 1.0}
-
     config = replace(tuning.searched(SEARCHED), lr=float(settled["lr"] or 0))
-    values = []
-    for moment in moments(task, config, tuning.SPLIT):
-        vote = replace(SMOKE.vote, k=best["k"], bandwidth=best["bandwidth"])
-        model = vote.model(situation_of(moment, task))
-        rows = torch.randperm(len(task.validation), generator=torch.Generator().manual_seed(0))
-        rows = rows[: config.scored]
-        right = compared({"": model}, task.validation[rows], task.validation_labels[rows])
-        values.append(100 * float(right[""].double().mean()))
-    assert best["value"] == pytest.approx(sum(values) / len(values))
+    rows = torch.randperm(len(task.validation), generator=torch.Generator().manual_seed(0))
+    queries, truth = task.validation[rows[: config.scored]], task.validation_labels[rows]
+    for method, kind, names in (
+        ("memory only", Vote, ("k", "bandwidth")),
+        ("mixture", Mixed, ("k", "bandwidth", "weight")),  # it changes with the layer
+    ):
+        tried = of(records, name="top1", method=method)
+        best = max(tried, key=lambda record: float(record["value"] or 0))
+        field = WITH_SETTINGS[method].settings
+        assert all(settled[f"{field}.{name}"] == best[name] for name in names)
+        values = []
+        for moment in moments(task, config, tuning.SPLIT):
+            model = kind(**{name: best[name] for name in names}).model(situation_of(moment, task))
+            right = compared({"": model}, queries, truth[: config.scored])
+            values.append(100 * float(right[""].double().mean()))
+        assert best["value"] == pytest.approx(sum(values) / len(values))
 
 
 @pytest.mark.usefixtures("_given", "_small_search")
@@ -177,12 +186,19 @@ def test_a_search_that_is_interrupted_anywhere_ends_with_the_same_records(
 
 
 @pytest.mark.usefixtures("_given", "_small_search")
+@pytest.mark.parametrize("is_layer_good", [True, False])
 def test_what_is_to_keep_the_old_classes_is_judged_by_the_new_unless_it_loses_too_much(
-    task: Task, context: Context, monkeypatch: pytest.MonkeyPatch
+    is_layer_good: bool, task: Task, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not is_layer_good:  # then vote or mixture sets the floor
+        task = replace(task, weight=torch.zeros_like(task.weight))
+        monkeypatch.setattr(tuning, "make_task", lambda config, context, seed: task)
     records = tune(SEARCHED, context)[None]
     settled = {str(r["setting"]): r["value"] for r in of(records, name="chosen")}
-    tried = {r["offset"]: float(r["value"] or 0) for r in of(records, method="MbPA (kept)")}
+    tried = {
+        r["offset"]: float(r["value"] or 0) * (-1 if r["name"] == "shortfall" else 1)
+        for r in of(records, method="MbPA (kept)")
+    }
     config = replace(tuning.searched(SEARCHED), lr=float(settled["lr"] or 0))
     rows = torch.randperm(len(task.validation), generator=torch.Generator().manual_seed(0))[:40]
     queries, truth = task.validation[rows], task.validation_labels[rows]
@@ -248,6 +264,31 @@ def test_images_that_are_stored_twice_do_not_change_the_scale(task: Task) -> Non
     assert len(moment.memory) > 2 * len(task.train)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("_given", "_small_search")
+def test_all_of_it_runs_on_a_gpu_and_says_the_same(
+    task: Task, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on(device: str) -> list[list[Record]]:
+        where = torch.device(device)
+        told = {n: v.to(where) if isinstance(v, Tensor) else v for n, v in vars(task).items()}
+        there, place = Task(**told), Workspace(tmp_path / device)
+        for module in (tuning, neighbourhoods):
+            monkeypatch.setattr(module, "make_task", lambda config, context, seed: there)
+        monkeypatch.setattr(neighbourhoods, "class_names", lambda config, context: NAMES)
+        own = replace(context, device=where, workspace=place)
+        found = [tune(SEARCHED, own)[None], run_split(there, SMOKE, 1)]
+        return [*found, Study(there, SENSITIVE, 1).stream(), neighbourhoods.run(SHOWN, own)[1]]
+
+    for ours, theirs in zip(on("cuda"), on("cpu"), strict=True):
+        named = [{**record, "value": None} for record in ours if record["name"] != "chosen"]
+        assert len(named) == sum(record["name"] != "chosen" for record in theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            if mine["name"] == "top1":
+                assert mine["value"] == pytest.approx(other["value"], abs=3)  # few queries
+
+
 # Sensitivities and the long run
 
 SENSITIVE = replace(
@@ -311,7 +352,7 @@ def test_one_retrieval_serves_all_numbers_of_neighbours(task: Task, records: lis
     study, situation = Study(task, SENSITIVE, 1), situation_of(moment, task)
     for method in WITH_SETTINGS:
         settings: Any = SENSITIVE.settings(method)
-        for k in (1, 10):
+        for k in (1, 10) if hasattr(settings, "k") else ():
             model = replace(settings, k=k).model(situation)
             right = 100 * float((model(study.queries).argmax(1) == study.answers).double().mean())
             (found,) = of(records, method=method, k=k, epochs=0.5, subset="all")

@@ -154,6 +154,22 @@ def test_it_learns_and_its_features_are_what_the_last_layer_sees(tmp_path: Path)
     assert torch.allclose(network.fc(found), logits, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_it_learns_on_a_gpu_in_half_precision_and_goes_on(tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    train, test = (
+        Held(p.images.to(device), p.labels.to(device)) for p in (pictures(), pictures(seed=1))
+    )
+    settings = replace(TINY, epochs=8, padding=1)
+    place = replace(context(tmp_path / "work"), device=device)
+    for _ in range(2):  # the second finds what the first has kept
+        network = pretrained(settings, train, 2, 3, place, "split")
+        found = features_of(network, test)
+        assert (found.dtype, found.device.type) == (torch.float32, "cuda")
+        assert (network.fc(found).argmax(1) == test.labels).float().mean() > 0.9
+
+
 def test_training_goes_on_where_it_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

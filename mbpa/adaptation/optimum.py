@@ -69,7 +69,9 @@ def _ridge(
     (gram, reach), roots = _products(problem, head), problem.weights.double().sqrt()[..., None]
     system = gram * roots
     system.mul_(roots.mT).diagonal(dim1=1, dim2=2).add_(rule.prior)
-    factor = torch.linalg.cholesky(system)
+    factor, failed = torch.linalg.cholesky_ex(system)
+    if failed.any():
+        raise ValueError(f"prior is too small for keys of this length: {rule.prior:g} is lost")
     del system
     missing = (problem.values - outputs).double().mul_(roots)
     coefficients = torch.cholesky_solve(missing, factor).mul_(roots)

@@ -28,10 +28,11 @@ from mbpa.experiments.sections import Figure, Section, Table
 
 END = "<!-- end of results -->"
 _BLOCK = re.compile(
-    r"(?P<begin><!-- results: (?P<experiment>[\w-]+) (?P<preset>[\w-]+): (?P<title>.+?) -->\n)"
-    rf".*?(?P<end>{END})",
-    re.DOTALL,
+    r"(?P<begin>^<!-- results: (?P<experiment>[\w-]+) (?P<preset>[\w-]+): (?P<title>.+?) -->\n)"
+    rf"(?P<body>(?:(?!<!--).*\n)*?)(?P<end>{END}$)",
+    re.MULTILINE,
 )
+_MARKER = re.compile(r"^.*<!--[^\n]*results?\b[^\n]*$", re.MULTILINE)
 FIGURES = "figures"
 """The folder of a document's figures, beside it."""
 DIGEST = "Source"
@@ -51,8 +52,16 @@ def refreshed(text: str, results_folder: Path) -> Document:
     """The document with the tables and figures that the results make today.
 
     Raises:
-        ExperimentError: a block asks for what there is not.
+        ExperimentError: a block asks for what there is not, or a marker is not as it should be.
     """
+    expected = {line for found in _BLOCK.finditer(text) for line in (found["begin"][:-1], END)}
+    strange = [line for line in _MARKER.findall(text) if line not in expected]
+    pairs = len(list(_BLOCK.finditer(text)))
+    if strange or pairs != text.count(END):
+        raise ExperimentError(
+            f"a block of results must be '<!-- results: EXPERIMENT PRESET: TITLE -->', its content, "
+            f"and '{END}', each on a line: {strange[0] if strange else END!r} is not part of one"
+        )
     figures: dict[str, tuple[Figure, str]] = {}
 
     def block(match: re.Match[str]) -> str:

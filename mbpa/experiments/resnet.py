@@ -58,7 +58,7 @@ class ResNet(nn.Module):
             found = nn.functional.max_pool2d(found, 3, 2, 1)
         for stage in range(1, 5):
             found = self.get_submodule(f"layer{stage}")(found)
-        return found.mean((2, 3))
+        return found.float().mean((2, 3))  # in float32 under autocast, too
 
     def forward(self, images: Float[Tensor, "B 3 H W"]) -> Float[Tensor, "B C"]:
         logits: Tensor = self.fc(self.features(images))

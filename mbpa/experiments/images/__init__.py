@@ -2,8 +2,9 @@
 
 After section 4.2, table 1, figures 4 and 5 and the appendix of the paper, which had ImageNet; here
 it is Tiny ImageNet, 40x40 pixels. The network is trained on a random half of the classes and then
-only its last layer learns, from a stream of all classes. The methods use that layer and a memory of
-the same stream, and differ in the predictor alone.
+only its last layer learns, from a stream of all classes. The paper's methods use that layer and a
+memory of the same stream, and differ in the predictor alone; ours take some rows of the layer from
+the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.images.figures import incremental_sections, unbalanced_sections
 from mbpa.experiments.images.incremental import run_split
 from mbpa.experiments.images.neighbourhood_figures import neighbourhood_sections
-from mbpa.experiments.images.presets import PRESETS
+from mbpa.experiments.images.presets import PRESETS, images_an_epoch
 from mbpa.experiments.images.sensitivity_figures import sensitivity_sections
 from mbpa.experiments.images.task import make_task
 from mbpa.experiments.images.tuning import searched, tune
@@ -31,6 +32,7 @@ __all__ = [
     "tune",
 ]
 
+SCARCE = 0.1
 UNTIL_TWENTY = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 12.5, 15.0, 17.5, 20.0)
 
 
@@ -65,7 +67,12 @@ UNBALANCED = Experiment(
     summary="the same, with a tenth of the data for half of the new classes",
     reproduces="paper, section 4.2.1, figure 5 left",
     presets={
-        name: replace(preset, scarce=0.1, points=UNTIL_TWENTY if name == "paper" else preset.points)
+        name: replace(
+            preset,
+            scarce=SCARCE,
+            points=UNTIL_TWENTY if name == "paper" else preset.points,
+            capacity=images_an_epoch(replace(preset, scarce=SCARCE)),
+        )
         for name, preset in PRESETS.items()
     },
     run=run,

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import mbpa
-from mbpa.experiments.images.methods import METHODS, Kept, Local, Mixed, Settings, Situation, Vote
+from mbpa.experiments.images.methods import (
+    METHODS,
+    Kept,
+    Local,
+    Mixed,
+    Rows,
+    Settings,
+    Situation,
+    Vote,
+)
 from mbpa.experiments.pretraining import Pretraining
 
 EARLY = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1)
@@ -48,6 +57,7 @@ class ImagesConfig:
     mixture: Mixed = field(default_factory=Mixed)
     rmsprop: Local = field(default_factory=lambda: Local("rmsprop", lr=0.001))
     gradient: Local = field(default_factory=Local)
+    rows: Rows = field(default_factory=Rows)
     kept: Kept = field(default_factory=Kept)
 
     def __post_init__(self) -> None:
@@ -67,6 +77,11 @@ class ImagesConfig:
         """As far as is known without looking: a folder of ImageNet may be any part of it."""
         if self.size < 8:
             raise ValueError(f"size must be at least 8, got {self.size}")
+        if self.pretraining.padding >= self.size:
+            raise ValueError(
+                f"pretraining.padding must be below size {self.size}, "
+                f"got {self.pretraining.padding}"
+            )
         if self.dataset == "imagenet":
             return
         if self.held_out > 400:

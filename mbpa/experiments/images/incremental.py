@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mbpa
+from mbpa.errors import ExperimentError
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.images.methods import Scale, Situation
 from mbpa.experiments.images.task import Task
@@ -81,6 +82,11 @@ def moments(task: Task, config: ImagesConfig, seed: int) -> Iterator[Moment]:
     optimizer = torch.optim.SGD(head.parameters(), config.lr / key_length(task), config.momentum)
     rows, orders = stream_of(task, config, seed)
     batches = [max(1, round(point * len(rows) / config.batch)) for point in config.points]
+    if batches != sorted(set(batches)):
+        raise ExperimentError(
+            f"points {config.points} must be at least a batch apart: an epoch has "
+            f"{len(rows) / config.batch:g} batches of {config.batch}"
+        )
     epochs_needed = batches[-1] * config.batch // len(rows) + 1
     order = torch.cat([next(orders) for _ in range(epochs_needed)])
     seen = written = 0

@@ -48,9 +48,6 @@ class Situation:
 class Settings(abc.ABC):
     """What a method can be told, in units of the keys' scale."""
 
-    k: int
-    """Neighbours."""
-
     @abc.abstractmethod
     def predictor(self, scale: Scale) -> mbpa.Predictor:
         """That is told so."""
@@ -139,14 +136,10 @@ class Local(Settings):
 
 
 @dataclass(frozen=True)
-class Kept(Local):
-    """An adaptation that keeps what the network knew: the rows of new classes come from the memory
-    in closed form (`discriminant`), and a new class has to be surer than an old one."""
+class Rows(Settings):
+    """The rows of new classes from the memory, in closed form (`discriminant`); a new class has to
+    be surer than an old one. Nothing is adapted."""
 
-    lr: float = 1.0
-    """Divided by the mean square of a key's length."""
-    bandwidth: float = 0.7
-    """As that of a vote."""
     shrinkage: float = 0.1
     """Of the covariance."""
     row_scale: float = 0.5
@@ -155,7 +148,6 @@ class Kept(Local):
     """By which a new class must be surer."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not (self.shrinkage > 0 and self.row_scale > 0 and math.isfinite(self.offset)):
             raise ValueError(f"shrinkage and row_scale must be positive, offset finite, got {self}")
 
@@ -168,6 +160,26 @@ class Kept(Local):
             scale=self.row_scale,
             offset=self.offset,
         )
+
+    def predictor(self, scale: Scale) -> mbpa.Predictor:
+        return mbpa.Parametric()
+
+
+@dataclass(frozen=True)
+class Kept(Rows, Local):
+    """An adaptation of the layer with rows from the memory, to keep what the network knew."""
+
+    lr: float = 1.0
+    """Divided by the mean square of a key's length."""
+    bandwidth: float = 0.7
+    """As that of a vote."""
+
+    def __post_init__(self) -> None:
+        Rows.__post_init__(self)
+        Local.__post_init__(self)
+
+    def predictor(self, scale: Scale) -> mbpa.Adapted:
+        return Local.predictor(self, scale)
 
 
 def _kernel(bandwidth: float, scale: Scale) -> mbpa.kernels.Kernel:
@@ -216,6 +228,7 @@ METHODS: dict[str, Method] = {
     "MbPA (gradient)": Method(
         "#67a9cf", "gradient", (GRADIENT_STEPS, NEIGHBOURS, GRADIENT_STEPS, DECAYS)
     ),
+    "rows alone": Method("#b8a1cf", "rows", (ROWS, SHRINKAGES, ROWS), keeps_old=True),
     "MbPA (kept)": Method(
         "#762a83",
         "kept",

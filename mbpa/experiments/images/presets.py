@@ -31,9 +31,17 @@ QUICK = replace(
     scored=1_000,
     pretraining=Pretraining(width=16, epochs=12, batch=128),
     points=(0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0),
+    lr=3.0,  # an epoch has a tenth of the steps
     capacity=9_000,
 )
 PRESETS = {"smoke": SMOKE, "quick": QUICK, "paper": PAPER}
+
+
+def images_an_epoch(config: ImagesConfig) -> int:
+    """Of Tiny ImageNet, that a memory can hold without holding any twice."""
+    each, new = 500 - config.held_out, config.classes - config.classes // 2
+    few = new // 2 if config.scarce < 1 else 0
+    return (config.classes - few) * each + few * round(config.scarce * each)
 
 
 def fields_of(config: ImagesConfig) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class SensitivityConfig(ImagesConfig):
     """Of the memory, in epochs of the stream."""
     counts: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200, 400)
     """Of neighbours."""
-    rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3)
+    rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
     """Of the last layer, in place of `lr`."""
     long: tuple[float, ...] = (0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0)
     """Epochs after which everything is tested in the long run."""
@@ -77,7 +77,7 @@ PRESETS = {
         at=(0.1, 1.0),
         capacities=(0.01, 0.03, 0.1, 0.3, 1.0),
         counts=(1, 5, 10, 20, 50, 100, 200),
-        rates=(0.01, 0.03, 0.1, 0.3),
+        rates=(0.1, 0.3, 1.0, 3.0, 10.0),
         long=(0.1, 0.3, 1.0, 3.0, 10.0, 20.0, 40.0),
         explained=300,
     ),
@@ -158,10 +158,10 @@ class Study:
         models: dict[tuple[str, int], mbpa.MbPA] = {}
         for name in WITH_SETTINGS:
             settings: Any = self.config.settings(name)
-            for k in self.config.counts:
+            for k in self.config.counts if hasattr(settings, "k") else ():
                 if k <= len(moment.memory):
                     models[name, k] = replace(settings, k=k).model(situation)
-        right = compared(models, self.queries, self.answers)
+        right = compared(models, self.queries, self.answers) if models else {}
         for (name, k), hits in right.items():
             records += self._accuracies({name: hits}, moment, k=k)
         return records
@@ -195,7 +195,8 @@ class Study:
 
 
 def corrections(model: mbpa.MbPA, queries: Float[Tensor, "Q D"]) -> dict[str, Float[Tensor, "Q"]]:
-    """Of each query: ‖θˣ − θ‖, KL(adapted ‖ parametric), and 100 where the answer is another."""
+    """Of each query: ‖θˣ − θ‖, KL(adapted ‖ layer), and 100 where the answer is another than that
+    of the layer it adapts."""
     found: dict[str, list[Tensor]] = {"change": [], "divergence": [], "other_answers": []}
     for part in queries.split(most_queries(queries, max(1, model.predictor.keys_for))):
         explanation = model.explain(keys=part)

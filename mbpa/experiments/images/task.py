@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 from mbpa.errors import ExperimentError
 from mbpa.experiments import data, pictures, pretraining, resnet
 from mbpa.experiments.data import pictures as reading
+from mbpa.experiments.data import tiny
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.pictures import Held, Pictures, Streamed, placed
@@ -58,7 +60,8 @@ def make_task(config: ImagesConfig, context: Context, seed: int) -> Task:
         return Task(old=old, known=known, **tensors)
     task = _computed(config, context, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {name: torch.as_tensor(value).cpu() for name, value in vars(task).items()}
+    told = vars(task) | {"known": torch.tensor(task.known, dtype=torch.float64)}
+    kept = {name: torch.as_tensor(value).cpu() for name, value in told.items()}
     write_whole(path, save({name: tensor.contiguous() for name, tensor in kept.items()}))
     return task
 
@@ -83,10 +86,12 @@ def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
     }
     told |= {"torch": str(torch.__version__), "device": context.device.type}
     told["data"] = str(data.data_dir(context.data_dir).resolve())
-    modules = [pretraining, resnet, pictures]
     if config.dataset == "imagenet":
         told["files"] = data.imagenet(context.data_dir).digest()
-        modules.append(reading)
+    else:
+        folder = data.data_dir(context.data_dir) / "tiny-imagenet"
+        told["files"] = sorted((path.name, path.stat().st_size) for path in folder.glob("*.*"))
+    modules = pretraining, resnet, pictures, reading, tiny, sys.modules[__name__]
     told["code"] = [inspect.getsource(module) for module in modules]
     told["pretraining"] = dataclasses.asdict(config.pretraining)
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]

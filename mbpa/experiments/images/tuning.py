@@ -4,8 +4,8 @@ First the rate of the last layer, by its own accuracy. Then, with that layer as 
 points of the stream, every other method, stage by stage (`methods.METHODS`): one retrieval a point
 serves all settings. A setting is judged by its accuracy over all classes, the mean over the points.
 A method that is to keep the old classes is judged by the new ones, as long as it is nowhere more
-than `MOST_LOST` behind the best of the methods before it that adapt nothing, on the old ones; where
-it is, by how far. What has been tried is kept, and an interrupted search tries only the rest.
+than `MOST_LOST` behind the best of layer, vote and mixture on the old ones; where it is, by how
+far (`shortfall`). What has been tried is kept, and an interrupted search tries only the rest.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import mbpa
 from mbpa.experiments.experiment import BySeed, Context
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.images.incremental import moments, scored_part, situation_of
-from mbpa.experiments.images.methods import WITH_SETTINGS, Grid, Local, Settings, Situation
+from mbpa.experiments.images.methods import WITH_SETTINGS, Grid, Mixed, Settings, Situation, Vote
 from mbpa.experiments.images.task import Task, make_task
 from mbpa.experiments.results import Record
 
 SPLIT = 0
 POINTS = (0.05, 0.1, 0.3, 1.0, 3.0)
-LAYER_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+LAYER_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SCORED = 3_000
 MOST_LOST = 1.5
 """Points of accuracy on old classes; half a point less than is aimed at, for the noise."""
@@ -160,9 +160,7 @@ class Search:
             found.append(self._known[key])
             if key not in self._written:
                 self._written.add(key)
-                self.records.append(
-                    {"method": method, **setting, "name": "top1", "value": found[-1]}
-                )
+                self._note_tried(method, setting, found[-1])
             self.bar.update()
         self._save()
         return settings[max(range(len(found)), key=lambda place: found[place])]
@@ -173,7 +171,7 @@ class Search:
         found = [self._scores(self.config.lr, None)]
         for method in WITH_SETTINGS:
             settings = self.config.settings(method)
-            if not isinstance(settings, Local):  # it adapts nothing
+            if isinstance(settings, Vote | Mixed):
                 found.append(self._scores(self.config.lr, settings))
         return [max(score.old for score in point) - MOST_LOST for point in zip(*found, strict=True)]
 
@@ -186,12 +184,19 @@ class Search:
 
     def _taken(self, lr: float) -> Iterator[Snapshot]:
         counts = {int(k) for m in WITH_SETTINGS.values() for g in m.stages for k in g.get("k", ())}
-        most = max(counts | {self.config.settings(method).k for method in WITH_SETTINGS})
+        given = {getattr(self.config.settings(method), "k", 0) for method in WITH_SETTINGS}
+        most = max(counts | given)
         for moment in moments(self.task, replace(self.config, lr=lr), SPLIT):
             found = situation_of(moment, self.task)
             memory = moment.with_capacity(len(moment.memory)).memory  # the stream's goes on growing
             kept = replace(found, head=copy.deepcopy(moment.head), memory=memory)
             yield Snapshot(kept, self.queries, self.answers, most)
+
+    def _note_tried(self, method: str, setting: dict[str, Any], value: float) -> None:
+        name = "top1"
+        if method in WITH_SETTINGS and WITH_SETTINGS[method].keeps_old:
+            name, value = ("new_top1", value) if value >= 0 else ("shortfall", -value)
+        self.records.append({"method": method, **setting, "name": name, "value": value})
 
     def _note_chosen(self, setting: str, value: float) -> None:
         self.records.append({"setting": setting, "name": "chosen", "value": value})
