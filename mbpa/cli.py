@@ -315,3 +315,7 @@ def _preset_in(flags: list[str]) -> str:
 def _failed(why: str, code: int) -> int:
     print(f"mbpa: {why}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +55,13 @@ def refreshed(text: str, results_folder: Path) -> Document:
     Raises:
         ExperimentError: a block asks for what there is not, or a marker is not as it should be.
     """
-    expected = {line for found in _BLOCK.finditer(text) for line in (found["begin"][:-1], END)}
-    strange = [line for line in _MARKER.findall(text) if line not in expected]
-    pairs = len(list(_BLOCK.finditer(text)))
-    if strange or pairs != text.count(END):
+    markers = Counter(_MARKER.findall(text))
+    for found in _BLOCK.finditer(text):
+        markers.subtract([found["begin"][:-1], END])
+    if strange := [line for line, count in markers.items() if count]:
         raise ExperimentError(
-            f"a block of results must be '<!-- results: EXPERIMENT PRESET: TITLE -->', its content, "
-            f"and '{END}', each on a line: {strange[0] if strange else END!r} is not part of one"
+            "a block of results must be '<!-- results: EXPERIMENT PRESET: TITLE -->', its content, "
+            f"and '{END}', each on a line: {strange[0]!r} is not part of one"
         )
     figures: dict[str, tuple[Figure, str]] = {}
 
