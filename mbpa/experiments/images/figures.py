@@ -111,7 +111,10 @@ def incremental_sections(results: Sequence[Result]) -> list[Section]:
         "layer without adaptation.",
     )
     figure = Figure(
-        "incremental-images", _caption(scores), lambda canvas: _draw(canvas, scores), (11, 4.8)
+        "incremental-images",
+        _caption(scores),
+        lambda canvas: draw_curves(canvas, scores),
+        (11, 4.8),
     )
     return [
         Section(
@@ -143,7 +146,7 @@ def unbalanced_sections(results: Sequence[Result]) -> list[Section]:
         "unbalanced-images",
         f"Figure 5, left: new classes of which {share:.0%} of the images are seen, and the others; "
         f"{scores.splits}.",
-        lambda canvas: _draw(
+        lambda canvas: draw_curves(
             canvas, scores, {"novel-scarce": "new, scarce", "novel-full": "new, full", "all": "all"}
         ),
         (11, 4.8),
@@ -192,9 +195,10 @@ def _caption(scores: Scores) -> str:
     )
 
 
-def _draw(
+def draw_curves(
     canvas: matplotlib.figure.Figure, scores: Scores, subsets: Mapping[str, str] = SUBSETS
 ) -> None:
+    """Accuracy against epochs, a panel a subset."""
     panels = canvas.subplots(1, len(subsets), squeeze=False)[0]
     for panel, (subset, title) in zip(panels, subsets.items(), strict=True):
         for method in scores.methods:

@@ -12,6 +12,7 @@ from mbpa.experiments.images.figures import (
     Scores,
     color_of,
     data_in_words,
+    draw_curves,
     in_epochs,
     square_root,
     unzipped,
@@ -250,15 +251,15 @@ def _long_run(scores: Scores) -> Section:
                 "image-long-run",
                 f"Top-1 accuracy up to {last:g} epochs; {scores.splits}. Epochs are drawn as their "
                 "square root.",
-                lambda canvas: _draw_long(canvas, scores),
+                lambda canvas: draw_curves(canvas, scores),
                 (11, 4.8),
             ),
             Figure(
                 "image-corrections",
                 "The correction during the long run: the lead over the parametric model in top-1, "
                 "the mean size of the change of the layer, the mean divergence of the "
-                "adapted prediction from the parametric one, and the share of answers that the "
-                f"adaptation changes; {scores.splits}.",
+                "adapted prediction from that of the layer it adapts, and the share of answers "
+                f"that the adaptation changes; {scores.splits}.",
                 lambda canvas: _draw_corrections(canvas, scores),
                 (11, 7.2),
             ),
@@ -323,25 +324,13 @@ def _corrections(scores: Scores) -> Table:
         "Does the correction shrink?",
         ["method", "", "", *(f"after {point:g}" for point in (points[0], points[-1])), "ratio"],
         rows,
-        "Mean of ‖θˣ − θ‖, and of KL(adapted ‖ parametric) in nats; how many answers the "
+        "Mean of ‖θˣ − θ‖, and of KL(adapted ‖ layer) in nats; how many answers the "
         f"adaptation changes. Of {scores.config['explained']:,} images, {scores.splits}.",
     )
 
 
 def _significant(value: float) -> str:
     return f"{value:.3g}"
-
-
-def _draw_long(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
-    panels = canvas.subplots(1, len(SUBSETS))
-    for panel, (subset, title) in zip(panels, SUBSETS.items(), strict=True):
-        for method in scores.methods:
-            points = scores.across("epochs", "top1", method, subset)
-            curve(panel, *unzipped(points), color_of(method), method, marker="o")
-        finish(panel, "epochs of all classes", title=title)
-        square_root(panel)
-    panels[0].set_ylabel("top-1 accuracy (%)")
-    legend_below(canvas, panels[0])
 
 
 def _draw_corrections(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
