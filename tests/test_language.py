@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import mbpa
 from mbpa.experiments.data import Corpus
-from mbpa.experiments.experiment import Context
-from mbpa.experiments.language import evaluation, ledger, passage, tuning
+from mbpa.experiments.experiment import Context, find
+from mbpa.experiments.language import dynamic_tuning, evaluation, figures, ledger, passage, tuning
 from mbpa.experiments.language.config import (
     PRESETS,
     Cache,
@@ -55,7 +55,7 @@ from mbpa.experiments.language.passage import (
 )
 from mbpa.experiments.language.training import trained
 from mbpa.experiments.language.words import examples, improvements
-from mbpa.experiments.report import drawn
+from mbpa.experiments.report import drawn, shown
 from mbpa.experiments.results import Record, Result
 from mbpa.experiments.workspace import Workspace
 from tests.oracle import adapt_one
@@ -341,6 +341,21 @@ def test_dynamic_evaluation_is_the_published_rule_and_leaves_the_network_alone(
         assert torch.equal(value, start[name])
 
 
+@pytest.mark.parametrize(("tokens", "segment"), [(20, 5), (20, 50), (11, 5), (1, 5)])
+def test_the_shortest_training_text_gives_a_rule_without_nan(
+    model: LanguageModel, corpus: Corpus, tokens: int, segment: int
+) -> None:
+    settings = replace(CONFIG.dynamic, segment=segment, statistics_batch=100)
+    scale = gradient_scale(model, corpus.train[:tokens], settings)
+    assert all(bool(part.isfinite().all()) for part in scale)
+    assert (float(scale[0].max()) > 0) == (tokens > 1)
+    params = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    RMSUpdate(params, scale, settings).step()
+    assert all(bool(p.isfinite().all()) for p in params)
+
+
 def test_mbpa_on_top_adapts_the_layer_as_it_is_to_keys_as_they_were(
     model: LanguageModel, corpus: Corpus
 ) -> None:
@@ -441,6 +456,8 @@ def test_all_methods_are_scored_on_both_texts_with_weights_of_the_first(
     expected = perplexity(mixed(torch.stack([test.own, caches[1]]), weights))
     assert found["LSTM + cache", "test"] == pytest.approx(expected, rel=1e-6)
     assert found["LSTM + MbPA + cache", "valid"] <= found["LSTM + cache", "valid"] + 1e-9
+    last = [r["method"] for r in records if r["name"] != "weight"][-5:-1]  # and one of Adam's
+    assert set(last) == {evaluation.DYNAMIC, evaluation.ALL}
     timed = {r["method"] for r in records if r["name"] == "seconds"}
     assert {"LSTM", "LSTM + cache", "LSTM + MbPA", evaluation.LOOP} == timed
 
@@ -448,6 +465,8 @@ def test_all_methods_are_scored_on_both_texts_with_weights_of_the_first(
 def test_what_takes_long_can_be_left_out(
     model: LanguageModel, corpus: Corpus, folder: Path
 ) -> None:
+    assert PRESETS["paper"].dynamic.on_top
+    assert not PRESETS["paper-wikitext-2"].dynamic.on_top
     dynamic = replace(CONFIG.dynamic, on_top=False, adam_lr=0.0)
     short = replace(corpus, valid=corpus.valid[:3], test=corpus.test[:2])
     context = context_in(folder, "less")
@@ -558,15 +577,18 @@ def small_grids() -> Iterator[None]:
         "FACTORS": (0.2,),
         "DECAYS": (0.05,),
         "AROUND": ((0.7, 1.0), (1.0, 1.5)),
-        "DYNAMIC_RATES": (5e-4, 1e-3),
-        "NARROW_EPSILON": (2e-4, (6e-5,)),
-        "DYNAMIC_DECAYS": (0.0,),
-        "ADAM_RATES": (1e-4,),
         "FIRST": Local(lr=1.0, steps=3, k=8),
     }
+    dynamic_grids = {
+        "RATES": (5e-4, 1e-3),
+        "NARROW_RATES": (6e-5,),
+        "DECAYS": (0.0,),
+        "ADAM_RATES": (1e-4,),
+    }
     with pytest.MonkeyPatch.context() as patch:
-        for name, values in grids.items():
-            patch.setattr(tuning, name, values)
+        for module, values in ((tuning, grids), (dynamic_tuning, dynamic_grids)):
+            for name, grid in values.items():
+                patch.setattr(module, name, grid)
         yield
 
 
@@ -620,16 +642,82 @@ def test_a_search_tries_everything_once_and_chooses_fields_that_there_are(
     adapted = adapted_scores(model.decoder, retrieval, predictor, range(TOKENS), mbpa.Engine())
     logs = torch.stack([text.own, adapted])
     assert perplexity(mixed(logs, solved_weights(logs))) == pytest.approx(best, rel=1e-4)
-    less = replace(SEARCHED, search=replace(SEARCHED.search, seconds=0.1))
+    assert {r["tokens"] for r in tried if r.get("rule") == "map"} <= {4, TOKENS}  # of 13, or all
+    assert any(r["tokens"] == 4 and r["rule"] == "map" for r in tried if "rule" in r)
+
+
+def test_a_search_that_can_afford_little_chooses_only_what_it_tried(
+    corpus: Corpus, folder: Path, whole: list[Record]
+) -> None:
+    dynamic = replace(SEARCHED.dynamic, segment=1)
+    allowance = Search(tokens=12, dynamic_tokens=TOKENS, seconds=0.1)
+    less = replace(SEARCHED, search=allowance, dynamic=dynamic)
     few = searched_records(less, corpus, context_in(folder, "small search"))
     assert len(few) < len(whole)
-    assert next(r["value"] for r in few if r["name"] == "settings_left_out") > 0
+    left_out = next(r["value"] for r in few if r["name"] == "settings_left_out")
+    tried = {
+        tuple(r[key] for key in r if key not in ("value", "tokens", "name"))
+        for r in (*whole, *few)
+        if r["name"] == "perplexity" and r["method"] != "LSTM + MbPA + cache"
+    }
+    assert 0 < float(left_out) < len(tried)
+    assert not any("dynamic" in str(r.get("method")) for r in few)
+    chosen = {str(r["setting"]) for r in few if r["name"] == "chosen"}
+    assert {"memory", "mbpa.lr", "cache.scale"} < chosen
+    assert not chosen & {"dynamic.lr", "dynamic.decay", "dynamic.epsilon", "dynamic.adam_lr"}
+
+
+def test_a_setting_is_left_out_once_and_no_more_when_it_is_tried_later(folder: Path) -> None:
+    context = context_in(folder, "books")
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        books = ledger.Ledger(context, "ptb", 1.0, bar)
+        for _ in range(2):
+            assert not books.affords("dear", 0.7, 0.6)
+            assert not books.affords("dearer", 2.0)
+        assert not books.affords(None, 3.0)
+        assert books.left_out == 2
+        assert books.affords("dear", 0.7)
+        assert books.left_out == 1
+
+
+def test_a_rate_at_the_edge_of_its_grid_is_gone_beyond() -> None:
+    grid = (0.1, 0.25, 1.0, 4.0)
+    assert dynamic_tuning.beyond(0.1, grid) == [0.04]
+    assert dynamic_tuning.beyond(4.0, grid) == [16.0]
+    assert [dynamic_tuning.beyond(rate, grid) for rate in (0.25, 7.0)] == [[], []]
+    assert dynamic_tuning.beyond(1.0, (1.0,)) == []
+
+
+def test_what_is_judged_by_a_quarter_is_compared_by_the_same_tokens(
+    model: LanguageModel, text: Passage, folder: Path
+) -> None:
+    context = context_in(folder, "quarter")
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        books = ledger.Ledger(context, "ptb", 100.0, bar)
+        trials = tuning.Trials(SEARCHED, model, text, books)
+        good, dear = (tuning.Trial(60, Local(lr=lr, steps=2, k=4)) for lr in (0.5, 1.0))
+        trials._try([good])
+        found = trials._by_quarter(dear)
+        whole, *parts = (
+            trials.judge(good, trials.sample),
+            trials.judge(dear, trials.quarter),
+            trials.judge(good, trials.quarter),
+        )
+        assert list(trials.quarter) == list(trials.sample)[::4]
+        for mixture in (0, 1):
+            ratio = parts[0][mixture] / parts[1][mixture]
+            assert found[mixture] == pytest.approx(whole[mixture] * ratio)
 
 
 def test_a_search_looks_at_nothing_that_it_is_to_choose() -> None:
     changed = replace(CONFIG, memory=7, mbpa=Local(lr=3.0), cache=Cache(scale=9.0))
-    changed = replace(changed, dynamic=replace(CONFIG.dynamic, lr=0.5))
+    changed = replace(changed, dynamic=replace(CONFIG.dynamic, lr=0.5, mbpa=Local(k=3)))
     assert tuning.searched(changed) == tuning.searched(CONFIG)
+    assert tuning.searched(tuning.searched(changed)) == tuning.searched(changed)
+    for kept in ({"segment": 7}, {"on_top": False}, {"statistics": 9}, {"adam_lr": 0.0}):
+        dynamic = replace(CONFIG.dynamic, **kept)
+        found = dataclasses.asdict(tuning.searched(replace(CONFIG, dynamic=dynamic)).dynamic)
+        assert kept.items() <= found.items()
     assert tuning.searched(changed).network == CONFIG.network
 
 
@@ -644,8 +732,14 @@ def test_the_whole_search_of_a_corpus_is_meant_to_take_minutes() -> None:
 # The report
 
 
+def told_of(config: LanguageConfig) -> dict[str, Any]:
+    """A config as a file of results has it."""
+    told: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return told
+
+
 def test_the_report_has_the_papers_numbers_beside_ours(records: list[Record]) -> None:
-    config = json.loads(json.dumps(dataclasses.asdict(CONFIG), default=str))
+    config = told_of(replace(CONFIG, tokens=0, scored_tokens=0, cache=Cache(window=1_500)))
     curve: list[Record] = [
         {"name": f"training_{split}_perplexity", "epochs": epoch, "value": 200.0 / epoch}
         for epoch in (1, 2)
@@ -667,12 +761,46 @@ def test_the_report_has_the_papers_numbers_beside_ours(records: list[Record]) ->
     assert [len(words.tables[0].rows), len(words.tables[1].rows)] == [5, 8]
     for figure in (*main.figures, *words.figures):
         assert drawn(figure)["svg"].startswith(b"<?xml")
+    assert "The cache has a window of its own: 1,500 tokens." in main.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_paper"),
+    [({"tokens": 0, "scored_tokens": 0}, True), ({"tokens": 0}, False), ({}, False)],
+)
+def test_a_part_of_a_corpus_does_not_stand_beside_the_papers_numbers(
+    records: list[Record], changes: dict[str, int], has_paper: bool
+) -> None:
+    config = told_of(replace(CONFIG, **changes))
+    table = sections([Result("language", "x", 0, config, {}, 1.0, "mbpa", records)])[0].tables[0]
+    assert (len(table.columns), len(table.rows)) == ((7, 16) if has_paper else (4, 8))
+    assert ("Not to be compared" in table.note) == (not has_paper)
+
+
+def test_the_loop_is_timed_for_gradients_where_mbpa_solves_for_the_optimum(
+    model: LanguageModel, corpus: Corpus, folder: Path
+) -> None:
+    config = replace(CONFIG, mbpa=Local(rule="map", steps=1, k=4), combined=Local(rule="map", k=4))
+    short = replace(corpus, test=corpus.test[:10])
+    context = context_in(folder, "optimum")
+    with context.workspace.alone():
+        text = Text(model, short, config, context, 0, "test")
+        text.parts(METHODS[evaluation.BOTH] + METHODS[evaluation.MBPA])
+        found = text.timings()
+    (loop,) = (r for r in found if r["method"] == evaluation.LOOP)
+    assert (loop["rule"], loop["steps"], loop["k"]) == ("gradient", 1, 4)
+    result = Result("language", "x", 0, told_of(config), {}, 1.0, "mbpa", found)
+    (times,) = figures._times(figures.Scores([result]))
+    assert times.note == "MbPA: 4 neighbours, the optimum."
+    (row,) = (row for row in times.rows if row[0] == evaluation.LOOP)
+    assert "autograd, 1 step along gradients instead, neighbours" in row[1]
 
 
 def test_the_report_of_a_search_draws_rates_and_steps(whole: list[Record]) -> None:
-    config = json.loads(json.dumps(dataclasses.asdict(SEARCHED), default=str))
+    config = told_of(SEARCHED)
     result = Result("language", "tune-smoke", None, config, {}, 1.0, "mbpa", whole)
-    (section,) = sections([result])
+    first, section = shown(find("language"), [result])
+    assert first.tables[0].title == "Chosen settings"
     methods = [row[0] for row in section.tables[0].rows]
     assert {"LSTM", "LSTM + cache", "LSTM + MbPA", "LSTM + dynamic evaluation"} < set(methods)
     assert drawn(section.figures[0])["svg"].startswith(b"<?xml")
@@ -685,6 +813,11 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         (lambda: Local(prior=0.0), "prior"),
         (lambda: Dynamic(segment=0), "segment"),
         (lambda: Search(seconds=0.0), "seconds"),
+        (lambda: Search(seconds=math.inf), "seconds must be finite and positive, got inf"),
+        (lambda: Local(prior=math.inf), "prior must be finite and positive, got inf"),
+        (lambda: Local(decay=math.nan), "decay must be finite and not negative, got nan"),
+        (lambda: Dynamic(lr=math.inf), "lr must be finite and positive, got inf"),
+        (lambda: Dynamic(adam_lr=math.inf), "adam_lr must be finite and not negative, got inf"),
     ):
         with pytest.raises(ValueError, match=name):
             make()

@@ -360,6 +360,31 @@ def test_what_repeats_itself_is_learnt(tmp_path: Path) -> None:
     assert seconds > 0
 
 
+def test_the_weights_that_did_best_are_kept_also_by_a_run_that_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = Dropouts(0, 0, 0, 0, 0)
+    settings = replace(TINY.training, epochs=6, lr=0.05, clip=5.0, average=0.5, dropouts=none)
+    config, corpus = replace(TINY, training=settings), a_corpus()  # nothing but chance to learn
+    whole = trained(config, corpus, a_context(tmp_path / "whole"), 0)
+    curve = [
+        point.valid for point in learning_curve(config, corpus, a_context(tmp_path / "whole"), 0)[0]
+    ]
+    assert 1.05 * min(curve) < curve[-1]
+    assert perplexity(whole, corpus.valid, CPU) == pytest.approx(min(curve), rel=1e-6)
+    monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(training, "TrainingRun", Interrupted)
+    resumed, interruptions = None, 0
+    while resumed is None:
+        try:
+            resumed = trained(config, corpus, a_context(tmp_path), 0)
+        except KeyboardInterrupt:
+            interruptions += 1
+    assert interruptions >= 8  # in sixty steps
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(resumed.get_parameter(name), parameter), name
+
+
 def test_a_training_that_diverges_says_so(tmp_path: Path) -> None:
     config = replace(TINY, training=replace(TINY.training, lr=1e30))
     with pytest.raises(ExperimentError, match=r"diverged after 1 epochs: pass a --training\.lr"):
@@ -435,13 +460,14 @@ def test_a_network_is_trained_once_for_all_that_ask_for_it(
         raise AssertionError("trained again")
 
     monkeypatch.setattr(training, "TrainingRun", fail)
-    shorter = replace(corpus, valid=corpus.valid[:50], test=corpus.test[:20])
-    again = trained(replace(TINY, memory=7, scored_tokens=50, seeds=(0, 1)), shorter, context, 0)
+    shorter = replace(corpus, test=corpus.test[:20])
+    again = trained(replace(TINY, memory=7, seeds=(0, 1)), shorter, context, 0)
     assert torch.equal(again.decoder.weight, before.decoder.weight)
     assert again.decoder.weight.requires_grad
     for config, text, seed in (
         (TINY, corpus, 1),
         (TINY, a_corpus(seed=5), 0),
+        (TINY, replace(corpus, valid=corpus.valid[:50]), 0),  # decides when it was best
         (replace(TINY, training=replace(TINY.training, lr=0.02)), corpus, 0),
         (replace(TINY, network=Network(hidden=12, embedding=9)), corpus, 0),
     ):
@@ -598,6 +624,7 @@ def test_own_text_that_cannot_be_used_is_refused_in_a_line(
     [
         ("one two\n", "must have at least 20 tokens, with one for the end of each line, got 3"),
         (" ".join(f"word{i}" for i in range(30)), "has no word twice"),
+        ("<unk> <unk>\n" * 30, "has no word but <unk>"),
     ],
 )
 def test_a_training_text_that_teaches_nothing_is_refused(
@@ -645,10 +672,10 @@ def test_own_text_of_one_line_runs_from_the_command_line(
         (lambda: Dropouts(input=1.0), "input must be at least 0 and below 1, got 1.0"),
         (lambda: Network(hidden=0), "hidden must be at least 1, got 0"),
         (lambda: Training(bptt=0), "bptt must be at least 1, got 0"),
-        (lambda: Training(lr=math.inf), "lr must be positive, got inf"),
+        (lambda: Training(lr=math.inf), "lr must be finite and positive, got inf"),
         (lambda: Training(average=1.0), r"average must be at least 0 and below 1, got 1\.0"),
         (lambda: Training(decay_from=1.5), r"decay_from must be between 0 and 1, got 1\.5"),
-        (lambda: Training(weight_decay=-1.0), "weight_decay must not be negative, got -1"),
+        (lambda: Training(weight_decay=-1.0), "weight_decay must be finite and not negative"),
         (lambda: LanguageConfig(seeds=()), "seeds must name at least one"),
         (lambda: LanguageConfig(tokens=-1), "tokens must be at least 0, got -1"),
         (lambda: LanguageConfig(scored_tokens=1), "scored_tokens must be 0, for all, or at least"),

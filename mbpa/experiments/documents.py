@@ -23,8 +23,8 @@ from pathlib import Path
 from mbpa.errors import ExperimentError
 from mbpa.experiments import EXPERIMENTS
 from mbpa.experiments.experiment import find
-from mbpa.experiments.report import chosen, drawn
-from mbpa.experiments.results import TUNED, Result, read_results, write_whole
+from mbpa.experiments.report import drawn, shown
+from mbpa.experiments.results import Result, read_results, write_whole
 from mbpa.experiments.sections import Figure, Section, Table
 
 END = "<!-- end of results -->"
@@ -136,9 +136,7 @@ def _shown(folder: Path, experiment: str, preset: str) -> tuple[list[Result], Se
     results = [found for found in read_results(folder, experiment) if found.preset == preset]
     if not results:
         raise ExperimentError(f"{folder} holds no results of {experiment} {preset}")
-    if preset.startswith(TUNED):
-        return results, [Section("", tables=[chosen(results)])]
-    return results, find(experiment).sections(results)
+    return results, shown(find(experiment), results)
 
 
 def _found(sections: Sequence[Section], title: str) -> Table | Figure | None:

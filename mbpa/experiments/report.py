@@ -18,7 +18,7 @@ from mbpa.experiments.experiment import Experiment, find
 from mbpa.experiments.results import TUNED, Result, read_results, write_whole
 from mbpa.experiments.sections import Figure, Section, Table
 
-__all__ = ["Figure", "Section", "Table", "chosen", "drawn", "write_report"]
+__all__ = ["Figure", "Section", "Table", "chosen", "drawn", "shown", "write_report"]
 
 
 def write_report(results_folder: Path, out: Path, presets: Sequence[str] = ()) -> Path:
@@ -67,6 +67,15 @@ def chosen(results: Sequence[Result]) -> Table:
     return Table("Chosen settings", columns, rows)
 
 
+def shown(experiment: Experiment[Any], results: Sequence[Result]) -> list[Section]:
+    """What there is to show of the results of one preset, or of a search for its settings."""
+    if not results[0].preset.startswith(TUNED):
+        return experiment.sections(results)
+    more = experiment.search_sections
+    section = Section("How the settings were chosen", tables=[chosen(results)])
+    return [section, *(more(results) if more is not None else ())]
+
+
 def _cell(value: str | int | float | None) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -100,11 +109,8 @@ def _chapter(experiment: Experiment[Any], results: Sequence[Result]) -> _Chapter
     parts: list[_Part] = []
     for label in dict.fromkeys(labels):
         mine = [result for result in results if result.preset == label]
-        if mine and label.startswith(TUNED):
-            section = Section("How the settings were chosen", tables=[chosen(mine)])
-            parts.append(_Part(label, mine, [section]))
-        elif mine:
-            parts.append(_Part(label, mine, experiment.sections(mine)))
+        if mine:
+            parts.append(_Part(label, mine, shown(experiment, mine)))
     return _Chapter(experiment, parts)
 
 

@@ -15,6 +15,7 @@ from mbpa.experiments.language.config import PRESETS, LanguageConfig
 from mbpa.experiments.language.corpus import read_corpus
 from mbpa.experiments.language.evaluation import evaluated
 from mbpa.experiments.language.figures import sections
+from mbpa.experiments.language.search_figures import search_sections
 from mbpa.experiments.language.training import WIDE, adam_state, learning_curve, trained
 from mbpa.experiments.language.tuning import searched, tune
 from mbpa.experiments.results import Record
@@ -63,4 +64,5 @@ EXPERIMENT = Experiment(
     sections=sections,
     searched=searched,
     tune=tune,
+    search_sections=search_sections,
 )

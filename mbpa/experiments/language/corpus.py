@@ -23,7 +23,9 @@ from mbpa.experiments.language.config import LanguageConfig
 
 UNKNOWN = "<unk>"
 PARTS = "train", "valid", "test"
-FEWEST = {"train": 20, "valid": 2, "test": 2}  # tokens; the first of a text is not predicted
+# Tokens of a text. All are predicted, the first after the end of a line; only the learning curve
+# leaves out the first of the text for validation.
+FEWEST = {"train": 20, "valid": 2, "test": 2}
 
 
 def read_corpus(config: LanguageConfig, context: Context) -> Corpus:
@@ -74,6 +76,8 @@ def _numbered(texts: dict[str, list[str]], sources: dict[str, str], most: int) -
                 f"{sources[name]} must have at least {FEWEST[name]} tokens, "
                 f"with one for the end of each line, got {len(text)}"
             )
+    if set(texts["train"]) <= {END, UNKNOWN}:
+        raise ExperimentError(f"{sources['train']} has no word but {UNKNOWN}: it teaches nothing")
     words = _vocabulary(texts["train"], most)
     if not set(words) - {END, UNKNOWN}:
         raise ExperimentError(

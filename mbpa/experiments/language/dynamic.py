@@ -58,7 +58,9 @@ class RMSUpdate(Update):
         self._params = list(params)
         self._start = [p.detach().clone() for p in params]
         self._rates = [settings.lr / (rms + settings.epsilon) for rms in scale]
-        mean = sum(rms.sum() for rms in scale) / sum(rms.numel() for rms in scale)
+        total = torch.stack([rms.sum() for rms in scale]).sum()
+        mean = total / sum(rms.numel() for rms in scale)
+        mean = mean.clamp_min(torch.finfo(mean.dtype).tiny)  # where no parameter has a gradient
         self._pulls = [(settings.decay * rms / mean).clamp_max(1) for rms in scale]
         self._has_pull = settings.decay > 0
 
@@ -113,14 +115,15 @@ def gradient_scale(
     model = trainable_copy(model)
     params = list(model.parameters())
     squares = [torch.zeros_like(p) for p in params]
-    batch = max(1, min(settings.statistics_batch, (len(tokens) - 1) // settings.segment))
+    segment = min(settings.segment, max(1, len(tokens) - 1))
+    batch = max(1, min(settings.statistics_batch, len(tokens) // (segment + 1)))
     places = tokens[: len(tokens) // batch * batch].view(batch, -1)
     inputs, targets = places[:, :-1], places[:, 1:]
     state, count = model.initial_state(batch), 0
-    for start in range(0, inputs.shape[1] - settings.segment + 1, settings.segment):
+    for start in range(0, inputs.shape[1] - segment + 1, segment):
         if count == settings.statistics:
             break
-        part = slice(start, start + settings.segment)
+        part = slice(start, start + segment)
         states, state = model.states(inputs[:, part], state)
         state = state[0].detach(), state[1].detach()
         logits = model.decoder(states).flatten(0, 1)

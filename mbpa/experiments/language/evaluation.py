@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+from tqdm import tqdm
 
 from mbpa.experiments.data import END, Corpus
 from mbpa.experiments.experiment import Context
@@ -88,32 +89,45 @@ def evaluated(
         for split in ("valid", "test")
     }
     tried = {ALL: config.dynamic.on_top, ADAM: config.dynamic.adam_lr > 0}
-    methods = {name: parts for name, parts in METHODS.items() if tried.get(name, True)}
-    records: list[Record] = []
+    methods = [name for name in METHODS if tried.get(name, True)]
+    # The two that share a pass with MbPA on top take longest: by then all else is there.
+    last = (DYNAMIC, ALL) if config.dynamic.on_top else ()
     weights: dict[str, Tensor] = {}
     with context.bar(2 * len(methods), f"scoring, seed {seed}", "methods") as bar:
-        for (split, text), (name, parts) in itertools.product(texts.items(), methods.items()):
-            logs = text.parts(parts)
-            if split == "valid":
-                weights[name] = solved_weights(logs)
-            where: Record = {"method": name, "corpus": config.corpus, "split": split}
-            value = perplexity(mixed(logs, weights[name]))
-            records.append({**where, "name": "perplexity", "value": value})
-            bar.update()
-    records += _weight_records(config, methods, weights, moments is not None)
-    test = texts["test"]
-    both = mixed(test.parts(METHODS[BOTH]), weights[BOTH])
-    beside = mixed(test.parts(METHODS[CACHE]), weights[CACHE])
-    found = improvements(corpus, test.tokens.cpu(), beside.cpu(), both.cpu())
-    found += examples(corpus, test.retrieval, config.combined, beside, both)
-    where = {"method": BOTH, "against": CACHE, "corpus": config.corpus, "split": "test"}
-    records += [{**where, **record} for record in found]
-    return records + test.timings()
+        records = _perplexities(texts, [m for m in methods if m not in last], weights, bar)
+        records += _word_records(texts["test"], weights) + texts["test"].timings()
+        records += _perplexities(texts, last, weights, bar)
+    return records + _weight_records(config, methods, weights, moments is not None)
+
+
+def _perplexities(
+    texts: dict[str, Text], methods: Sequence[str], weights: dict[str, Tensor], bar: tqdm
+) -> list[Record]:
+    """Of both texts; the weights that are solved for on the first are added to `weights`."""
+    records: list[Record] = []
+    for (split, text), name in itertools.product(texts.items(), methods):
+        logs = text.parts(METHODS[name])
+        if split == "valid":
+            weights[name] = solved_weights(logs)
+        where: Record = {"method": name, "corpus": text.config.corpus, "split": split}
+        value = perplexity(mixed(logs, weights[name]))
+        records.append({**where, "name": "perplexity", "value": value})
+        bar.update()
+    return records
+
+
+def _word_records(test: Text, weights: dict[str, Tensor]) -> list[Record]:
+    """Which words gain when MbPA joins the cache."""
+    both, beside = (mixed(test.parts(METHODS[name]), weights[name]) for name in (BOTH, CACHE))
+    found = improvements(test.corpus, test.tokens.cpu(), beside.cpu(), both.cpu())
+    found += examples(test.corpus, test.retrieval, test.config.combined, beside, both)
+    where: Record = {"method": BOTH, "against": CACHE, "corpus": test.config.corpus}
+    return [{**where, "split": test.split, **record} for record in found]
 
 
 def _weight_records(
     config: LanguageConfig,
-    methods: dict[str, tuple[str, ...]],
+    methods: Sequence[str],
     weights: dict[str, Tensor],
     has_moments: bool,
 ) -> list[Record]:
@@ -126,9 +140,9 @@ def _weight_records(
             "name": "weight",
             "value": float(weight),
         }
-        for name, parts in methods.items()
-        if len(parts) > 1
-        for part, weight in zip(parts, weights[name].tolist(), strict=True)
+        for name in methods
+        if len(METHODS[name]) > 1
+        for part, weight in zip(METHODS[name], weights[name].tolist(), strict=True)
     ]
     if ADAM in methods:
         told: Record = {"method": ADAM, "corpus": config.corpus, "name": "has_moments_of_training"}
@@ -182,17 +196,26 @@ class Text:
         return torch.stack([self._part(name).to(self.context.device) for name in names])
 
     def timings(self) -> list[Record]:
-        """Seconds for the whole text; of MbPA and the cache with the states given."""
+        """Seconds for the whole text; of MbPA and the cache with the states given.
+
+        The loop takes steps along gradients, as many as the settings name, also where MbPA itself
+        is by another rule: its record says so.
+        """
         where: Record = {"corpus": self.config.corpus, "split": self.split, "name": "seconds"}
-        if LOOP not in self._kept["seconds"] and self.config.mbpa.rule == "gradient":
-            positions, retrieval = self.positions[-LOOPED:], self.retrieval
-            head, local = self.model.decoder, self.config.mbpa
+        local = replace(self.config.mbpa, rule="gradient")
+        if LOOP not in self._kept["seconds"]:
+            positions, head = self.positions[-LOOPED:], self.model.decoder
+            retrieval = self.retrieval
             self._timed(LOOP, lambda: loop_scores(head, retrieval, local, positions))
             self._kept["seconds"][LOOP] *= len(self.positions) / len(positions)
             self._save()
         seconds = dict(self._kept["seconds"])
         seconds[MBPA] += seconds.pop(RETRIEVAL)
-        return [{"method": name, **where, "value": value} for name, value in seconds.items()]
+        of: dict[str, Record] = {LOOP: {"rule": local.rule, "steps": local.steps, "k": local.k}}
+        return [
+            {"method": name, **where, **of.get(name, {}), "value": value}
+            for name, value in seconds.items()
+        ]
 
     def _part(self, name: str) -> Tensor:
         kept: dict[str, Tensor] = self._kept["parts"]

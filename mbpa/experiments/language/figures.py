@@ -18,12 +18,11 @@ from mbpa.experiments.language.evaluation import (
     MEMORY,
     METHODS,
 )
-from mbpa.experiments.results import TUNED, Record, Result, value_of
+from mbpa.experiments.results import Record, Result, value_of
 from mbpa.experiments.sections import Figure, Section, Table
 
 if TYPE_CHECKING:
     import matplotlib.figure
-    from matplotlib.axes import Axes
 
 COLORS = {
     LSTM: "#8c8c8c",
@@ -98,6 +97,11 @@ class Scores:
         return [r for r in self.records if all(r.get(key) == wanted[key] for key in wanted)]
 
     @property
+    def is_of_a_whole_corpus(self) -> bool:
+        """So that its perplexities can be compared with published ones."""
+        return self.corpus in PAPER and not (self.config["tokens"] or self.config["scored_tokens"])
+
+    @property
     def methods(self) -> list[str]:
         return [method for method in METHODS if self.values("perplexity", method=method)]
 
@@ -108,10 +112,8 @@ class Scores:
 
 
 def sections(results: Sequence[Result]) -> list[Section]:
-    """Table 2, the time it took, and which words gain; of a search, what it tried."""
+    """Table 2, the time it took, and which words gain."""
     scores = Scores(results)
-    if results[0].preset.startswith(TUNED):
-        return [_search_section(scores)]
     title = TITLES[scores.corpus]
     found = [
         Section(
@@ -146,6 +148,8 @@ def _text(scores: Scores) -> list[str]:
         "token before it is remembered. Perplexity is over all tokens, the ends of lines among "
         "them. Weights of mixtures are solved for on the validation text."
     ]
+    if config["cache"]["window"] not in (0, config["memory"]):
+        told.append(f"The cache has a window of its own: {config['cache']['window']:,} tokens.")
     seconds = scores.values("training_seconds")
     if seconds:
         told.append(f"The network was trained in {statistics.fmean(seconds):,.0f} seconds.")
@@ -165,8 +169,12 @@ def _text(scores: Scores) -> list[str]:
 
 
 def _perplexities(scores: Scores) -> Table:
-    paper, cited = PAPER.get(scores.corpus, {}), CITED.get(scores.corpus, {})
-    rows = []
+    paper, cited, rows = PAPER.get(scores.corpus, {}), CITED.get(scores.corpus, {}), []
+    note = f"Ours: {scores.networks}. Δ: against the network that is improved on."
+    if not scores.is_of_a_whole_corpus:
+        if paper:
+            note += " Not to be compared with the paper, which has the whole corpus."
+        paper, cited = {}, {}
     for method in scores.methods:
         valid, test = (
             scores.values("perplexity", method=method, split=split) for split in ("valid", "test")
@@ -182,7 +190,7 @@ def _perplexities(scores: Scores) -> Table:
         f"Table 2: perplexity, {TITLES[scores.corpus]}",
         columns if paper else columns[:4],
         rows if paper else [row[:4] for row in rows],
-        f"Ours: {scores.networks}. Δ: against the network that is improved on.",
+        note,
     )
 
 
@@ -196,11 +204,13 @@ def _published(numbers: dict[str, Numbers], method: str, base: str | None) -> li
 
 def _times(scores: Scores) -> list[Table]:
     local, rows = scores.config["mbpa"], []
+    taken = f"{local['steps']} step" + "s" * (local["steps"] > 1)
+    looped = taken if local["rule"] == "gradient" else f"{taken} along gradients instead"
     notes = {
         LSTM: "its states, token after token",
         CACHE: "the cache alone, states given",
         MBPA: "retrieval and adaptation, states given",
-        LOOP: "autograd, neighbours given; extrapolated from 200 tokens",
+        LOOP: f"autograd, {looped}, neighbours given; extrapolated from 200 tokens",
     }
     base = scores.values("seconds", method=MBPA)
     for method, what in notes.items():
@@ -210,7 +220,7 @@ def _times(scores: Scores) -> list[Table]:
             rows.append([method, what, f"{statistics.fmean(seconds):,.2f}", f"{ratio:,.2f}"])
     if not rows:
         return []
-    settings = f"{local['k']} neighbours, {local['steps']} steps"
+    settings = f"{local['k']} neighbours, {'the optimum' if local['rule'] == 'map' else taken}"
     columns = ["method", "what is timed", "seconds", "of MbPA's"]
     return [Table("Time for the test text", columns, rows, f"MbPA: {settings}.")]
 
@@ -286,6 +296,7 @@ def _draw_curves(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
             panel.plot(epochs, [value_of(r) for r in points], "o-", color=color, label=label, ms=3)
     panel.set_yscale("log")
     panel.set_xlabel("epochs")
+    panel.locator_params(axis="x", integer=True)
     panel.set_ylabel("perplexity")
     panel.legend(fontsize=8.5)
 
@@ -324,71 +335,6 @@ def _draw_frequencies(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
     panel.set_xlabel("bucket, from frequent to rare words")
     panel.set_ylabel("fall of the perplexity (%)")
     panel.legend(fontsize=8.5)
-
-
-# The search
-
-
-def _search_section(scores: Scores) -> Section:
-    tried = scores.found("perplexity")
-    best = []
-    for method in dict.fromkeys(str(record["method"]) for record in tried):
-        mine = [record for record in tried if record["method"] == method]
-        most = max(int(str(record["tokens"])) for record in mine)
-        value = min(value_of(record) for record in mine if record["tokens"] == most)
-        best.append([method, str(len(mine)), f"{most:,}", f"{value:.2f}"])
-    left = sum(scores.values("settings_left_out"))
-    return Section(
-        title=f"The search, {TITLES[scores.corpus]}",
-        text=[
-            "Perplexity of the validation text, weights solved for. Most settings are judged by "
-            f"tokens spread over the text. {left:.0f} settings were left out as too dear."
-        ],
-        tables=[Table("Tried", ["method", "settings", "tokens", "best"], best)],
-        figures=[
-            Figure(
-                f"language-{scores.corpus}-search",
-                "Perplexity by steps and rate of the adaptation, other settings alike; "
-                f"left: {MBPA}, right: with the cache as well.",
-                lambda canvas: _draw_search(canvas, scores),
-            )
-        ],
-    )
-
-
-def _draw_search(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
-    panels = canvas.subplots(1, 2)
-    for panel, method in zip(panels, (MBPA, BOTH), strict=True):
-        records = [r for r in scores.found("perplexity", method=method) if "steps" in r]
-        _draw_rates(panel, _most_alike(records))
-        panel.set_title(method)
-        panel.set_xlabel("rate")
-    panels[0].set_ylabel("perplexity")
-    panels[-1].legend(fontsize=8.5, title="steps")
-
-
-def _most_alike(records: list[Record]) -> list[Record]:
-    """Of records that differ in more than rate and steps, the largest group that does not."""
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in records:
-        rest = {k: v for k, v in record.items() if k not in ("lr", "steps", "value", "method")}
-        groups.setdefault(tuple(sorted(rest.items(), key=str)), []).append(record)
-    return max(groups.values(), key=len, default=[])
-
-
-def _draw_rates(panel: Axes, records: list[Record]) -> None:
-    for steps in sorted({int(str(record["steps"])) for record in records}):
-        mine = sorted(
-            (float(str(record["lr"])), value_of(record))
-            for record in records
-            if record["steps"] == steps
-        )
-        rates, values = [rate for rate, _ in mine], [value for _, value in mine]
-        panel.plot(rates, values, marker="o", markersize=4, label=str(steps))
-    panel.set_xscale("log")
-    rates = sorted({float(str(record["lr"])) for record in records})
-    panel.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=45)
-    panel.set_xticks([], minor=True)
 
 
 def _spread(values: Sequence[float]) -> str:

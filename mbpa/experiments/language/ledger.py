@@ -27,18 +27,30 @@ class Ledger:
 
     def __init__(self, context: Context, corpus: str, allowance: float, bar: tqdm) -> None:
         self.records: list[Record] = []
-        self.allowance, self.left_out = allowance, 0
+        self.allowance = allowance
+        self._left_out: set[str] = set()
         self._context, self._corpus, self._bar, self._spent = context, corpus, bar, 0.0
         state = context.workspace.load("search")
         self._known: dict[str, list[float]] = {} if state is None else state["known"]
         self._saved = time.monotonic()
 
-    def affords(self, seconds: float, share: float = 1.0) -> bool:
-        """Whether so much more may be spent of this share; if so it is, else something is left
-        out."""
+    @property
+    def left_out(self) -> int:
+        """Settings that were never tried, as too dear."""
+        return len(self._left_out)
+
+    def affords(self, setting: object, seconds: float, share: float = 1.0) -> bool:
+        """Whether so much more may be spent of this share; if so it is, else the setting is left
+        out, unless there is more to spend when it comes again.
+
+        Args:
+            setting: `None` for more tokens of what has been tried.
+        """
         if self._spent + seconds > share * self.allowance:
-            self.left_out += 1
+            if setting is not None:
+                self._left_out.add(repr(setting))
             return False
+        self._left_out.discard(repr(setting))
         before, self._spent = self._spent, self._spent + seconds
         self._bar.update(round(self._spent) - round(before))
         return True

@@ -1,8 +1,9 @@
 """Training the language model, and keeping it for all runs that ask for the same.
 
 The text is laid out as many places read side by side, from another first word in every epoch, so
-that batches never end at the same words. What is tested is an average of the weights. Nothing in
-an epoch waits for the GPU; a process that is killed loses half a minute.
+that batches never end at the same words. What is tested is an average of the weights, as it was
+when it did best on the validation text. Nothing in an epoch waits for the GPU; a process that is
+killed loses half a minute.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from mbpa.experiments.language.network import LanguageModel, draw, products
 from mbpa.experiments.results import write_whole
 
 FORMAT = 1  # of the kept network
-WEIGHTS, SQUARES, MEANS = "weights/", "squares/", "means/"  # in it: averaged; and of Adam
+WEIGHTS, SQUARES, MEANS = "weights/", "squares/", "means/"  # in it: the best; and of Adam
 SAVE_EVERY = 20.0  # seconds
 POINTS = 50  # of the learning curve
 STREAMS = 32  # that are read side by side for it
 CHUNK = 1024  # tokens whose logits are there at a time
-WIDE = 100  # units, from where a second thread helps
+WIDE = 400  # units, from where a second thread helps, on a busy machine too
 TENSOR_CORES = 8  # widths are filled up to a multiple of this
 
 
@@ -60,7 +61,8 @@ class Point:
 
 
 def trained(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -> LanguageModel:
-    """The network of this seed with averaged weights, from the cache if it is there."""
+    """The network of this seed, with the averaged weights that did best on the validation text;
+    from the cache if it is there."""
     path = _path(config, corpus, context, seed)
     weights = _read(path, WEIGHTS, context.device)
     if weights is None:
@@ -69,7 +71,7 @@ def trained(config: LanguageConfig, corpus: Corpus, context: Context, seed: int)
             run = TrainingRun(config, corpus, context, seed, path.stem)
             run.finish()
         _write(path, run)
-        weights = dict(run.average.named_parameters())
+        weights = run.best
     model = _initial(config, corpus, seed).to(context.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -161,6 +163,7 @@ class TrainingRun:
         self.average.lstm.flatten_parameters()  # no more so after a copy
         self.parameters: list[Tensor] = list(self.model.parameters())
         self.averages: list[Tensor] = list(self.average.parameters())
+        self.best = {name: p.clone() for name, p in self.average.named_parameters()}
         self.optimizer = _optimizer(self.parameters, settings, device)
         self.multiple = TENSOR_CORES if device.type == "cuda" else 1
 
@@ -273,6 +276,8 @@ class TrainingRun:
                 f"the training diverged after {self.epochs} epochs: "
                 f"pass a --training.lr below {self.settings.lr}"
             )
+        if valid < min((point.valid for point in self.curve), default=math.inf):
+            torch._foreach_copy_(list(self.best.values()), self.averages)
         train = float((self.loss / self.steps_an_epoch).exp())
         self.curve.append(Point(self.epochs, train, valid))
 
@@ -286,6 +291,7 @@ class TrainingRun:
             "steps": self.steps,
             "model": dict(self.model.named_parameters()),
             "average": dict(self.average.named_parameters()),
+            "best": self.best,
             "optimizer": self.optimizer.state_dict(),
             "state": self.state,
             "source": self.source.get_state(),
@@ -306,6 +312,8 @@ class TrainingRun:
             for module, name in ((self.model, "model"), (self.average, "average")):
                 for key, parameter in module.named_parameters():
                     parameter.copy_(kept[name][key])
+            for key, tensor in self.best.items():
+                tensor.copy_(kept["best"][key])
         self.optimizer.load_state_dict(kept["optimizer"])
         self.state = kept["state"][0].to(device), kept["state"][1].to(device)
         self.source.set_state(kept["source"])
@@ -340,9 +348,10 @@ def _path(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -
     """Named by all that the network depends on."""
     told: dict[str, Any] = {"seed": seed, "format": FORMAT, "words": len(corpus.words)}
     told |= {"torch": str(torch.__version__), "device": context.device.type}
-    told["text"] = hashlib.sha256(corpus.train.numpy().tobytes()).hexdigest()
+    for name in ("train", "valid"):  # which decides when the network was best
+        told[name] = hashlib.sha256(getattr(corpus, name).numpy().tobytes()).hexdigest()
     told["code"] = _code()
-    told |= {name: dataclasses.asdict(getattr(config, name)) for name in ("network", "training")}
+    told["settings"] = [dataclasses.asdict(part) for part in (config.network, config.training)]
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
     return context.cache / f"language-{digest[:16]}.safetensors"
 
@@ -367,16 +376,15 @@ def _read(path: Path, kind: str, device: torch.device) -> dict[str, Tensor] | No
 
 
 def _write(path: Path, run: TrainingRun) -> None:
-    average = dict(run.average.named_parameters())
     state = run.optimizer.state_dict()["state"]
-    kept = {WEIGHTS + name: tensor for name, tensor in average.items()}
-    for name, moments in zip(average, state.values(), strict=bool(state)):
+    kept = {WEIGHTS + name: tensor for name, tensor in run.best.items()}
+    for name, moments in zip(run.best, state.values(), strict=bool(state)):
         kept[SQUARES + name] = moments["exp_avg_sq"]
         if run.settings.beta1:
             kept[MEANS + name] = moments["exp_avg"]
     told = {
         "curve": [dataclasses.astuple(point) for point in run.curve],
-        "order": list(average),
+        "order": list(run.best),
         "seconds": run.seconds,
         "steps": run.steps,
     }

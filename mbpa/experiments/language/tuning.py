@@ -2,9 +2,10 @@
 
 One pass of states, one retrieval a memory size, and for every setting the weights of its mixture
 solved for. First the cache; then MbPA: the paper's grid for one step, then more steps and larger
-rates, memory sizes, neighbours, kernels, the pull back, each from the best so far. Settings are
-judged by tokens spread evenly over the text, each with the memory it would have, and those that do
-best by more of them. Last come dynamic evaluation and the rest of the paper's grid.
+rates, memory sizes, neighbours, kernels, the pull back, each from the best so far, and the optimum.
+Settings are judged by tokens spread evenly over the text, each with the memory it would have, dear
+ones by a quarter of those, and those that do best by more of them. Last come dynamic evaluation and
+the rest of the paper's grid.
 
 What a setting costs is estimated beforehand, and what would exceed the allowance is left out, so
 that what is tried does not depend on the speed of the day.
@@ -12,31 +13,22 @@ that what is tried does not depend on the speed of the day.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mbpa.errors import ExperimentError
 from mbpa.experiments.data import Corpus
 from mbpa.experiments.experiment import BySeed, Context
-from mbpa.experiments.language.config import Dynamic, LanguageConfig, Local
+from mbpa.experiments.language.config import LanguageConfig, Local
 from mbpa.experiments.language.corpus import read_corpus
-from mbpa.experiments.language.dynamic import (
-    AdamUpdate,
-    DynamicEvaluation,
-    Params,
-    RMSUpdate,
-    Update,
-    gradient_scale,
-)
-from mbpa.experiments.language.evaluation import ADAM, BOTH, CACHE, DYNAMIC, LSTM, MBPA, first_word
+from mbpa.experiments.language.dynamic import gradient_scale
+from mbpa.experiments.language.dynamic_tuning import DynamicTrials, beyond
+from mbpa.experiments.language.evaluation import BOTH, CACHE, LSTM, MBPA, first_word
 from mbpa.experiments.language.ledger import Ledger
 from mbpa.experiments.language.network import LanguageModel
 from mbpa.experiments.language.passage import (
@@ -64,11 +56,8 @@ RATES, STEPS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0), (5, 10, 20, 40)
 ONE_STEP_RATES, COUNTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), (16, 32, 64, 256, 512)
 BANDWIDTHS, FACTORS, DECAYS = (0.5, 0.7, 1.0, 1.5), (0.05, 0.2), (0.01, 0.03, 0.1)
 OPTIMUM_COUNTS, PRIORS = (32, 64), (0.01, 0.03, 0.1, 0.3)
-DYNAMIC_RATES, DYNAMIC_DECAYS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3), (0.0, 0.002, 0.1)
-NARROW_EPSILON = 2e-4, (2e-5, 6e-5, 2e-4)  # and the rates that go with it
-ADAM_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 OPTIMUM_STEPS = 1000  # of gradients that take as long as to solve for the optimum
-FIRST, QUICK = Local(lr=1.0, steps=20, k=128), Local(lr=1.0, steps=5, k=64)
+FIRST = Local(lr=1.0, steps=20, k=128)
 AROUND = ((0.7, 1.0), (1.4, 1.0), (1.0, 0.5), (1.0, 1.5), (0.7, 1.5), (1.4, 0.75))
 """Times the rate and the steps."""
 FINALISTS = 2  # of each of the two mixtures, judged by more tokens, if possible all
@@ -94,7 +83,7 @@ class Judged(NamedTuple):
 
 
 def searched(config: LanguageConfig) -> LanguageConfig:
-    """What a search runs with: one network, and all that it chooses as it is by default."""
+    """What a search runs with: one network, and just what it is to choose as it is by default."""
     own, dynamic = LanguageConfig(), config.dynamic
     return replace(
         config,
@@ -104,10 +93,12 @@ def searched(config: LanguageConfig) -> LanguageConfig:
         mbpa=own.mbpa,
         combined=own.combined,
         dynamic=replace(
-            own.dynamic,
-            statistics=dynamic.statistics,
-            statistics_batch=dynamic.statistics_batch,
+            dynamic,
+            lr=own.dynamic.lr,
+            decay=own.dynamic.decay,
+            epsilon=own.dynamic.epsilon,
             adam_lr=own.dynamic.adam_lr if dynamic.adam_lr else 0.0,
+            mbpa=own.dynamic.mbpa,
         ),
     )
 
@@ -159,11 +150,14 @@ class Trials:
         self.model, self.passage, self.ledger = model, passage, ledger
         self._retrievals: dict[int, Retrieval] = {}
         self._engine = engine_for(passage.keys.device)
-        self._tried: dict[Trial, Judged] = {}
+        self._tried: dict[Trial, Judged] = {}  # by the sample
+        self._judged: dict[tuple[Trial, range], Judged] = {}
         self._cache = passage.own
         self.all = range(len(passage))
         step = max(1, len(passage) // config.search.tokens)
         self.sample = range(step - 1, len(passage), step)
+        self.quarter = self.sample[::4]
+        self._ratios: Judged | None = None  # of perplexities by the two, for a good setting
         windows = [window for window in WINDOWS if window <= len(passage)]
         self.windows = windows or [len(passage)]
 
@@ -212,14 +206,15 @@ class Trials:
         self._try(Trial(w, Local(lr=lr, steps=1, k=k)) for w, k, lr in one_step)
         wide = [(lr, 1) for lr in ONE_STEP_RATES] + list(itertools.product(RATES, STEPS))
         self._try(Trial(largest, replace(FIRST, lr=lr, steps=steps)) for lr, steps in wide)
+        self._vary(lambda t: [_with(t, lr=lr) for lr in beyond(t.local.lr, _rates(t.local))])
         self._vary(lambda t: [t._replace(window=window) for window in self.windows])
         self._vary(lambda t: [_with(t, k=k) for k in COUNTS])
         self._vary(lambda t: [_with(t, **kernel) for kernel in self._kernels()])
         self._vary(lambda t: [_near(t, lr, steps) for lr, steps in AROUND])
-        optima = itertools.product(OPTIMUM_COUNTS, PRIORS)
-        start = _with(self._best(0), rule="map", lr=1.0, steps=1)
-        self._try(_with(start, k=k, prior=prior) for k, prior in optima)
         self._vary(lambda t: [_with(t, decay=decay) for decay in DECAYS])
+        optima = itertools.product(OPTIMUM_COUNTS, PRIORS)
+        start = _with(self._best(0), rule="map")  # rate and steps are still those of gradients
+        self._try(_with(start, k=k, prior=prior) for k, prior in optima)
 
     def choose_mbpa(self) -> None:
         """For each mixture the best of what was tried; one for both where that does as well."""
@@ -229,11 +224,10 @@ class Trials:
         if final[beside].beside > (1 - WORTH) * final[best].beside:
             beside = best
         self.ledger.chose("memory", best.window)
-        for within, local in (
-            ("mbpa", best.local),
-            ("combined", beside.local),
-            ("dynamic.mbpa", self._quickest()),
-        ):
+        chosen = {"mbpa": best.local, "combined": beside.local}
+        if (quickest := self._quickest()) is not None:
+            chosen["dynamic.mbpa"] = quickest
+        for within, local in chosen.items():
             for name, value in asdict(local).items():
                 self.ledger.chose(f"{within}.{name}", value)
 
@@ -244,7 +238,9 @@ class Trials:
         self._try((Trial(window, Local(lr=lr, steps=t, k=k)) for t, k, lr in grid), share=1.0)
 
     def judge(self, trial: Trial, positions: range) -> Judged:
-        """Of one setting, by these tokens."""
+        """Of one setting, by these tokens; written down the first time."""
+        if (trial, positions) in self._judged:
+            return self._judged[trial, positions]
 
         def compute() -> list[float]:
             predictor = trial.local.predictor(trial.window)
@@ -258,15 +254,34 @@ class Trials:
         setting = {"window": trial.window, **asdict(trial.local), "tokens": len(positions)}
         self.ledger.tried(MBPA, setting, judged.alone)
         self.ledger.tried(BOTH, setting, judged.beside)
+        self._judged[trial, positions] = judged
         return judged
 
     def _try(self, trials: Iterable[Trial], share: float = EXPLORING) -> None:
         """Judge what can be afforded and has not been tried, by some tokens."""
+        most = DEAREST * self.ledger.allowance
         for trial in trials:
+            if trial in self._tried:
+                continue
             cost = self._cost(trial, self.sample)
-            most = DEAREST * self.ledger.allowance
-            if trial not in self._tried and self.ledger.affords(cost, share if cost < most else 0):
-                self._tried[trial] = self.judge(trial, self.sample)
+            is_dear = bool(self._tried) and (trial.local.rule == "map" or cost >= most)
+            if is_dear:
+                cost = self._cost(trial, self.quarter)
+                if self._ratios is None:
+                    cost += self._cost(self._best(0), self.quarter)
+            if self.ledger.affords(trial, cost, share if cost < most else 0):
+                judged = self._by_quarter(trial) if is_dear else self.judge(trial, self.sample)
+                self._tried[trial] = judged
+
+    def _by_quarter(self, trial: Trial) -> Judged:
+        """What a setting would give by the whole sample, if it differed from a good one as it does
+        by a quarter."""
+        if self._ratios is None:
+            best = self._best(0)
+            whole, part = self._tried[best], self.judge(best, self.quarter)
+            self._ratios = Judged(whole.alone / part.alone, whole.beside / part.beside)
+        part = self.judge(trial, self.quarter)
+        return Judged(part.alone * self._ratios.alone, part.beside * self._ratios.beside)
 
     def _vary(self, options: Callable[[Trial], list[Trial]]) -> None:
         """Change the best of either mixture in one respect."""
@@ -281,14 +296,14 @@ class Trials:
             )
         return min(self._tried, key=lambda trial: self._tried[trial][mixture])
 
-    def _quickest(self) -> Local:
+    def _quickest(self) -> Local | None:
         """The best beside the cache of what can be done every few tokens, if there is such."""
         quick = {
             trial: judged.beside
             for trial, judged in self._tried.items()
             if trial.local.rule == "gradient" and trial.local.steps <= 5 and trial.local.k <= 128
         }
-        return min(quick, key=lambda trial: quick[trial]).local if quick else QUICK
+        return min(quick, key=lambda trial: quick[trial]).local if quick else None
 
     def _finalists(self) -> dict[Trial, Judged]:
         """The best of either mixture with one memory, by as many tokens as can be afforded."""
@@ -296,11 +311,12 @@ class Trials:
         mine = {t: judged for t, judged in self._tried.items() if t.window == window}
         ranked = [sorted(mine, key=lambda t: mine[t][mixture])[:FINALISTS] for mixture in (0, 1)]
         final = list(dict.fromkeys(itertools.chain(*ranked)))
-        if self.sample == self.all:
-            return mine
-        for step in sorted({1, max(1, self.sample.step // 4), max(1, self.sample.step // 2)}):
+        usual = self.sample.step
+        for step in sorted({1, max(1, usual // 4), max(1, usual // 2), usual}):
             positions = range(step - 1, len(self.all), step)
-            if self.ledger.affords(sum(self._cost(trial, positions) for trial in final), FINISHING):
+            new = [trial for trial in final if (trial, positions) not in self._judged]
+            cost = sum(self._cost(trial, positions) for trial in new)
+            if self.ledger.affords(None, cost, FINISHING):
                 return {trial: self.judge(trial, positions) for trial in final}
         return mine
 
@@ -326,65 +342,6 @@ class Trials:
         return estimated_seconds(len(positions), min(local.k, trial.window), steps, words)
 
 
-@dataclass(frozen=True, eq=False)
-class DynamicTrials:
-    """Settings of dynamic evaluation, judged by the beginning of the text."""
-
-    config: LanguageConfig
-    model: LanguageModel
-    passage: Passage
-    first: int
-    scale: list[Tensor]
-    moments: dict[str, Any] | None
-    ledger: Ledger
-
-    def choose(self) -> None:
-        settings = self.config.dynamic
-        narrow, rates = NARROW_EPSILON
-        options = [replace(settings, lr=lr) for lr in DYNAMIC_RATES]
-        options += [replace(settings, epsilon=narrow, lr=lr) for lr in rates]
-        chosen, best = self._best(DYNAMIC, options, ("lr", "epsilon", "decay"))
-        pulled = [replace(chosen, decay=decay) for decay in DYNAMIC_DECAYS]
-        again, value = self._best(DYNAMIC, pulled, ("lr", "epsilon", "decay"))
-        chosen = again if value < best else chosen
-        for name in ("lr", "decay", "epsilon"):
-            self.ledger.chose(f"dynamic.{name}", getattr(chosen, name))
-        if settings.adam_lr:
-            options = [replace(settings, adam_lr=lr) for lr in ADAM_RATES]
-            adam, _ = self._best(ADAM, options, ("adam_lr",))
-            self.ledger.chose("dynamic.adam_lr", adam.adam_lr)
-
-    def _best(
-        self, method: str, options: Sequence[Dynamic], fields: tuple[str, ...]
-    ) -> tuple[Dynamic, float]:
-        """The option that does best, and its perplexity; the first where none is affordable."""
-        found: dict[Dynamic, float] = {}
-        tokens = self.passage.targets[: self.config.search.dynamic_tokens]
-        weights = sum(p.numel() for p in self.model.parameters())
-        for settings in options:
-            if self.ledger.affords(len(tokens) / settings.segment * (1e-3 + 1e-10 * weights)):
-                compute = functools.partial(self._judge, method, tokens, settings)
-                (value,) = self.ledger.known((method, settings, len(tokens)), compute)
-                found[settings] = value
-                told = {name: getattr(settings, name) for name in fields}
-                self.ledger.tried(method, {**told, "tokens": len(tokens)}, value)
-        best = min(found, key=lambda settings: found[settings], default=options[0])
-        return best, found.get(best, math.inf)
-
-    def _judge(self, method: str, tokens: Tensor, settings: Dynamic) -> tuple[float]:
-        training = self.config.training
-
-        def make(params: Params) -> Update:
-            if method == DYNAMIC:
-                return RMSUpdate(params, self.scale, settings)
-            betas = training.beta1, training.beta2
-            return AdamUpdate(params, settings.adam_lr, self.moments, *betas)
-
-        inputs = functional.pad(tokens[:-1], (1, 0), value=self.first)
-        network = DynamicEvaluation(self.model, make, settings)
-        return (perplexity(network.read(inputs, tokens).own),)
-
-
 def estimated_seconds(tokens: int, k: int, steps: int, words: int) -> float:
     """For adapting to `k` neighbours as many times, on one H200.
 
@@ -393,6 +350,11 @@ def estimated_seconds(tokens: int, k: int, steps: int, words: int) -> float:
     near, vocabulary = k / 128, words / 10_000
     each = 1.2e-6 * near if steps == 1 else 5.4e-6 * steps * max(near**2, near / 4)
     return 0.005 + 1.2 * tokens * vocabulary * each
+
+
+def _rates(local: Local) -> tuple[float, ...]:
+    """The grid that a rate is from."""
+    return ONE_STEP_RATES if local.steps == 1 else RATES
 
 
 def _with(trial: Trial, **changes: Any) -> Trial:

@@ -1,0 +1,111 @@
+"""The search for settings of dynamic evaluation, on the beginning of the validation text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from mbpa.experiments.language.config import Dynamic, LanguageConfig
+from mbpa.experiments.language.dynamic import (
+    AdamUpdate,
+    DynamicEvaluation,
+    Params,
+    RMSUpdate,
+    Update,
+)
+from mbpa.experiments.language.evaluation import ADAM, DYNAMIC
+from mbpa.experiments.language.ledger import Ledger
+from mbpa.experiments.language.network import LanguageModel
+from mbpa.experiments.language.passage import Passage, perplexity
+
+RATES, DECAYS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (0.0, 0.002, 0.1)
+NARROW_EPSILON, NARROW_RATES = 2e-4, (2e-5, 6e-5, 2e-4)  # which go together
+ADAM_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicTrials:
+    """Settings of dynamic evaluation, each judged by a text of its own pass."""
+
+    config: LanguageConfig
+    model: LanguageModel
+    passage: Passage
+    first: int
+    scale: list[Tensor]
+    moments: dict[str, Any] | None
+    ledger: Ledger
+
+    def choose(self) -> None:
+        """The rule of Krause et al. and Adam; what cannot be afforded is not chosen, and stays as
+        it is."""
+        settings, fields = self.config.dynamic, ("lr", "epsilon", "decay")
+        grids = {settings.epsilon: RATES, NARROW_EPSILON: NARROW_RATES}
+        options = [replace(settings, epsilon=e, lr=lr) for e in grids for lr in grids[e]]
+        found = self._tried(DYNAMIC, options, fields)
+        if found:
+            best = _best(found)
+            rates = beyond(best.lr, grids[best.epsilon])
+            found |= self._tried(DYNAMIC, [replace(best, lr=lr) for lr in rates], fields)
+            pulled = [replace(_best(found), decay=decay) for decay in DECAYS]
+            found |= self._tried(DYNAMIC, pulled, fields)
+            for name in fields:
+                self.ledger.chose(f"dynamic.{name}", getattr(_best(found), name))
+        if settings.adam_lr:
+            self._choose_adam()
+
+    def _choose_adam(self) -> None:
+        def options(rates: Sequence[float]) -> list[Dynamic]:
+            return [replace(self.config.dynamic, adam_lr=rate) for rate in rates]
+
+        found = self._tried(ADAM, options(ADAM_RATES), ("adam_lr",))
+        if found:
+            rates = beyond(_best(found).adam_lr, ADAM_RATES)
+            found |= self._tried(ADAM, options(rates), ("adam_lr",))
+            self.ledger.chose("dynamic.adam_lr", _best(found).adam_lr)
+
+    def _tried(
+        self, method: str, options: Sequence[Dynamic], fields: tuple[str, ...]
+    ) -> dict[Dynamic, float]:
+        """The perplexities of those that can be afforded."""
+        found: dict[Dynamic, float] = {}
+        tokens = self.passage.targets[: self.config.search.dynamic_tokens]
+        weights = sum(p.numel() for p in self.model.parameters())
+        for settings in options:
+            cost = len(tokens) / settings.segment * (1e-3 + 1e-10 * weights)
+            if self.ledger.affords((method, settings), cost):
+                compute = functools.partial(self._judge, method, tokens, settings)
+                (value,) = self.ledger.known((method, settings, len(tokens)), compute)
+                found[settings] = value
+                told = {name: getattr(settings, name) for name in fields}
+                self.ledger.tried(method, {**told, "tokens": len(tokens)}, value)
+        return found
+
+    def _judge(self, method: str, tokens: Tensor, settings: Dynamic) -> tuple[float]:
+        training = self.config.training
+
+        def make(params: Params) -> Update:
+            if method == DYNAMIC:
+                return RMSUpdate(params, self.scale, settings)
+            betas = training.beta1, training.beta2
+            return AdamUpdate(params, settings.adam_lr, self.moments, *betas)
+
+        inputs = functional.pad(tokens[:-1], (1, 0), value=self.first)
+        network = DynamicEvaluation(self.model, make, settings)
+        return (perplexity(network.read(inputs, tokens).own),)
+
+
+def beyond(rate: float, grid: Sequence[float]) -> list[float]:
+    """One rate more, where this one is at an edge of a rising grid: by the factor of that edge."""
+    if len(grid) < 2 or rate not in (grid[0], grid[-1]):
+        return []
+    neighbor = grid[1] if rate == grid[0] else grid[-2]
+    return [float(f"{rate * rate / neighbor:.3g}")]
+
+
+def _best(found: dict[Dynamic, float]) -> Dynamic:
+    return min(found, key=lambda settings: found[settings])
