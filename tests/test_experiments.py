@@ -318,7 +318,9 @@ torch.set_num_threads(1)
 workspace = Workspace(Path(sys.argv[1]))
 pause = random.Random(0)
 last, seen = 0, set()
-for _ in range(60):
+for kills in range(1000):
+    if kills >= 60 and len(seen) > 20:  # a busy machine saves less between two kills
+        break
     child = os.fork()
     if child == 0:
         for number in range(last + 1, 10**6):

@@ -307,13 +307,14 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
 def test_what_keeps_the_old_classes_has_rows_from_the_memory(task: Task) -> None:
     moment = next(iter(moments(task, SMOKE, 1)))
     situation = situation_of(moment, task)
-    kept = Kept(shrinkage=0.2, row_scale=0.7, offset=2.0)
+    kept = Kept(shrinkage=0.2, pull=3.0, row_scale=0.7, offset=2.0)
     head, entries = kept.model(situation).head, moment.memory.entries()
     found = with_discriminants(
         moment.head,
         statistics(entries.keys, entries.values, 6),
         old=task.old,
         shrinkage=0.2,
+        pull=3.0,
         scale=0.7,
         offset=2.0,
     )

@@ -1,10 +1,12 @@
 """Rows of the last layer for classes that it was not trained on, from the memory in closed form.
 
 Linear discriminants: with the mean m_c of each class and the covariance S of entries around their
-means, shared by all classes and shrunk towards a multiple of the identity,
+means, shared by all classes,
 
     w_c = S⁻¹ m_c,    b_c = −½ m_cᵀ S⁻¹ m_c.
 
+Few entries tell little of either, so both begin somewhere: S at a multiple of the identity, which
+counts like `shrinkage · D` entries, and each m_c at the mean of all, which counts like `pull`.
 Such rows are known up to what all have in common, so those of new classes are taken relative to the
 mean of the old classes' and put beside the trained rows relative to the mean of these.
 """
@@ -28,16 +30,26 @@ class Statistics:
     counts: Int[Tensor, "C"]
     means: Float[Tensor, "C D"]
     """Of a class without entries, zeros."""
-    covariance: Float[Tensor, "D D"]
-    """Of entries around the means of their classes."""
+    scatter: Float[Tensor, "D D"]
+    """The sum of squares of entries around the means of their classes."""
 
-    def rows(self, shrinkage: float) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C"]]:
+    def rows(
+        self, shrinkage: float, pull: float
+    ) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C"]]:
         """Weights and biases of all classes; of a class without entries, zeros."""
-        covariance = self.covariance.clone()
+        size, counts, present = len(self.scatter), self.counts.double(), self.counts > 0
+        freedom = max(1, int(self.counts.sum()) - int(present.sum()))
         least = LEAST_SPREAD * self.means.square().mean()  # one entry a class tells no spread
-        covariance.diagonal().add_(shrinkage * covariance.diagonal().mean().clamp(min=least))
-        weight = torch.linalg.solve(covariance, self.means.mT).mT
-        return weight, -(weight * self.means).sum(1) / 2
+        spread = (self.scatter.diagonal().mean() / freedom).clamp(min=least)
+        covariance = self.scatter.clone()
+        covariance.diagonal().add_(shrinkage * size * spread)
+        covariance /= freedom + shrinkage * size
+        shares = counts[:, None] / counts.sum()
+        middle = (shares * self.means).sum(0)
+        trust = (counts / (counts + pull))[:, None]
+        means = torch.where(present[:, None], middle + trust * (self.means - middle), 0)
+        weight = torch.linalg.solve(covariance, means.mT).mT
+        return weight, -(weight * means).sum(1) / 2
 
 
 def statistics(keys: Float[Tensor, "M D"], labels: Int[Tensor, "M"], classes: int) -> Statistics:
@@ -51,7 +63,7 @@ def statistics(keys: Float[Tensor, "M D"], labels: Int[Tensor, "M"], classes: in
     for part, theirs in zip(keys.split(AT_ONCE), labels.split(AT_ONCE), strict=True):
         around = part.double() - means[theirs]
         scatter.addmm_(around.mT, around)
-    return Statistics(counts, means, scatter / max(1, len(labels) - int((counts > 0).sum())))
+    return Statistics(counts, means, scatter)
 
 
 def with_discriminants(
@@ -60,20 +72,22 @@ def with_discriminants(
     *,
     old: int,
     shrinkage: float,
+    pull: float,
     scale: float,
     offset: float,
 ) -> nn.Linear:
     """The layer with new rows for the classes from `old` on that there are entries of; a copy.
 
     Args:
-        shrinkage: how much of the mean variance is added to every variance.
+        shrinkage: how much the first guess of the covariance counts, in entries a dimension.
+        pull: how much the first guess of a mean counts, in entries.
         scale: of the new rows' outputs, beside those of trained rows.
         offset: subtracted from the new rows' outputs: how much surer a new class must be.
     """
     present = found.counts > 0
     known = torch.arange(len(present), device=present.device) < old
     anchors = present & known if (present & known).any() else present
-    weight, bias = found.rows(shrinkage)
+    weight, bias = found.rows(shrinkage, pull)
     grown = nn.Linear(head.in_features, head.out_features, device=head.weight.device)
     with torch.no_grad():
         for new, rows, trained, less in (

@@ -140,16 +140,20 @@ class Rows(Settings):
     """The rows of new classes from the memory, in closed form (`discriminant`); a new class has to
     be surer than an old one. Nothing is adapted."""
 
-    shrinkage: float = 0.1
-    """Of the covariance."""
+    shrinkage: float = 1.0
+    """How much the first guess of the covariance counts, in entries a dimension."""
+    pull: float = 10.0
+    """How much the first guess of a class's mean counts, in entries."""
     row_scale: float = 0.5
     """Of the new rows' outputs, beside those of the trained rows."""
-    offset: float = 1.5
+    offset: float = 2.0
     """By which a new class must be surer."""
 
     def __post_init__(self) -> None:
         if not (self.shrinkage > 0 and self.row_scale > 0 and math.isfinite(self.offset)):
             raise ValueError(f"shrinkage and row_scale must be positive, offset finite, got {self}")
+        if not self.pull >= 0:
+            raise ValueError(f"pull must not be negative, got {self.pull}")
 
     def head(self, situation: Situation) -> nn.Linear:
         return with_discriminants(
@@ -157,6 +161,7 @@ class Rows(Settings):
             situation.statistics,
             old=situation.old,
             shrinkage=self.shrinkage,
+            pull=self.pull,
             scale=self.row_scale,
             offset=self.offset,
         )
@@ -216,7 +221,7 @@ RMSPROP_STEPS: Grid = {
 }
 OFFSETS = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
 ROWS: Grid = {"row_scale": (0.125, 0.25, 0.5, 1.0), "offset": OFFSETS}
-SHRINKAGES: Grid = {"shrinkage": (0.03, 0.1, 0.3, 1.0), "offset": OFFSETS}
+FIRST_GUESSES: Grid = {"shrinkage": (0.3, 1.0, 3.0), "pull": (3.0, 10.0, 30.0), "offset": OFFSETS}
 KEPT_STEPS: Grid = {"lr": (0.1, 0.3, 1.0, 3.0), "steps": (5, 10), "offset": OFFSETS}
 METHODS: dict[str, Method] = {
     "parametric": Method("#1b7837"),
@@ -228,11 +233,11 @@ METHODS: dict[str, Method] = {
     "MbPA (gradient)": Method(
         "#67a9cf", "gradient", (GRADIENT_STEPS, NEIGHBOURS, GRADIENT_STEPS, DECAYS)
     ),
-    "rows alone": Method("#b8a1cf", "rows", (ROWS, SHRINKAGES, ROWS), keeps_old=True),
+    "rows alone": Method("#b8a1cf", "rows", (ROWS, FIRST_GUESSES, ROWS), keeps_old=True),
     "MbPA (kept)": Method(
         "#762a83",
         "kept",
-        (ROWS, SHRINKAGES, KEPT_STEPS, NEIGHBOURS, ROWS, DECAYS),
+        (ROWS, FIRST_GUESSES, KEPT_STEPS, NEIGHBOURS, ROWS, DECAYS),
         keeps_old=True,
     ),
 }
