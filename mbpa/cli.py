@@ -244,13 +244,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         command = _parsed(arguments or ["--help"])
         hint = command.after_interrupt
-        return command.run()
+        code = command.run()
+        sys.stdout.flush()  # here, where it may fail
+        return code
     except SystemExit as done:  # tyro has printed help, or what is wrong
         return done.code if isinstance(done.code, int) else 2
     except MissingExtraError as error:
         return _failed(str(error), 1)
     except BrokenPipeError:  # whoever read has had enough
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (what is left goes there at exit)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left at exit
         return 1
     except (ExperimentError, OSError) as error:
         return _failed(str(error), 2)

@@ -136,3 +136,12 @@ def test_an_interrupt_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(cli.Demo, "run", interrupted)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err == "mbpa: interrupted\n"
+
+
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "mbpa.cli", "list"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1

@@ -271,13 +271,9 @@ class Text:
     # Dynamic evaluation
 
     def _rms(self, params: Params) -> Update:
-        name = self._name("gradients", of_split=False)
-        kept, device = self.context.workspace.load(name), self.context.device
-        if kept is None:
-            tokens = self.corpus.train.to(device)
-            kept = {"scale": gradient_scale(self.model, tokens, self.config.dynamic)}
-            self.context.workspace.save(name, kept)
-        return RMSUpdate(params, [scale.to(device) for scale in kept["scale"]], self.config.dynamic)
+        name = f"gradients-{self.seed}"  # both texts have them
+        scale = kept_gradient_scale(self.config, self.context, self.model, self.corpus, name)
+        return RMSUpdate(params, scale, self.config.dynamic)
 
     def _adam(self, params: Params) -> Update:
         training = self.config.training
@@ -323,8 +319,19 @@ class Text:
     def _save(self) -> None:
         self.context.workspace.save(self._name("scores"), self._kept)
 
-    def _name(self, what: str, of_split: bool = True) -> str:
-        return f"{what}-{self.seed}-{self.split}" if of_split else f"{what}-{self.seed}"
+    def _name(self, what: str) -> str:
+        return f"{what}-{self.seed}-{self.split}"
+
+
+def kept_gradient_scale(
+    config: LanguageConfig, context: Context, model: LanguageModel, corpus: Corpus, name: str
+) -> list[Tensor]:
+    """Computed once, also for a run that is interrupted; kept under this name."""
+    kept, device = context.workspace.load(name), context.device
+    if kept is None:
+        kept = {"scale": gradient_scale(model, corpus.train.to(device), config.dynamic)}
+        context.workspace.save(name, kept)
+    return [scale.to(device) for scale in kept["scale"]]
 
 
 def loop_scores(

@@ -26,9 +26,15 @@ from mbpa.experiments.data import Corpus
 from mbpa.experiments.experiment import BySeed, Context
 from mbpa.experiments.language.config import LanguageConfig, Local
 from mbpa.experiments.language.corpus import read_corpus
-from mbpa.experiments.language.dynamic import gradient_scale
 from mbpa.experiments.language.dynamic_tuning import DynamicTrials, beyond
-from mbpa.experiments.language.evaluation import BOTH, CACHE, LSTM, MBPA, first_word
+from mbpa.experiments.language.evaluation import (
+    BOTH,
+    CACHE,
+    LSTM,
+    MBPA,
+    first_word,
+    kept_gradient_scale,
+)
 from mbpa.experiments.language.ledger import Ledger
 from mbpa.experiments.language.network import LanguageModel
 from mbpa.experiments.language.passage import (
@@ -122,23 +128,12 @@ def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Rec
         trials.choose_cache()
         trials.explore()
         trials.choose_mbpa()
-        scale = _gradient_scale(config, context, model, corpus)
+        scale = kept_gradient_scale(config, context, model, corpus, "gradients")
         DynamicTrials(config, model, passage, first, scale, moments, ledger).choose()
         trials.finish_paper_grid()
         ledger.save()
     left_out: Record = {"name": "settings_left_out", "value": ledger.left_out}
     return [*ledger.records, left_out]
-
-
-def _gradient_scale(
-    config: LanguageConfig, context: Context, model: LanguageModel, corpus: Corpus
-) -> list[Tensor]:
-    """Computed once, also for a run that is interrupted."""
-    kept, device = context.workspace.load("gradients"), context.device
-    if kept is None:
-        kept = {"scale": gradient_scale(model, corpus.train.to(device), config.dynamic)}
-        context.workspace.save("gradients", kept)
-    return [scale.to(device) for scale in kept["scale"]]
 
 
 class Trials:
