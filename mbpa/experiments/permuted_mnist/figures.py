@@ -193,7 +193,12 @@ def _claims(scores: Scores) -> Table:
         ],
         [
             "MbPA + EWC is at least as good as either",
-            _verdict(adds == sizes),
+            _verdict(adds == sizes)
+            + (
+                f": at {' and '.join(f'{n:,}' for n in adds)} only"
+                if 0 < len(adds) < len(sizes)
+                else ""
+            ),
             f"{listed(both)}; alone {listed(ours)} and {listed([ewc])}",
         ],
     ]
