@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,21 @@ from torch.nn import functional
 from mbpa.errors import MissingExtraError
 from mbpa.experiments import pretraining
 from mbpa.experiments.experiment import Context
-from mbpa.experiments.pictures import Held, Share, moved, normalised
+from mbpa.experiments.pictures import (
+    Held,
+    Share,
+    cropped,
+    moved,
+    normalised,
+    patched,
+    recoloured,
+)
 from mbpa.experiments.pretraining import Pretraining, features_of, initial_network, pretrained
 from mbpa.experiments.resnet import ResNet
 from mbpa.experiments.workspace import Workspace
 
-TINY = Pretraining(width=4, epochs=4, batch=16, lr=0.05)
+PLAIN: dict[str, Any] = {"smallest_crop": 1.0, "colour": 0.0, "cutmix": 0.0, "weight_decay": 5e-4}
+TINY = Pretraining(width=4, epochs=4, batch=16, lr=0.05, **PLAIN)
 
 
 def context(folder: Path) -> Context:
@@ -139,6 +149,94 @@ def test_each_image_is_a_crop_of_its_mirrored_surroundings() -> None:
         moves.add(matches[0])
     assert len(moves) > 20
     assert {mirrored for *_, mirrored in moves} == {False, True}
+
+
+def test_a_crop_is_a_part_of_its_picture_enlarged() -> None:
+    """Of pictures that rise evenly to the right and downwards the part can be told from a crop."""
+    across, along = torch.meshgrid(torch.arange(20.0), torch.arange(20.0), indexing="ij")
+    picture = torch.stack((10 * along, 10 * across, torch.full((20, 20), 7.0))).byte()
+    images = picture.expand(400, 3, 20, 20)
+    found = cropped(images, 0.25, torch.Generator().manual_seed(0))
+    inner = slice(2, 18)  # the outermost pixels are those of the edge
+    wide, high = (found[:, place].float() for place in (0, 1))
+    steps_right = (wide[:, 10, inner].diff(dim=1).mean(1) / 10).unsqueeze(1)
+    steps_down = (high[:, inner, 10].diff(dim=1).mean(1) / 10).unsqueeze(1)
+    shares = (steps_right * steps_down).abs()
+    assert (found[:, 2] == 7).all()
+    assert 0.2 < shares.min() < 0.3
+    assert 0.95 < shares.max() < 1.05
+    shapes = (steps_right / steps_down).abs()
+    assert shapes.min() > 0.72
+    assert shapes.max() < 1.4
+    assert 0.4 < (steps_right < 0).float().mean() < 0.6
+    assert (steps_down > 0).all()
+    whole = cropped(images[:8], 1 - 1e-6, torch.Generator().manual_seed(0)).float()
+    error = torch.minimum(
+        *((whole - other).abs().amax((1, 2, 3)) for other in (images[:8], images[:8].flip(3)))
+    )
+    assert error.max() < 35  # of the shape, up to 4:3, as much as fits
+
+
+def test_colours_change_picture_by_picture() -> None:
+    inputs = torch.randn(6, 3, 5, 4)
+    found = recoloured(inputs, 0.3, torch.Generator().manual_seed(1))
+    drawn = 0.3 * (2 * torch.rand(6, 3, generator=torch.Generator().manual_seed(1)) - 1)
+    for image, result, (contrast, light, colour) in zip(inputs, found, drawn.tolist(), strict=True):
+        changed = image * (1 + contrast) + light
+        grey = changed.mean(0)
+        wanted = torch.stack([grey + (channel - grey) * (1 + colour) for channel in changed])
+        assert torch.allclose(result, wanted, atol=1e-6)
+    assert torch.allclose(recoloured(inputs, 0.0, torch.Generator()), inputs, atol=1e-6)
+
+
+@pytest.mark.parametrize("alter", [cropped, recoloured])
+def test_what_is_drawn_does_not_depend_on_how_many_share_it(alter: Any) -> None:
+    inputs = torch.randint(0, 256, (12, 3, 8, 8), dtype=torch.uint8)
+    pictures = inputs if alter is cropped else inputs.float()
+    whole = alter(pictures, 0.4, torch.Generator().manual_seed(0))
+    parts = [
+        alter(share.part(pictures), 0.4, torch.Generator().manual_seed(0), share)
+        for share in (Share(rank, 3) for rank in range(3))
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_patch_comes_from_the_picture_before_and_counts_as_much_as_it_covers() -> None:
+    draws, shares = torch.Generator().manual_seed(0), []
+    for _ in range(200):
+        inputs = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 16, 12)
+        found, own = patched(inputs, draws)
+        mine = found == inputs
+        assert ((found == inputs.roll(1, 0)) | mine).all()
+        assert own == pytest.approx(float(mine[0, 0].float().mean()))
+        foreign = (~mine[0, 0]).nonzero()
+        if len(foreign):
+            (top, left), (bottom, right) = foreign.amin(0).tolist(), foreign.amax(0).tolist()
+            assert len(foreign) == (bottom - top + 1) * (right - left + 1)  # a rectangle
+        shares.append(own)
+    assert min(shares) < 0.35  # the rectangle ends where the picture does
+    assert max(shares) > 0.9
+
+
+def test_it_learns_from_altered_pictures(tmp_path: Path) -> None:
+    settings = Pretraining(width=4, epochs=12, batch=16, lr=0.05, smallest_crop=0.6)
+    network = pretrained(settings, pictures(), 2, 3, context(tmp_path), "split")
+    test = pictures(seed=1)
+    assert (network(normalised(test.images)).argmax(1) == test.labels).float().mean() > 0.9
+
+
+def test_pictures_are_enlarged_once_and_only_if_they_are_smaller() -> None:
+    some = pictures(6)
+    larger = some.enlarged(24)
+    assert (larger.size, larger.images.dtype) == (24, torch.uint8)
+    assert torch.equal(larger.labels, some.labels)
+    around = (
+        functional.avg_pool2d(larger.images.float(), 3),
+        functional.avg_pool2d(some.images.float(), 2),
+    )
+    assert (around[0] - around[1]).abs().mean() < 5
+    assert some.enlarged(16) is some
+    assert some.enlarged(0) is some
 
 
 def test_it_learns_and_its_features_are_what_the_last_layer_sees(tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ class Pictures(abc.ABC):
 
         Args:
             order: rows, on the CPU, a multiple of `batch`.
-            padding: by how many pixels held pictures are moved at most.
-            smallest_crop: the least share of its area that is seen of a streamed picture.
+            padding: by how many pixels held pictures are moved at most that are seen whole.
+            smallest_crop: the least share of its area that is seen of a picture.
         """
 
     def with_labels(self, labels: Int[Tensor, "N"]) -> Self:
@@ -120,6 +120,16 @@ class Held(Pictures):
     def in_order(self, most: int) -> Iterator[UInt8[Tensor, "B 3 H W"]]:
         return iter(self.images.split(most))
 
+    def enlarged(self, size: int) -> Held:
+        """The same, interpolated to this many pixels; as they are if they have as many."""
+        if size <= self.size:
+            return self
+        parts = [
+            functional.interpolate(part.float(), size=(size, size), mode="bilinear").round().byte()
+            for part in self.images.split(1000)
+        ]
+        return Held(torch.cat(parts), self.labels)
+
     def altered(
         self,
         order: Int[Tensor, "n"],
@@ -132,7 +142,12 @@ class Held(Pictures):
     ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
         for rows in order.to(self.labels.device).split(batch):
             mine = share.part(rows)
-            yield moved(self.images[mine], padding, draws, share), self.labels[mine]
+            found = self.images[mine]
+            if smallest_crop < 1:
+                found = cropped(found, smallest_crop, draws, share)
+            else:
+                found = moved(found, padding, draws, share)
+            yield found, self.labels[mine]
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,3 +235,58 @@ def moved(
     each = torch.arange(len(images), device=device)
     found = padded.permute(0, 2, 3, 1)[each[:, None, None], rows[:, :, None], columns[:, None]]
     return found.permute(0, 3, 1, 2)
+
+
+def cropped(
+    images: UInt8[Tensor, "b 3 H W"], smallest: float, draws: torch.Generator, share: Share = WHOLE
+) -> UInt8[Tensor, "b 3 H W"]:
+    """Of each image a random part, enlarged to its size; half of them seen in a mirror.
+
+    Args:
+        images: the share's of a batch.
+        smallest: the least part of its area; sides are to each other as 3:4 to 4:3, or nearer where
+            the image has no room for that.
+    """
+    drawn = torch.rand(len(images) * share.count, 5, generator=draws)
+    area, shape, right, down, mirror = share.part(drawn).to(images.device).unbind(1)
+    area, ratio = smallest + (1 - smallest) * area, (4 / 3) ** (2 * shape - 1)
+    width, height = ((area * by).sqrt().clamp(max=1) for by in (ratio, 1 / ratio))
+    affine = torch.zeros(len(images), 2, 3, device=images.device)
+    affine[:, 0, 0] = torch.where(mirror < 0.5, -width, width)
+    affine[:, 1, 1] = height
+    affine[:, 0, 2], affine[:, 1, 2] = (1 - width) * (2 * right - 1), (1 - height) * (2 * down - 1)
+    places = functional.affine_grid(affine, list(images.shape), align_corners=False)
+    found = functional.grid_sample(
+        images.float(), places, padding_mode="border", align_corners=False
+    )
+    return found.round().to(images.dtype)
+
+
+def recoloured(
+    inputs: Float[Tensor, "b 3 H W"], most: float, draws: torch.Generator, share: Share = WHOLE
+) -> Float[Tensor, "b 3 H W"]:
+    """Contrast, brightness and saturation of each changed by up to this much.
+
+    Args:
+        inputs: the share's of a batch, normalised.
+    """
+    drawn = most * (2 * torch.rand(len(inputs) * share.count, 3, generator=draws) - 1)
+    contrast, light, colour = share.part(drawn).to(inputs.device)[..., None, None, None].unbind(1)
+    found = inputs * (1 + contrast) + light
+    grey = found.mean(1, keepdim=True)
+    return grey + (found - grey) * (1 + colour)
+
+
+def patched(
+    inputs: Float[Tensor, "b 3 H W"], draws: torch.Generator
+) -> tuple[Float[Tensor, "b 3 H W"], float]:
+    """Each with a rectangle from the one before it (CutMix, Yun et al. 2019), the same for all; and
+    the share of an image that is still its own."""
+    height, width = inputs.shape[2:]
+    side, down, right = torch.rand(3, generator=draws).tolist()
+    side = side**0.5  # of the area, any share is as likely
+    top, bottom = (round(height * min(max(down + by * side, 0), 1)) for by in (-0.5, 0.5))
+    left, end = (round(width * min(max(right + by * side, 0), 1)) for by in (-0.5, 0.5))
+    found = inputs.clone()
+    found[:, :, top:bottom, left:end] = inputs.roll(1, 0)[:, :, top:bottom, left:end]
+    return found, 1 - (bottom - top) * (end - left) / (height * width)

@@ -35,6 +35,9 @@ class ImagesConfig:
     """Where the images come from; the run sheet for ImageNet is docs/imagenet.md."""
     size: int = 40
     """Of the images, in pixels. Up to 64 the network's first layer is one for small images."""
+    enlarged: int = 56
+    """To how many pixels images of Tiny ImageNet are enlarged for the network, if they have fewer;
+    0: they are not."""
     classes: int = 200
     """That take part, chosen at random; half of them are known."""
     held_out: int = 50
@@ -77,6 +80,8 @@ class ImagesConfig:
         """As far as is known without looking: a folder of ImageNet may be any part of it."""
         if self.size < 8:
             raise ValueError(f"size must be at least 8, got {self.size}")
+        if self.enlarged < 0:
+            raise ValueError(f"enlarged must not be negative, got {self.enlarged}")
         if self.pretraining.padding >= self.size:
             raise ValueError(
                 f"pretraining.padding must be below size {self.size}, "

@@ -13,13 +13,15 @@ from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.pretraining import Pretraining
 from mbpa.experiments.tuned import tuned
 
+LIGHT: dict[str, Any] = {"weight_decay": 5e-4, "smallest_crop": 1.0, "colour": 0.0, "cutmix": 0.0}
+"""How small networks are trained for a few epochs: they see too little rather than too much."""
 SMOKE = ImagesConfig(
     seeds=(1,),
-    size=40,
+    enlarged=0,
     classes=6,
     held_out=100,
     scored=120,
-    pretraining=Pretraining(width=4, epochs=1, batch=100),
+    pretraining=Pretraining(width=4, epochs=1, batch=100, **LIGHT),
     points=(0.1, 1.0),
     capacity=2_400,
 )
@@ -29,7 +31,8 @@ QUICK = replace(
     seeds=(1,),
     classes=20,
     scored=1_000,
-    pretraining=Pretraining(width=16, epochs=12, batch=128),
+    pretraining=Pretraining(width=16, epochs=12, batch=128, **LIGHT),
+    enlarged=0,
     points=(0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0),
     lr=3.0,  # an epoch has a tenth of the steps
     capacity=9_000,

@@ -79,7 +79,7 @@ def _read(path: Path, device: torch.device) -> dict[str, Tensor] | None:
 
 def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
     """Of all that the features depend on."""
-    names = "dataset", "size", "classes", "held_out"
+    names = "dataset", "size", "enlarged", "classes", "held_out"
     told: dict[str, Any] = {name: getattr(config, name) for name in names} | {
         "seed": seed,
         "format": FORMAT,
@@ -139,7 +139,8 @@ def _tiny_imagenet(config: ImagesConfig, context: Context) -> Source:
         context.data_dir, size=config.size, classes=chosen.sort().values.tolist()
     )
     train, test = (
-        Held(part.images, part.labels).to(context.device) for part in (images.train, images.test)
+        Held(part.images, part.labels).to(context.device).enlarged(config.enlarged)
+        for part in (images.train, images.test)
     )
     return chosen, train, test
 
