@@ -11,6 +11,7 @@ from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric, Predicto
 from mbpa.rules import MAP, Adam, Gradient, RMSprop, Rule
 from mbpa.split import split
 from mbpa.stream import score_stream
+from mbpa.tune import Tuning, leave_one_out, tune
 
 __version__ = "0.1.0"
 
@@ -33,11 +34,14 @@ __all__ = [
     "Predictor",
     "RMSprop",
     "Rule",
+    "Tuning",
     "exp_dot",
     "gaussian",
     "inverse_distance",
+    "leave_one_out",
     "score_stream",
     "split",
     "testing",
+    "tune",
     "uniform",
 ]

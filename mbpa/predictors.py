@@ -26,7 +26,7 @@ from mbpa.adaptation import (
 )
 from mbpa.kernels import Kernel, inverse_distance, neighbor_weights
 from mbpa.memory import Memory, Neighbors, validation
-from mbpa.rules import MAP, Rule, require_rule
+from mbpa.rules import AUTO, MAP, Gradient, Rule, require_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class Adapted(Predictor):
 
     Args:
         rule: how the parameters move: `Gradient`, `RMSprop`, `Adam`, or your own `Rule`; or where
-            to: `MAP`.
+            to: `MAP`. Default: 20 gradient steps of a size that follows the neighbours.
         k: number of neighbours (the paper: performance saturates after 50).
         kernel: how much each neighbour counts.
         loss: "cross_entropy", "squared_error", or a function of outputs (K, …) and values (K, …)
@@ -141,7 +141,7 @@ class Adapted(Predictor):
         params: names of the head's parameters that adapt (default: all).
     """
 
-    rule: Rule
+    rule: Rule = field(default_factory=lambda: Gradient(AUTO, steps=20))
     k: int = 50
     kernel: Kernel = field(default_factory=inverse_distance)
     loss: str | Loss | None = None
@@ -153,6 +153,10 @@ class Adapted(Predictor):
         names = (CROSS_ENTROPY, SQUARED_ERROR)
         if self.loss is not None and self.loss not in names and not callable(self.loss):
             raise ValueError(f"loss must be one of {names} or a function, got {self.loss!r}")
+        if callable(self.loss) and isinstance(self.rule, Gradient) and self.rule.lr == AUTO:
+            raise ValueError(
+                f"lr={AUTO!r} knows how strongly {names} pull, and no other loss: give lr a number"
+            )
         if isinstance(self.params, str):
             raise ValueError(f"params must be a sequence of names, got the string {self.params!r}")
         if self.params is not None:

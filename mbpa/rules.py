@@ -14,7 +14,7 @@ import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from mbpa.memory import validation
 
 Params = Mapping[str, Tensor]
+AUTO: Final = "auto"
 
 
 class Rule(abc.ABC):
@@ -59,15 +60,33 @@ class Rule(abc.ABC):
 
 @dataclass(frozen=True)
 class Gradient(Rule):
-    """Gradient steps: `v ← μv + ∇`, `θˣ ← θˣ − αv − β(θˣ − θ)`. The paper's rule has μ = 0."""
+    """Gradient steps: `v ← μv + ∇`, `θˣ ← θˣ − αv − β(θˣ − θ)`. The paper's rule has μ = 0.
 
-    lr: float
+    Args:
+        lr: α; "auto" finds one for each query, by how strongly its neighbours pull at the
+            parameters (docs/tuning.md). It takes cross-entropy or squared error, and any head.
+    """
+
+    lr: float | Literal["auto"] = AUTO
     steps: int = 1
     decay: float = 0.0
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_rates(self, "lr", "decay", "momentum")
+        if self.lr == AUTO and type(self) is Gradient:  # a subclass may do otherwise with gradients
+            _check_rates(self, "decay", "momentum")
+        else:
+            _check_rates(self, "lr", "decay", "momentum")
+
+    @property
+    def rate(self) -> float:
+        """`lr`, where it is a number."""
+        if isinstance(self.lr, str):
+            raise NotImplementedError(
+                f"lr={self.lr!r} is found from a query's neighbours by Adapted; a rule on its own "
+                "needs a number"
+            )
+        return self.lr
 
     def update(
         self, params: Params, grads: Params, start: Params, state: Any
@@ -75,7 +94,7 @@ class Gradient(Rule):
         velocity = grads
         if self.momentum and state is not None:
             velocity = {name: self.momentum * state[name] + grads[name] for name in grads}
-        return _moved(params, velocity, start, self.lr, self.decay), velocity
+        return _moved(params, velocity, start, self.rate, self.decay), velocity
 
 
 @dataclass(frozen=True)
@@ -216,5 +235,6 @@ def _check_rates(rule: Rule, *names: str) -> None:
     for name in names:
         rate: Any = getattr(rule, name)
         if not isinstance(rate, Real) or not 0 <= float(rate) < float("inf"):
-            raise ValueError(f"{name} must be a finite number, not negative, got {rate!r}")
+            hint = ' (or "auto", for Gradient itself)' if isinstance(rate, str) else ""
+            raise ValueError(f"{name} must be a finite number, not negative{hint}, got {rate!r}")
         object.__setattr__(rule, name, float(rate))  # a number of numpy's is one too

@@ -14,6 +14,7 @@ import mbpa
 
 PUBLIC = {
     *("MbPA", "split", "score_stream", "Engine", "Explanation"),
+    *("tune", "Tuning", "leave_one_out"),
     *("Memory", "ExactMemory", "Neighbors"),
     *("inverse_distance", "gaussian", "exp_dot", "uniform"),
     *("Rule", "Gradient", "RMSprop", "Adam", "MAP"),

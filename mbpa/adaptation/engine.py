@@ -28,6 +28,7 @@ from mbpa.adaptation.plan import (
     make_plan,
 )
 from mbpa.adaptation.problem import Adaptation, Problem
+from mbpa.adaptation.rates import is_open, settled
 from mbpa.adaptation.span import one_step, span, step_factors
 from mbpa.adaptation.stored import OutputStore, StoredOutputs, table_bytes
 from mbpa.device import Rates, free_bytes, measured_rates, ran_out_of_memory, takes_kernels
@@ -90,6 +91,8 @@ class Engine:
             if can_store and _uses_table(plan.path, problem):
                 store = self._store_for(problem, plan.path)
                 stored = _looked_up(stack, store, problem, neighbors)
+                if stored is not None and plan.path == ONE_STEP:
+                    problem = settled(problem, stored, has_shares=store is not self._raw)
                 is_sure = stored is not None and _is_sure(problem, stored)
                 if not is_sure:
                     plan, stored = self._plan(problem, None, want_change, any_path=True), None
@@ -139,6 +142,7 @@ class Engine:
                 rows = slice(start, start + chunk)
                 part, kept = problem.rows(rows), stored and stored.rows(rows)
             try:
+                part = settled(part, kept, has_shares=False)
                 solved = SOLVERS[plan.path](part, kept, want_change)
             except (RuntimeError, MemoryError) as error:
                 if len(part.queries) == 1 or not ran_out_of_memory(error):
@@ -161,7 +165,7 @@ class Engine:
     def _store_for(self, problem: Problem, path: str) -> OutputStore:
         if path != ONE_STEP or problem.loss != CROSS_ENTROPY:
             return self._raw
-        if self._half_store and takes_kernels(problem.outputs):
+        if self._half_store and takes_kernels(problem.outputs) and not is_open(problem):
             return self._halves
         return self._probabilities
 

@@ -58,6 +58,33 @@ def layered(
     return outputs[:, 0], squares.clamp_min(0).sqrt()
 
 
+def squared_slopes(
+    problem: Problem, directions: Float[Tensor, "B K C"]
+) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B K C"]]:
+    """Of each neighbour's outputs along its direction, ‖∇_θ‖² before any step: Σ ‖δ‖²(‖x‖² + 1)
+    over the layers that adapt, with x their inputs and δ what the direction is at their outputs.
+    And the outputs."""
+    below, lowest, above, _ = _parted(problem)
+    inputs = problem.keys
+    for layer in below:
+        inputs = _through(layer, inputs)
+    upper = [
+        _Frozen(layer) if isinstance(layer, LinearHead) else _Activation(layer) for layer in above
+    ]
+    lengths = [lowest.squared_lengths(inputs)]
+    outputs = _through(lowest, inputs)
+    for part in upper:
+        if isinstance(part, _Frozen):
+            lengths.append(part.layer.squared_lengths(outputs))
+        outputs = part.forward(outputs)
+    squares, slopes = torch.zeros_like(problem.weights), directions
+    for part in reversed(upper):
+        if isinstance(part, _Frozen):
+            squares.addcmul_(slopes.square().sum(-1), lengths.pop())
+        slopes = part.backward(slopes)
+    return squares.addcmul_(slopes.square().sum(-1), lengths.pop()), outputs
+
+
 class _Activation:
     """An elementwise function; its derivative wants its inputs, or its outputs."""
 
@@ -148,7 +175,7 @@ class _Lowest(_Adapting):
         self.velocity = slopes.add_(self.velocity, alpha=rule.momentum) if rule.momentum else slopes
         if rule.decay:
             self.slopes.mul_(1 - rule.decay)
-        self.slopes.sub_(self.velocity, alpha=rule.lr)
+        self.slopes.sub_(self.velocity, alpha=rule.rate)
 
 
 class _Upper(_Adapting):
@@ -263,9 +290,9 @@ class _Whole(_Frozen):
             factor = inputs if name == "weight" else None
             if rule.momentum:
                 _add_products(self.velocity[name], slopes, factor, rule.momentum, 1)
-                change.mul_(1 - rule.decay).sub_(self.velocity[name], alpha=rule.lr)
+                change.mul_(1 - rule.decay).sub_(self.velocity[name], alpha=rule.rate)
             else:
-                _add_products(change, slopes, factor, 1 - rule.decay, -rule.lr)
+                _add_products(change, slopes, factor, 1 - rule.decay, -rule.rate)
         return below
 
     def squared_change(self, count: int) -> Float[Tensor, "B"]:
@@ -378,9 +405,9 @@ def _combined(
 
 def _rates(rule: Gradient, keys: Float[Tensor, "B K I"]) -> Float[Tensor, "R"]:
     """What a slope has added to the parameters n steps on, −α Σ_j (1−β)ⁿ⁻ʲ μʲ, the oldest first."""
-    rates = [-rule.lr]
+    rates = [-rule.rate]
     for age in range(1, rule.steps):
-        rates.append((1 - rule.decay) * rates[-1] - rule.lr * rule.momentum**age)
+        rates.append((1 - rule.decay) * rates[-1] - rule.rate * rule.momentum**age)
     rows = torch.tensor(rates[::-1], dtype=keys.dtype).repeat_interleave(keys.shape[1])
     return rows.to(keys.device, non_blocking=True)
 

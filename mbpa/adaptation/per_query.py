@@ -8,7 +8,7 @@ is Σ_k w_k (residual of k) h_kᵀ in closed form. Both are one query's steps un
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,38 @@ Slope = Callable[[Params, Tensor, Tensor, Tensor], Params]
 
 def functional(problem: Problem) -> tuple[Float[Tensor, "B *C"], Float[Tensor, "B"]]:
     """Adapted outputs and norms of the change, by autograd."""
+    start, forward = _pure_head(problem)
+
+    def objective(params: Params, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+        return weights @ loss_per_neighbor(problem.loss, forward(params, keys), values)
+
+    return _each_adapted(problem, start, forward, torch.func.grad(objective))
+
+
+def each_squared_slope(
+    problem: Problem, directions: Float[Tensor, "B K *C"]
+) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B K *C"]]:
+    """Of each neighbour's outputs along its direction, ‖∇_θ‖² before any step, by autograd; and the
+    outputs."""
+    start, forward = _pure_head(problem)
+
+    def along(params: Params, key: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = forward(params, key[None])[0]
+        return (outputs * direction).sum(), outputs
+
+    def squared(key: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        slopes, outputs = torch.func.grad(along, has_aux=True)(start, key, direction)
+        return torch.stack([slope.square().sum() for slope in slopes.values()]).sum(), outputs
+
+    # As many at once as there are queries, each of which is to have parameters of its own.
+    inputs = [tensor.flatten(0, 1) for tensor in (problem.keys, directions)]
+    found = _mapped(problem, squared, inputs, at_once=max(1, len(problem.queries)))
+    squares, outputs = (each.unflatten(0, problem.weights.shape) for each in found)
+    return squares, outputs
+
+
+def _pure_head(problem: Problem) -> tuple[Params, Forward]:
+    """The parameters that adapt, and the head as a function of these."""
     shell = shell_of(problem.head)
     tensors = {
         name: tensor.detach().to(problem.dtype) if tensor.is_floating_point() else tensor
@@ -41,10 +73,7 @@ def functional(problem: Problem) -> tuple[Float[Tensor, "B *C"], Float[Tensor, "
         outputs: Tensor = torch.func.functional_call(shell, {**tensors, **params}, arguments)
         return outputs
 
-    def objective(params: Params, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
-        return weights @ loss_per_neighbor(problem.loss, forward(params, keys), values)
-
-    return _each_adapted(problem, start, forward, torch.func.grad(objective))
+    return start, forward
 
 
 def dense(
@@ -116,9 +145,20 @@ def _each_adapted(
         return forward(params, query[None])[0], torch.stack(squares).sum().sqrt()
 
     tensors = problem.queries, problem.keys, problem.values, problem.weights
+    outputs, change = _mapped(problem, adapted, tensors)
+    return outputs, change
+
+
+def _mapped(
+    problem: Problem,
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: Sequence[Tensor],
+    at_once: int | None = None,
+) -> tuple[Tensor, ...]:
+    """What a function gives for each row of the tensors, all at once if the head can be run so."""
     inputs = [_differentiable(tensor) for tensor in tensors]
     try:
-        outputs, change = torch.vmap(adapted)(*inputs)
+        found: tuple[Tensor, ...] = torch.vmap(function, chunk_size=at_once)(*inputs)
     except RuntimeError as error:
         if ran_out_of_memory(error):
             raise
@@ -127,8 +167,8 @@ def _each_adapted(
             f"adapted one by one: {str(error).splitlines()[0]}",
             stacklevel=2,
         )
-        outputs, change = map(torch.stack, zip(*map(adapted, *inputs), strict=True))
-    return outputs, change
+        return tuple(map(torch.stack, zip(*map(function, *inputs), strict=True)))
+    return found
 
 
 def _differentiable(tensor: Tensor) -> Tensor:

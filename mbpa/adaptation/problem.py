@@ -46,6 +46,11 @@ class LinearHead:
     def __call__(self, inputs: Float[Tensor, "... D"]) -> Float[Tensor, "... C"]:
         return nn.functional.linear(inputs, self.weight, self.bias)
 
+    def squared_lengths(self, inputs: Float[Tensor, "*K D"]) -> Float[Tensor, "*K"]:
+        """Of what multiplies the adapting parameters: the inputs, 1 for the bias, both."""
+        lengths: Tensor = torch.linalg.vector_norm(inputs, dim=-1).square_()
+        return self.weight_adapts * lengths + self.bias_adapts
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:

@@ -41,7 +41,7 @@ def span(
             problem.queries.contiguous(),
             problem.weights.contiguous(),
             problem.values.contiguous(),
-            lr=rule.lr,
+            lr=rule.rate,
             steps=rule.steps,
             decay=rule.decay,
             weight_adapts=head.weight_adapts,
@@ -80,15 +80,15 @@ def _recursion(
         _residual(outputs, targets, out=slopes)
         if coefficients is not None and velocity is not None:
             velocity = rule.momentum * velocity + problem.weights[..., None] * slopes[:, :count]
-            coefficients = (1 - rule.decay) * coefficients - rule.lr * velocity
+            coefficients = (1 - rule.decay) * coefficients - rule.rate * velocity
         if pushed is None and step == rule.steps - 1:  # only the query is asked for
             outputs, pull = outputs[:, count:].clone(), pull[:, count:]
             start = start[:, count:]
         if pushed is None:
-            outputs.baddbmm_(pull, slopes, beta=1 - rule.decay, alpha=-rule.lr)
+            outputs.baddbmm_(pull, slopes, beta=1 - rule.decay, alpha=-rule.rate)
         else:
             pushed.baddbmm_(pull, slopes, beta=rule.momentum)
-            outputs.mul_(1 - rule.decay).sub_(pushed, alpha=rule.lr)
+            outputs.mul_(1 - rule.decay).sub_(pushed, alpha=rule.rate)
         if rule.decay:
             outputs.add_(start, alpha=rule.decay)
     result = outputs[:, -1]
@@ -125,15 +125,15 @@ def _fused_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]
         problem.weights.contiguous(),
         _dots(problem).contiguous(),
         problem.values.contiguous(),
-        by_weight=rule.lr * head.weight_adapts,
-        by_bias=rule.lr * head.bias_adapts,
+        by_weight=rule.rate * head.weight_adapts,
+        by_bias=rule.rate * head.bias_adapts,
     )
 
 
 def step_factors(problem: Problem) -> Float[Tensor, "B K"]:
     """α w_k u_k: by how much a neighbour's residual moves the query's outputs in one step."""
     head, rule = _linear_and_gradient(problem)
-    return rule.lr * problem.weights * _query_products(problem, head)
+    return rule.rate * problem.weights * _query_products(problem, head)
 
 
 def _targets(problem: Problem) -> Tensor:

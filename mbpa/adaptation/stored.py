@@ -65,6 +65,15 @@ class StoredOutputs:
             self.table, inside, weights.masked_fill(~is_written, 0)
         ) + _weighted_rows(self.unwritten, outside, weights.masked_fill(is_written, 0))
 
+    def picked(self, labels: Int[Tensor, "B K"]) -> Float[Tensor, "B K"]:
+        """The output of each neighbour at a class of its own."""
+        count = len(self.table)
+        if not len(self.unwritten):
+            return self.table[self.index, labels]
+        inside, outside = self.index.clamp_max(count - 1), (self.index - count).clamp_min(0)
+        is_written = self.index < count
+        return torch.where(is_written, self.table[inside, labels], self.unwritten[outside, labels])
+
     def rows(self, rows: slice) -> StoredOutputs:
         return StoredOutputs(self.table, self.unwritten, self.index[rows])
 

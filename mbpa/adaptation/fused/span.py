@@ -69,14 +69,14 @@ def span_outputs(
     rows, tiles, beside = _tiled(count)
     padded = tiles * rows
     gram = new(2, batch, padded, padded, dtype=torch.float16)
-    factors, products = new(batch, 2), new(batch, padded)
+    factors, products = new(batch, 3), new(batch, padded)
     arrived = new(batch, dtype=torch.int32)
     longest = weights
     if tiles > 1:  # the query is a row of the Gram matrix too
         norms = torch.linalg.vector_norm(keys, dim=-1).amax(1)
         longest = torch.maximum(norms, torch.linalg.vector_norm(queries, dim=-1))
     _gram[(batch, tiles, tiles)](
-        keys, queries, longest, gram, factors, products, arrived,
+        keys, queries, weights, longest, gram, factors, products, arrived,
         count, keys.shape[2], padded, lr, lr * (1 + decay * steps),
         WEIGHT=weight_adapts, BIAS=bias_adapts, BESIDE=beside, TILES=tiles, ROWS=rows, SIZES=32,
         num_warps=4 if rows <= 64 else 8,
@@ -139,12 +139,14 @@ def _most_waiting(device: torch.device) -> int:
 
 @triton.jit
 def _gram(
-    keys, queries, longest, gram, factors, products, arrived, count, size, padded, lr, most_lr,
+    keys, queries, weights, longest, gram, factors, products, arrived,
+    count, size, padded, lr, most_lr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, BESIDE: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """Halves of the scaled Gram matrix of what adapts, the query being row `count`; if that is not
-    a row, its products with the neighbours; and how far an output may move in a step."""
+    a row, its products with the neighbours; and how far an output may move in a step. Weights sum
+    to 1, or to a query's own step size, which belongs to `lr`: residuals have to fit float16."""
     b, across, down = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i, j = across * ROWS + tl.arange(0, ROWS), down * ROWS + tl.arange(0, ROWS)
     is_i, is_j = i <= count, j <= count
@@ -181,11 +183,17 @@ def _gram(
     tl.store(at, high)
     tl.store(at + tl.num_programs(0).to(tl.int64) * padded * padded, low)
     if down == 0:
+        total = tl.zeros((ROWS,), tl.float32)
+        for k0 in range(0, count, ROWS):
+            k = k0 + tl.arange(0, ROWS)
+            total += tl.load(weights + b * count + k, mask=k < count, other=0.0)
+        share = tl.sum(total, 0)
         if BESIDE:
-            tl.store(products + b * padded + i, at_query * (-lr / RESIDUAL_SCALE))
+            tl.store(products + b * padded + i, at_query * (share * (-lr / RESIDUAL_SCALE)))
         if across == 0:
-            tl.store(factors + 2 * b, 1.0 / scale * (-lr * LOG2_E / RESIDUAL_SCALE))
-            tl.store(factors + 2 * b + 1, most * (most_lr * LOG2_E))
+            tl.store(factors + 3 * b, 1.0 / scale * (share * (-lr * LOG2_E / RESIDUAL_SCALE)))
+            tl.store(factors + 3 * b + 1, most * (share * (most_lr * LOG2_E)))
+            tl.store(factors + 3 * b + 2, 1.0 / tl.where(share > 0.0, share, 1.0) * RESIDUAL_SCALE)
             tl.store(arrived + b, 0)
 
 
@@ -213,8 +221,9 @@ def _resident(
     c = part * CLASSES + tl.arange(0, CLASSES)
     gram += b * ROWS * ROWS + k[:, None] * ROWS + k[None, :]
     left_high, left_low = tl.load(gram), tl.load(gram + batch.to(tl.int64) * ROWS * ROWS)
-    factor, is_steep = tl.load(factors + 2 * b), tl.load(factors + 2 * b + 1) > STEEP
-    weight = tl.load(weights + b * count + k, mask=k < count, other=0.0) * RESIDUAL_SCALE
+    factor, is_steep = tl.load(factors + 3 * b), tl.load(factors + 3 * b + 1) > STEEP
+    to_halves = tl.load(factors + 3 * b + 2)
+    weight = tl.load(weights + b * count + k, mask=k < count, other=0.0) * to_halves
     label = tl.load(labels + b * count + k, mask=k < count, other=-1).to(tl.int32)
     starts, is_row = _sources(
         table, extra, index, at_query, written, stride, b, k, count, classes, False
@@ -290,7 +299,8 @@ def _step(
     tile, padded, width = tl.program_id(2), TILES * ROWS, blocks * CLASSES
     row = tl.arange(0, ROWS)
     k = tile * ROWS + row
-    factor, is_steep = tl.load(factors + 2 * b), tl.load(factors + 2 * b + 1) > STEEP
+    factor, is_steep = tl.load(factors + 3 * b), tl.load(factors + 3 * b + 1) > STEEP
+    to_halves = tl.load(factors + 3 * b + 2)
     whole = batch * parts * padded
     old_peaks, new_peaks = sums + turn * whole, sums + (1 - turn) * whole
     old_peaks += b * parts * padded
@@ -302,7 +312,7 @@ def _step(
     own_log_sum = merged_log_sum(old_peaks, old_sums, parts, padded, k, PARTS)
     if TILES == 1:  # what does not change from block to block
         log_sum = own_log_sum
-        weight = tl.load(weights + b * count + k, mask=k < count, other=0.0) * RESIDUAL_SCALE
+        weight = tl.load(weights + b * count + k, mask=k < count, other=0.0) * to_halves
         label = tl.load(labels + b * count + k, mask=k < count, other=-1).to(tl.int32)
         if BESIDE:
             product = tl.load(products + b * padded + k)
@@ -327,7 +337,7 @@ def _step(
             if TILES > 1:
                 log_sum = merged_log_sum(old_peaks, old_sums, parts, padded, j, PARTS)
                 weight = tl.load(weights + b * count + j, mask=j < count, other=0.0)
-                weight *= RESIDUAL_SCALE
+                weight *= to_halves
                 label = tl.load(labels + b * count + j, mask=j < count, other=-1).to(tl.int32)
                 if BESIDE:
                     product = tl.load(products + b * padded + j)

@@ -1,0 +1,183 @@
+"""Five kinds of keys, each with a head that has something to learn from a memory of them.
+
+Embeddings of digits, pixels below an MLP, features of a ResNet, sentence embeddings of unit norm,
+states of an LSTM. For each: queries to choose settings on, queries to test on, their neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import mbpa
+from mbpa.experiments import data, digits, nets
+from mbpa.experiments.experiment import Context
+from mbpa.experiments.images import incremental, presets, task
+from mbpa.experiments.language import config as language
+from mbpa.experiments.language.corpus import read_corpus
+from mbpa.experiments.language.evaluation import first_word
+from mbpa.experiments.language.passage import read_passage, retrieved
+from mbpa.experiments.language.training import trained
+from mbpa.experiments.workspace import Workspace
+
+MOST_NEIGHBORS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Questions:
+    """Queries with their answers and neighbours."""
+
+    keys: Tensor
+    answers: Tensor
+    neighbors: mbpa.Neighbors
+
+
+@dataclass(frozen=True, eq=False)
+class Situation:
+    """One head, and what it is asked."""
+
+    head: nn.Module
+    validation: Questions
+    test: Questions
+
+
+def asked(
+    head: nn.Module, memory: mbpa.Memory, parts: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> Situation:
+    """A situation whose queries all find the same memory."""
+    found = [Questions(keys, answers, memory.read(keys, MOST_NEIGHBORS)) for keys, answers in parts]
+    return Situation(head, *found)
+
+
+def embedded_digits(cache: Path) -> Iterator[Situation]:
+    """Of `mbpa demo`: five known digits, five new ones, after 100 examples of all ten."""
+    settings = digits.DigitsConfig(examples=(100,))
+    images = digits.load_images()
+    for seed in range(4):
+        here = digits.make_task(images, settings, seed)
+        other = digits.make_task(images, replace(settings, part="validation"), seed)
+        embed, head = mbpa.split(digits.pretrained(here, settings, seed), at="output")
+        memory = mbpa.ExactMemory(len(here.stream_labels), settings.width)
+        model = mbpa.MbPA(embed, head, memory=memory, predictor=mbpa.Parametric())
+        model.grow(classes=len(digits.NAMES))
+        optimizer = torch.optim.RMSprop(model.head.parameters(), lr=settings.finetuning_lr)
+        keys = model.embed(here.stream_images)
+        for key, label in zip(keys.split(1), here.stream_labels.split(1), strict=True):
+            _step(optimizer, functional.cross_entropy(model.head(key), label))
+        model.write(keys=keys, values=here.stream_labels)
+        parts = [(model.embed(part.queries), part.answers) for part in (other, here)]
+        yield asked(model.head, memory, (parts[0], parts[1]))
+
+
+def pixels(cache: Path) -> Iterator[Situation]:
+    """Permuted MNIST: an MLP after five tasks in turn, with 1,000 examples of each remembered."""
+    tasks, examples, kept, scored = 5, 10_000, 1_000, 100
+    images = data.mnist()
+    rows, test = (part.images.flatten(1).float() / 255 for part in (images.train, images.test))
+    generator = torch.Generator().manual_seed(0)
+    network = nets.initial_network(0, (784, 400, 400, 10))
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    memory = mbpa.ExactMemory(tasks * kept, 784)
+    validation, tested = [], []
+    for number in range(tasks):
+        order = torch.randperm(784, generator=generator)
+        chosen = torch.randperm(50_000, generator=generator)[:examples]
+        for _ in range(2):
+            for batch in chosen[torch.randperm(examples, generator=generator)].split(50):
+                logits = network(rows[batch][:, order])
+                _step(optimizer, functional.cross_entropy(logits, images.train.labels[batch]))
+        memory.write(rows[chosen[:kept]][:, order], images.train.labels[chosen[:kept]])
+        own = slice(scored * number, scored * (number + 1))
+        held = slice(50_000 + own.start, 50_000 + own.stop)
+        validation.append((rows[held][:, order], images.train.labels[held]))
+        tested.append((test[own][:, order], images.test.labels[own]))
+    parts = [tuple(map(torch.cat, zip(*part, strict=True))) for part in (validation, tested)]
+    yield asked(network, memory, (parts[0], parts[1]))
+
+
+def features(cache: Path) -> Iterator[Situation]:
+    """Of a small ResNet: ten known classes and ten new ones, early in an epoch of all of them."""
+    settings = replace(presets.QUICK, points=(0.1,))
+    here = task.make_task(settings, _context(cache), seed=1)
+    moment = next(iter(incremental.moments(here, settings, seed=1)))
+    chosen = torch.randperm(len(here.test), generator=torch.Generator().manual_seed(0))[:1_000]
+    parts = (here.validation, here.validation_labels), (here.test[chosen], here.test_labels[chosen])
+    yield asked(moment.head, moment.memory, parts)
+
+
+def sentences(cache: Path) -> Iterator[Situation]:
+    """CLINC150: 100 known intents, 50 new ones with three examples each."""
+    from mbpa.text import embedded, encoder
+
+    known, shots, scored = 100, 3, 1_000
+    intents = data.clinc150()
+    generator = torch.Generator().manual_seed(0)
+    place = torch.randperm(len(intents.names), generator=generator)
+    encode, parts = encoder(), {}
+    for name in ("train", "valid", "test"):
+        part = getattr(intents, name)
+        some = torch.randperm(len(part.texts), generator=generator)
+        some = some if name == "train" else some[:scored]
+        texts = [part.texts[number] for number in some.tolist()]
+        parts[name] = embedded(encode, texts, cache), place[part.labels[some]]
+    keys, labels = parts["train"]
+    is_known = labels < known
+    rank = torch.stack([(labels[: i + 1] == label).sum() for i, label in enumerate(labels)])
+    head = _trained_head(keys[is_known], labels[is_known], known)
+    memory = mbpa.ExactMemory(len(keys), keys.shape[1])
+    model = mbpa.MbPA(head=head, memory=memory, predictor=mbpa.Parametric())
+    model.grow(classes=len(intents.names))
+    written = is_known | (rank <= shots)
+    memory.write(keys[written], labels[written])
+    yield asked(model.head, memory, (parts["valid"], parts["test"]))
+
+
+def states(cache: Path) -> Iterator[Situation]:
+    """Of the LSTM of `mbpa run language --preset quick`, with the last 2,000 words remembered."""
+    settings, context = language.PRESETS["quick"], _context(cache)
+    corpus = read_corpus(settings, context)
+    model = trained(settings, corpus, context, seed=0)
+    found = []
+    for tokens in (corpus.valid, corpus.test):
+        passage = read_passage(model, tokens, first_word(corpus))
+        retrieval = retrieved(passage, settings.memory, MOST_NEIGHBORS)
+        positions = range(settings.memory, len(passage), 8)
+        rows = slice(positions.start, positions.stop, positions.step)
+        neighbors = retrieval.neighbors(positions, MOST_NEIGHBORS, len(passage))
+        found.append(Questions(passage.keys[rows], passage.targets[rows], neighbors))
+    yield Situation(model.decoder, *found)
+
+
+KINDS: dict[str, Callable[[Path], Iterator[Situation]]] = {
+    "digits": embedded_digits,
+    "MNIST pixels": pixels,
+    "image features": features,
+    "sentences": sentences,
+    "LSTM states": states,
+}
+
+
+def _context(cache: Path) -> Context:
+    return Context(torch.device("cpu"), None, Workspace(cache / "work"), False, cache)
+
+
+def _trained_head(keys: Tensor, labels: Tensor, classes: int) -> nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = nn.Linear(keys.shape[1], classes)
+        optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
+        for _ in range(20):
+            for batch in torch.randperm(len(keys)).split(100):
+                _step(optimizer, functional.cross_entropy(head(keys[batch]), labels[batch]))
+    return head
+
+
+def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()

@@ -1,0 +1,284 @@
+"""`python -m benchmarks.steps`: does `lr="auto"` do as well as a step size that was tuned?
+
+Supports the default of `mbpa.Adapted()`. On five kinds of keys the best fixed step is looked for on
+validation queries, a quarter of a decade apart, and compared with "auto" on test queries, all else
+being the default's. The constants of "auto" were chosen on the same validation queries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import mbpa
+from benchmarks.situations import KINDS, Questions, Situation
+from mbpa.experiments.language.passage import mixed, perplexity, solved_weights
+from mbpa.kernels import neighbor_weights
+
+AT_ONCE = 64  # queries
+WATCHED = 30  # queries of a situation whose neighbours' loss is followed
+QUARTER = 10**0.25
+PATIENCE = 3  # rates in a row that are worse, before the search ends
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description=__doc__)
+    parser.add_argument("--cache", type=Path, default=Path("results") / ".cache")
+    parser.add_argument("--out", type=Path, default=Path("results") / "steps.json")
+    parser.add_argument("--document", type=Path, default=Path("docs") / "tuning.md")
+    parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--steps", nargs="*", type=int, default=[20, 5])
+    parser.add_argument("--queries", type=int, default=1_000, help="of a situation, at most")
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {"torch": str(torch.__version__), "kinds": {}}
+    if arguments.out.exists():  # what is not asked for stays
+        report = json.loads(arguments.out.read_text("utf-8"))
+    for kind in arguments.only:
+        situations = [_fewer(each, arguments.queries) for each in KINDS[kind](arguments.cache)]
+        for steps in arguments.steps:
+            start = time.perf_counter()
+            found = compared(kind, situations, mbpa.Adapted(mbpa.Gradient("auto", steps)))
+            found["seconds"] = round(time.perf_counter() - start, 1)
+            report["kinds"].setdefault(kind, {})[f"{steps} steps"] = found
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            print(line(kind, steps, found), flush=True)
+    page = arguments.document.read_text("utf-8")
+    arguments.document.write_text(refreshed(page, report), "utf-8")
+    return 0
+
+
+def compared(kind: str, situations: Sequence[Situation], predictor: mbpa.Adapted) -> dict[str, Any]:
+    """The best fixed step against "auto", in percent of right answers or in perplexity."""
+    is_language = kind == "LSTM states"
+    measure: Callable[[list[Answers]], float] = _perplexity if is_language else _accuracy
+    rule = predictor.rule
+    assert isinstance(rule, mbpa.Gradient)
+    parts = "validation", "test"
+    own = {p: answered(situations, mbpa.Parametric(), p) for p in parts}
+    auto = {p: answered(situations, predictor, p) for p in parts}
+    tried: dict[float, tuple[float, float]] = {}
+
+    def score(lr: float) -> tuple[float, float]:  # the lower the better; the loss decides ties
+        fixed = replace(predictor, rule=replace(rule, lr=lr))
+        answers = answered(situations, fixed, "validation")
+        tried[lr] = (measure(answers), _loss(answers))
+        return (tried[lr][0] if is_language else -tried[lr][0], tried[lr][1])
+
+    best = searched(score, float(f"{_usual_rate(situations, predictor):.1g}"))
+    tuned = answered(situations, replace(predictor, rule=replace(rule, lr=best)), "test")
+    found: dict[str, Any] = {
+        "measure": "perplexity" if is_language else "accuracy",
+        "k": predictor.k,
+        "queries": sum(len(situation.test.keys) for situation in situations),
+        "parametric": measure(own["test"]),
+        "auto": measure(auto["test"]),
+        "tuned": measure(tuned),
+        "tuned lr": best,
+        "usual rate of auto": _usual_rate(situations, predictor),
+        "loss": {
+            "parametric": _loss(own["test"]),
+            "auto": _loss(auto["test"]),
+            "tuned": _loss(tuned),
+        },
+        "validation": {
+            "auto": measure(auto["validation"]),
+            "tried": {f"{lr:.3g}": score[0] for lr, score in sorted(tried.items())},
+        },
+        "neighbors": neighbors_loss(situations, predictor),
+    }
+    if is_language:
+        fixed = replace(predictor, rule=replace(rule, lr=best))
+        on_validation = answered(situations, fixed, "validation")
+        found["mixed with the LSTM"] = {
+            "auto": _mixed(own, auto["validation"], auto["test"]),
+            "tuned": _mixed(own, on_validation, tuned),
+        }
+    return found
+
+
+Answers = tuple[Tensor, Tensor]
+"""Log-probability of the answers, and which were right."""
+
+
+def answered(
+    situations: Sequence[Situation], predictor: mbpa.Predictor, part: str
+) -> list[Answers]:
+    found = []
+    for situation in situations:
+        questions: Questions = getattr(situation, part)
+        memory = mbpa.ExactMemory(1, questions.keys.shape[1])  # neighbours are known
+        model = mbpa.MbPA(head=situation.head, memory=memory, predictor=predictor)
+        for start in range(0, len(questions.keys), AT_ONCE):
+            rows = slice(start, start + AT_ONCE)
+            neighbors, answers = questions.neighbors.rows(rows), questions.answers[rows]
+            said = model(keys=questions.keys[rows], neighbors=neighbors)
+            found.append((said.gather(1, answers[:, None])[:, 0], said.argmax(1) == answers))
+    return found
+
+
+def searched(score: Callable[[float], tuple[float, float]], first: float) -> float:
+    """From the first rate up and down, until it only gets worse."""
+    scores = {first: score(first)}
+    for factor in (QUARTER, 1 / QUARTER):
+        rate, worse = first, 0
+        while worse < PATIENCE:
+            rate *= factor
+            best = min(scores.values())
+            scores[rate] = score(rate)
+            worse = 0 if scores[rate] < best else worse + 1
+    return min(scores, key=lambda rate: scores[rate])
+
+
+def neighbors_loss(situations: Sequence[Situation], predictor: mbpa.Adapted) -> dict[str, float]:
+    """How often a step of "auto" raises the loss of the neighbours, and how often all steps do."""
+    total = rises = ends = 0
+    for situation in situations:
+        for query in range(min(WATCHED, len(situation.test.keys))):
+            neighbors = situation.test.neighbors.rows(slice(query, query + 1)).first(predictor.k)
+            losses = followed(situation, predictor, neighbors)
+            total += 1
+            rises += any(b > a * (1 + 1e-5) for a, b in itertools.pairwise(losses))
+            ends += losses[-1] > losses[0] * (1 + 1e-5)
+    return {"queries": total, "rose once": 100 * rises / total, "rose in all": 100 * ends / total}
+
+
+def followed(
+    situation: Situation, predictor: mbpa.Adapted, neighbors: mbpa.Neighbors
+) -> list[float]:
+    """The weighted loss of one query's neighbours, before and after each step."""
+    (rate,) = rates_of(situation, predictor, neighbors)
+    head = copy.deepcopy(situation.head)
+    keys, values = neighbors.keys[0], neighbors.values[0]
+    weights = neighbor_weights(predictor.kernel, neighbors)[0]
+    optimizer = torch.optim.SGD(head.parameters(), lr=rate)
+    losses = []
+    for _ in range(predictor.rule.steps + 1):
+        loss = weights @ functional.cross_entropy(head(keys), values, reduction="none")
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def rates_of(
+    situation: Situation, predictor: mbpa.Adapted, neighbors: mbpa.Neighbors
+) -> list[float]:
+    """What "auto" comes to for these queries."""
+    from mbpa.adaptation import Problem
+    from mbpa.adaptation.rates import settled
+
+    keys, weights = neighbors.keys, neighbor_weights(predictor.kernel, neighbors)
+    with torch.no_grad():
+        outputs = situation.head(keys[:, 0])
+        names = tuple(name for name, _ in situation.head.named_parameters())
+        loss = "cross_entropy"
+        problem = Problem(
+            situation.head, predictor.rule, loss, names, keys[:, 0], outputs, keys,
+            neighbors.values, weights,
+        )  # fmt: skip
+        return settled(problem, None, False).weights.sum(1).tolist()
+
+
+def _usual_rate(situations: Sequence[Situation], predictor: mbpa.Adapted) -> float:
+    found: list[float] = []
+    for situation in situations:
+        neighbors = situation.validation.neighbors.rows(slice(0, 100)).first(predictor.k)
+        found += rates_of(situation, predictor, neighbors)
+    return float(torch.tensor(found).median())
+
+
+def _fewer(situation: Situation, most: int) -> Situation:
+    def some(questions: Questions) -> Questions:
+        chosen = torch.randperm(len(questions.keys), generator=torch.Generator().manual_seed(1))
+        chosen = chosen[:most].sort().values
+        neighbors = questions.neighbors
+        tensors = "values", "distances", "dots", "mask", "ids", "slots", "keys"
+        fewer = {name: getattr(neighbors, name)[chosen] for name in tensors}
+        return Questions(
+            questions.keys[chosen], questions.answers[chosen], replace(neighbors, **fewer)
+        )
+
+    return replace(situation, validation=some(situation.validation), test=some(situation.test))
+
+
+def _accuracy(answers: list[Answers]) -> float:
+    return 100 * float(torch.cat([right for _, right in answers]).double().mean())
+
+
+def _logs(answers: list[Answers]) -> Tensor:
+    return torch.cat([logs for logs, _ in answers])
+
+
+def _loss(answers: list[Answers]) -> float:
+    found = -float(_logs(answers).double().mean())
+    return found if math.isfinite(found) else math.inf
+
+
+def _perplexity(answers: list[Answers]) -> float:
+    return perplexity(_logs(answers))
+
+
+def _mixed(own: dict[str, list[Answers]], validation: list[Answers], test: list[Answers]) -> float:
+    """Perplexity, with the weight that is best on validation."""
+    weights = solved_weights(torch.stack([_logs(own["validation"]), _logs(validation)]))
+    return perplexity(mixed(torch.stack([_logs(own["test"]), _logs(test)]), weights))
+
+
+BEGIN, END = "<!-- steps -->\n", "<!-- end of steps -->"
+
+
+def refreshed(page: str, report: dict[str, Any]) -> str:
+    """A document with the table that the results make, between its two markers."""
+    before, found, rest = page.partition(BEGIN)
+    assert found, f"the document has no {BEGIN}"
+    return before + BEGIN + table(report) + rest[rest.index(END) :]
+
+
+def table(report: dict[str, Any]) -> str:
+    """Of the comparisons, those with most steps first."""
+    head = ["keys", "steps", "queries", "head alone", "fixed step, tuned", '"auto"', "tuned lr"]
+    head += ['median rate of "auto"', "neighbours' loss rose"]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    found = [
+        (int(steps.split()[0]), kind, each)
+        for kind, by_steps in report["kinds"].items()
+        for steps, each in by_steps.items()
+    ]
+    for steps, kind, each in sorted(found, key=lambda one: -one[0]):
+        unit = "%" if each["measure"] == "accuracy" else ""
+        numbers = [f"{each[name]:.1f}{unit}" for name in ("parametric", "tuned", "auto")]
+        rates = [f"{each[name]:.2g}" for name in ("tuned lr", "usual rate of auto")]
+        watched = each["neighbors"]
+        rose = f"{watched['rose once'] / 100 * watched['queries']:.0f} of {watched['queries']}"
+        rows.append([kind, str(steps), str(each["queries"]), *numbers, *rates, rose])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def line(kind: str, steps: int, found: dict[str, Any]) -> str:
+    """A comparison in one line."""
+    names = "parametric", "auto", "tuned"
+    told = "  ".join(f"{name} {found[name]:.2f}" for name in names)
+    return (
+        f"{kind:15} T {steps:2}  {found['measure']:10} {told} (lr {found['tuned lr']:.3g}, auto "
+        f"usually {found['usual rate of auto']:.3g})  loss {found['loss']}  {found['neighbors']} "
+        f"{found.get('mixed with the LSTM', '')}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""Tuning: what it says of a predictor is what the predictor does, and no entry sees itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mbpa
+from mbpa.tune import _drawn, _entries, leave_one_out, without
+
+
+def make_model(
+    entries: int = 40,
+    *,
+    predictor: mbpa.Predictor | None = None,
+    has_labels: bool = True,
+    copies: int = 1,
+) -> mbpa.MbPA:
+    """Three classes around three places, some far from theirs; each key `copies` times."""
+    generator = torch.Generator().manual_seed(0)
+    centers = 2 * torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (entries,), generator=generator)
+    noise = torch.randn(entries, 4, generator=generator, dtype=torch.float64)
+    keys = (centers[labels] + 1.5 * noise).repeat(copies, 1)
+    labels = torch.cat([(labels + shift) % 3 for shift in range(copies)])
+    values = labels if has_labels else torch.stack([keys.sum(1), keys[:, 0]], 1)
+    torch.manual_seed(1)
+    head = nn.Linear(4, 3 if has_labels else 2).double()
+    form = {} if has_labels else {"value_shape": (2,), "value_dtype": torch.float64}
+    memory = mbpa.ExactMemory(len(keys), 4, dtype=torch.float64, **form)
+    predictor = predictor or mbpa.Adapted(mbpa.Gradient(0.1, 3), k=5)
+    model = mbpa.MbPA(head=head, memory=memory, predictor=predictor)
+    model.write(keys, values)
+    return model
+
+
+def predictions_without(model: mbpa.MbPA, predictor: mbpa.Predictor) -> Tensor:
+    """For each entry: a memory that never had it."""
+    ids, keys, values = model.memory.entries()
+    found = []
+    for place in range(len(ids)):
+        others = torch.arange(len(ids)) != place
+        form = {"value_shape": values.shape[1:], "value_dtype": values.dtype}
+        memory = mbpa.ExactMemory(len(ids), 4, dtype=torch.float64, **form)
+        memory.write(keys[others], values[others])
+        alone = mbpa.MbPA(head=model.head, memory=memory, predictor=predictor)
+        found.append(alone(keys=keys[place : place + 1])[0])
+    return torch.stack(found)
+
+
+def loss_and_accuracy(predictions: Tensor, labels: Tensor) -> tuple[float, float]:
+    chosen = predictions[torch.arange(len(labels)), labels]
+    return -float(chosen.mean()), float((predictions.argmax(1) == labels).double().mean())
+
+
+PREDICTORS = [
+    mbpa.Adapted(mbpa.Gradient("auto", 4), k=6),
+    mbpa.Mixture(mbpa.Parametric(), mbpa.NeighborVote(mbpa.gaussian(1.0), k=9), weights=(0.4, 0.6)),
+    mbpa.NeighborVote(k=100, smoothing=0.1),  # more than there are
+]
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+@pytest.mark.parametrize("predictor", PREDICTORS, ids=lambda predictor: type(predictor).__name__)
+def test_what_is_left_out_is_as_if_it_had_never_been_written(
+    predictor: mbpa.Predictor, copies: int
+) -> None:
+    model = make_model(30 // copies, copies=copies)
+    found = leave_one_out(model, predictor)
+    assert found.ids.tolist() == model.memory.ids.tolist()
+    assert found.values.equal(model.memory.entries().values)
+    assert (found.predictions - predictions_without(model, predictor)).abs().max() < 1e-9
+
+
+def test_an_entry_among_more_copies_than_are_read_is_left_out_too() -> None:
+    """Copies tie with the entry itself, and may push it out of what is read."""
+    model = make_model(3, copies=12)
+    predictor = mbpa.NeighborVote(k=2, smoothing=0.1)
+    expected = predictions_without(model, predictor)
+    assert (leave_one_out(model, predictor).predictions - expected).abs().max() < 1e-9
+
+
+def test_regression_is_left_out_too() -> None:
+    model = make_model(20, has_labels=False)
+    found = leave_one_out(model)
+    assert (found.predictions - predictions_without(model, model.predictor)).abs().max() < 1e-9
+    tuned = mbpa.tune(model, k=(4,), steps=(3,), weight=(1.0, 0.5))
+    trial = next(trial for trial in tuned.trials if trial.predictor == model.predictor)
+    expected = (found.predictions - found.values).square().sum(1).mean() / 2
+    assert trial.loss == pytest.approx(float(expected), rel=1e-9)
+    assert trial.accuracy is None
+
+
+def test_entries_of_a_read_are_dropped_by_id_and_the_last_where_there_is_none() -> None:
+    memory = make_model(10).memory
+    _, keys, _ = memory.entries()
+    found = memory.read(keys[:3], 5, keys_for=3)
+    others = without(found, torch.tensor([0, int(found.ids[1, 2]), 999]))
+    assert others.ids[0].tolist() == found.ids[0, 1:].tolist()  # itself, the nearest
+    assert others.ids[1].tolist() == found.ids[1, [0, 1, 3, 4]].tolist()
+    assert others.ids[2].tolist() == found.ids[2, :4].tolist()
+    for row in range(3):
+        for place in range(2):  # keys stay those of their entries
+            assert others.keys[row, place].equal(keys[int(others.ids[row, place])])
+
+
+def test_a_trial_is_what_the_predictor_does_on_validation_data() -> None:
+    model = make_model()
+    other = make_model(25).memory.entries()
+    keys, labels = other.keys + 0.1, other.values
+    result = mbpa.tune(model, keys=keys, values=labels, decay=(0.0, 0.1), steps=(1, 3))
+    assert len(result.trials) == 2 + 3 * 3 * 3 * 3  # decay does nothing in one step
+    assert not result.left_out
+    assert result.queries == 25
+    for trial in result.trials:
+        alone = mbpa.MbPA(head=model.head, memory=model.memory, predictor=trial.predictor)
+        loss, accuracy = loss_and_accuracy(alone(keys=keys), labels)
+        assert trial.loss == pytest.approx(loss, rel=1e-9)
+        assert trial.accuracy == accuracy
+    losses = [trial.loss for trial in result.trials]
+    assert losses == sorted(losses)
+    assert mbpa.tune(model, keys, labels, decay=(0.0, 0.1), steps=(1, 3)) == result
+
+
+def test_a_trial_is_what_the_predictor_does_when_entries_are_left_out() -> None:
+    model = make_model(20)
+    result = mbpa.tune(model, predictors=PREDICTORS, objective="accuracy")
+    assert len(result.trials) == 5  # with the model's own, and none
+    assert result.left_out
+    labels = model.memory.entries().values
+    for trial in result.trials:
+        loss, accuracy = loss_and_accuracy(predictions_without(model, trial.predictor), labels)
+        assert trial.loss == pytest.approx(loss, rel=1e-9)
+        assert trial.accuracy == pytest.approx(accuracy)
+    shares = [(-trial.accuracy, trial.loss) for trial in result.trials]
+    assert shares == sorted(shares)
+
+
+def test_bandwidths_are_in_units_of_the_distance_to_the_nearest_entry() -> None:
+    model = make_model(25)
+    keys = model.memory.entries().keys
+    distances = torch.cdist(keys, keys) + 1e9 * torch.eye(25)
+    result = mbpa.tune(model, k=(5,), steps=(2,), bandwidth=(0.5,), weight=(1.0,))
+    (kernel,) = {
+        trial.predictor.kernel
+        for trial in result.trials
+        if isinstance(trial.predictor, mbpa.Adapted) and trial.predictor != model.predictor
+    }
+    assert kernel.bandwidth == pytest.approx(0.5 * float(distances.amin(1).mean()), rel=1e-9)
+
+
+def test_the_model_changes_only_if_it_is_to_adopt_the_best() -> None:
+    model = make_model()
+    before, own = model.memory.entries(), model.predictor
+    weights = model.head.weight.clone()
+    result = mbpa.tune(model, k=(5, 10), steps=(5,))
+    assert model.predictor is own
+    assert mbpa.tune(model, k=(5, 10), steps=(5,), adopt=True) == result
+    assert model.predictor == result.best != own
+    assert all(a.equal(b) for a, b in zip(before, model.memory.entries(), strict=True))
+    assert model.head.weight.equal(weights)
+
+
+def test_one_retrieval_serves_all_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = make_model(), []
+    read = model.memory.read
+
+    def counted(queries: Tensor, k: int, **named: int) -> mbpa.Neighbors:
+        asked.append((len(queries), k))
+        return read(queries, k, **named)
+
+    monkeypatch.setattr(model.memory, "read", counted)
+    mbpa.tune(model, k=(3, 17))
+    assert asked == [(40, 18)]
+
+
+def test_some_entries_are_drawn_by_the_seed() -> None:
+    model = make_model()
+    some = leave_one_out(model, queries=10, seed=1)
+    assert some.ids.tolist() == leave_one_out(model, queries=10, seed=1).ids.tolist()
+    assert some.ids.tolist() != leave_one_out(model, queries=10, seed=2).ids.tolist()
+    every = leave_one_out(model)
+    assert (some.predictions - every.predictions[some.ids]).abs().max() < 1e-9
+    assert mbpa.tune(model, queries=10, k=(3,), steps=(2,)).queries == 10
+
+
+def test_labels_count_the_same_where_they_are_to() -> None:
+    model = make_model(30)
+    model.write(torch.randn(3, 4).double(), torch.tensor([0, 0, 0]))
+    found = leave_one_out(model)
+    chosen = found.predictions.gather(1, found.values[:, None])[:, 0]
+    expected = -sum(chosen[found.values == label].mean() for label in range(3)) / 3
+    result = mbpa.tune(model, predictors=[model.predictor], balanced=True)
+    trial = next(trial for trial in result.trials if trial.predictor == model.predictor)
+    assert trial.loss == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_a_balanced_draw_takes_of_each_label_as_many_as_it_can() -> None:
+    memory = mbpa.ExactMemory(100, 2)
+    labels = torch.tensor([0] * 50 + [1] * 3 + [2] * 20)
+    model = mbpa.MbPA(head=nn.Linear(2, 3), memory=memory, predictor=mbpa.Parametric())
+    model.write(torch.randn(73, 2), labels)
+    drawn = _drawn(_entries(model), 15, seed=1, balanced=True)
+    assert drawn.values.bincount().tolist() == [6, 3, 6]
+    assert drawn.ids.unique().tolist() == drawn.ids.tolist()
+    assert drawn.shares.tolist() == pytest.approx(
+        [15 / 3 / 6] * 6 + [15 / 3 / 3] * 3 + [15 / 3 / 6] * 6
+    )
+
+
+def test_wrong_labels_are_the_least_probable() -> None:
+    """What the list of probably mislabelled examples lives on."""
+    torch.manual_seed(0)
+    centers = 6 * torch.eye(3)
+    labels = torch.arange(3).repeat(20)
+    keys = centers[labels] + 0.5 * torch.randn(60, 3)
+    told = labels.clone()
+    told[[4, 31]] = (told[[4, 31]] + 1) % 3
+    memory = mbpa.ExactMemory(60, 3)
+    model = mbpa.MbPA(head=nn.Linear(3, 3), memory=memory, predictor=mbpa.Adapted(k=10))
+    model.write(keys, told)
+    found = leave_one_out(model)
+    chosen = found.predictions.gather(1, found.values[:, None])[:, 0]
+    assert set(found.ids[chosen.argsort()[:2]].tolist()) == {4, 31}
+
+
+def test_a_result_reads_as_a_table() -> None:
+    result = mbpa.tune(make_model(20), k=(5,), steps=(2,))
+    text = str(result).splitlines()
+    assert text[0] == "11 predictors by loss, on 20 entries, each left out of the memory in turn"
+    assert f"{result.trials[0].loss:.4f}" in text[1]
+    assert str(result.best) in text[1]
+    assert len(text) == 12
+
+
+def test_a_predictor_that_is_sure_of_a_wrong_answer_comes_last() -> None:
+    model = make_model(20)
+    result = mbpa.tune(model, predictors=[mbpa.NeighborVote(k=1)])
+    assert result.trials[-1].predictor == mbpa.NeighborVote(k=1)
+    assert result.trials[-1].loss == math.inf
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"objective": "f1"}, "objective must be 'loss' or 'accuracy', got 'f1'"),
+        ({"values": [1]}, "values need what they are of"),
+        ({"keys": torch.ones(2, 4)}, "give the labels or targets too"),
+        ({"keys": torch.ones(2, 4), "values": [1]}, r"values must have shape \(2,\), got \(1,\)"),
+        ({"keys": torch.ones(2, 3), "values": [1, 1]}, r"keys must have shape \('Q', 4\)"),
+        ({"keys": torch.ones(1, 4), "values": [7]}, "labels must be below 3"),
+        ({"x": torch.ones(1, 4), "keys": torch.ones(1, 4)}, "one of the two"),
+        ({"predictors": []}, "predictors must name at least one"),
+        ({"predictors": ["vote"]}, "predictors must be such, got 'vote'"),
+        ({"k": ()}, "k must name at least one value"),
+        ({"weight": (0.0,)}, "weight 0 is"),
+        ({"weight": (1.5,)}, "weight must be at most 1"),
+        ({"bandwidth": (-1.0,)}, "must not be negative"),
+        ({"queries": 0}, "queries must be at least 1, got 0"),
+        ({"steps": (0,)}, "steps must be"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_arguments_that_make_no_sense_are_refused(named: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mbpa.tune(make_model(), **named)
+
+
+def test_a_memory_with_nothing_to_leave_is_refused() -> None:
+    for entries in (0, 1):
+        model = make_model(2)
+        model.memory.delete(model.memory.ids[: 2 - entries])
+        with pytest.raises(ValueError, match=f"must hold two entries, it holds {entries}"):
+            mbpa.tune(model)
+        with pytest.raises(ValueError, match=f"must hold two entries, it holds {entries}"):
+            leave_one_out(model)
+    model.memory.clear()
+    with pytest.raises(ValueError, match="it is empty"):
+        mbpa.tune(model, torch.ones(1, 4).double(), [0])
+
+
+def test_labels_that_the_head_does_not_know_are_refused() -> None:
+    model = make_model(10)
+    model.memory.write(torch.ones(1, 4).double(), [5])  # past the model, which would refuse
+    for ask in (mbpa.tune, leave_one_out):
+        with pytest.raises(ValueError, match=r"labels must be below 3.*got 5"):
+            ask(model)
