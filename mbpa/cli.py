@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Ty
 
 import tyro
 
-from mbpa.errors import ExperimentError, MissingExtraError
+from mbpa.errors import ExperimentError, MissingExtraError, RunError
 
 if TYPE_CHECKING:
     from mbpa.experiments.results import Result
@@ -222,7 +222,124 @@ class Data(Command):
         return command.main(list(self.arguments))
 
 
+@dataclass(frozen=True)
+class Teach(Command):
+    """Make a classifier from a spreadsheet: a CSV or JSONL file of texts and labels.
+
+    Embeds the texts, trains a head, fills the memory, and tunes; `mbpa serve` starts what it wrote.
+    """
+
+    after_interrupt: ClassVar[str] = "run the same command again: what was embedded is kept"
+
+    data: tyro.conf.Positional[Path]
+    """The file: JSONL if its name ends in .jsonl, else CSV with a header."""
+    out: Path = Path("run")
+    """Directory of the run."""
+    text: str = "text"
+    """Name of the column of texts."""
+    label: str = "label"
+    """Name of the column of labels; if there is one other column, that."""
+    encoding: str | None = None
+    """Of the file, such as cp1252; by default UTF-8."""
+    encoder: str | None = None
+    """Text encoder: a directory or a name of Hugging Face; by default a packaged MiniLM."""
+    cache: Path = Path("~/.cache/mbpa/embeddings")
+    """Where embeddings are kept for the next time."""
+    again: bool = False
+    """Replace the run in the directory, with all that it was taught."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to embed; auto: on a GPU if there is one."""
+    progress: bool = True
+    """Show progress bars on standard error."""
+
+    def run(self) -> int:
+        import torch
+
+        from mbpa import text
+        from mbpa.serve import spreadsheet, teaching
+
+        start = time.perf_counter()
+        teaching.require_free(self.out, replace=self.again)
+        data = spreadsheet.read_spreadsheet(
+            self.data, text=self.text, label=self.label, encoding=self.encoding
+        )
+        has_gpu = torch.cuda.is_available()
+        device = self.device if self.device != "auto" else "cuda" if has_gpu else "cpu"
+        try:
+            encoder = text.encoder(self.encoder or text.DEFAULT, device=device)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        cache = self.cache.expanduser()
+        taught = teaching.teach(data, encoder, cache=cache, progress=self.progress)
+        teaching.write_taught(taught, data, self.out, replace=self.again)
+        print(teaching.report(taught, data))
+        print(f"wrote {self.out} in {time.perf_counter() - start:.1f} s\n")
+        print(f"next: mbpa serve {self.out}, or with a page to it: mbpa explore {self.out}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Serve(Command):
+    """Serve a run over HTTP: predict, learn, explain, forget; documented at /docs."""
+
+    directory: tyro.conf.Positional[Path]
+    """What `mbpa teach` wrote."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all, and then with a token."""
+    port: int = 8000
+    """Port to listen on; 0: any free one, which is printed."""
+    token: str | None = None
+    """Asked of every request but /health, as a bearer token; by default $MBPA_TOKEN, or none."""
+    threshold: float | None = None
+    """Confidence below which it abstains; by default the one that was fitted."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: on a GPU if there is one."""
+
+    def run(self) -> int:
+        from mbpa.serve import http
+        from mbpa.serve.gate import Settings
+
+        http.serve(
+            self.directory,
+            host=self.host,
+            port=self.port,
+            settings=Settings(token=self.token or os.environ.get("MBPA_TOKEN") or None),
+            threshold=self.threshold,
+            device=self.device,
+        )
+        return 0
+
+
+@dataclass(frozen=True)
+class Explore(Serve):
+    """Serve a run with a page on top: ask, see why, teach, undo, review what it was taught."""
+
+    def run(self) -> int:
+        from mbpa.serve import http
+        from mbpa.serve.gate import Settings
+
+        # isort: split
+        from mbpa.explorer import page
+
+        http.serve(
+            self.directory,
+            host=self.host,
+            port=self.port,
+            settings=Settings(
+                token=self.token or os.environ.get("MBPA_TOKEN") or None, open_paths=(page.PATH,)
+            ),
+            threshold=self.threshold,
+            device=self.device,
+            page=page.mount,
+            path=page.PATH,
+        )
+        return 0
+
+
 COMMANDS: dict[str, type[Command]] = {
+    "teach": Teach,
+    "serve": Serve,
+    "explore": Explore,
     "list": List,
     "run": Run,
     "tune": Tune,
@@ -254,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left at exit
         return 1
-    except (ExperimentError, OSError) as error:
+    except (ExperimentError, RunError, OSError) as error:
         return _failed(str(error), 2)
     except KeyboardInterrupt:
         return _failed(f"interrupted; {hint}" if hint else "interrupted", 130)

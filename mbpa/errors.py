@@ -9,6 +9,10 @@ class ExperimentError(Exception):
     """An experiment cannot be run or reported as asked; the message is a line on what to do."""
 
 
+class RunError(Exception):
+    """A run directory, or the data for one, cannot be used; the message is a line on what to do."""
+
+
 class MissingExtraError(ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 

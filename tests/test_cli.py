@@ -23,7 +23,7 @@ def call(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands():
     done = call("--help")
     assert done.returncode == 0
-    assert "usage: mbpa [-h] {list,run,tune,report,data,demo}" in done.stdout
+    assert "usage: mbpa [-h] {teach,serve,explore,list,run,tune,report,data,demo}" in done.stdout
     assert "mbpa --version" in done.stdout
 
 

@@ -1,0 +1,1 @@
+"""A page that shows why a classifier answers as it does, and takes lessons."""

@@ -1,0 +1,319 @@
+"""What the page shows, as HTML and SVG: bars, memories, a map. No script, no file, no request.
+
+Every text comes from somebody: all of it is escaped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mbpa.explorer.review import Opinion
+from mbpa.serve.answers import NearExample, Reason
+from mbpa.serve.classifier import Classifier
+
+COLOURS = ("#4f7cff", "#f08c2e", "#2fa36b", "#b065c9", "#e0566b")  # on light and dark ground
+OTHER = "#98a1b3"
+BARS, MEMORIES = 5, 6  # shown of an answer
+MOST_POINTS = 10_000  # of the map; of larger memories evenly drawn
+WIDTH, HEIGHT, MARGIN = 520.0, 360.0, 14.0  # of the map
+
+STYLE = """
+.mbpa {font-size: 15px; line-height: 1.45}
+.mbpa h1 {font-size: 28px; font-weight: 700; letter-spacing: -.02em; margin: 0}
+.mbpa .verdict {display: flex; align-items: baseline; gap: 10px; flex-wrap: wrap;
+  margin: 2px 0 14px}
+.mbpa .verdict b {font-size: 22px; font-weight: 650; overflow-wrap: anywhere}
+.mbpa :is(.quiet, th), .mbpa.quiet {color: var(--body-text-color-subdued); font-weight: 400;
+  font-size: 13px}
+.mbpa .tag {border-radius: 99px; padding: 1px 10px; font-size: 13px; color: #fff}
+.mbpa .bars {display: grid; grid-template-columns: minmax(90px, 34%) 1fr 48px; gap: 8px 12px;
+  align-items: center}
+.mbpa .name {overflow: hidden; text-overflow: ellipsis; white-space: nowrap; text-align: right}
+.mbpa .bar {height: 8px; border-radius: 4px; min-width: 2px; margin: 2px 0}
+.mbpa .bar.before {background: #98a1b3; opacity: .55; height: 5px}
+.mbpa .number {font-variant-numeric: tabular-nums; text-align: right}
+.mbpa table {width: 100%; border-collapse: collapse}
+.mbpa td, .mbpa th {padding: 6px 0 6px 16px; text-align: left; vertical-align: baseline}
+.mbpa td {border-top: 1px solid var(--border-color-primary)}
+.mbpa :is(td, th):first-child {padding-left: 0}
+.mbpa th.number {text-align: right}
+.mbpa .chips {display: flex; flex-wrap: wrap; gap: 2px 14px}
+.mbpa .chip {display: inline-flex; align-items: baseline; overflow-wrap: break-word}
+.mbpa td .chip {min-width: 150px}
+.mbpa .dot {flex: none; width: 9px; height: 9px; border-radius: 9px; margin-right: 7px}
+.mbpa svg {width: 100%; height: auto; display: block}
+.mbpa svg text {fill: var(--body-text-color); font-size: 12px}
+"""
+
+
+def title(stats: Mapping[str, object]) -> str:
+    """The title, and what there is."""
+    line = (
+        f"{stats['examples']:,} examples · {stats['labels']} labels · "
+        f"{stats['taught']:,} taught since training"
+    )
+    if stats["read_only"]:
+        line += f" · <b>read-only: {escape(str(stats['read_only']))}</b>"
+    return f'<div class="mbpa"><h1>mbpa explorer</h1><div class="quiet">{line}</div></div>'
+
+
+def colours(reason: Reason) -> dict[str, str]:
+    """A colour for each of the labels that are shown, the same in bars, memories and map."""
+    return dict(zip((label for label, *_ in rows(reason)), COLOURS, strict=False))
+
+
+def rows(reason: Reason) -> list[tuple[str, float, float]]:
+    """Labels with their probabilities before and after, the most probable after first."""
+    before, after = dict(reason.before), dict(reason.answer.top)
+    shares = {label: (before.get(label, 0.0), after.get(label, 0.0)) for label in before | after}
+    shown = sorted(shares, key=lambda label: (-max(shares[label]), label))[:BARS]
+    return [(label, *shares[label]) for label in sorted(shown, key=lambda name: -shares[name][1])]
+
+
+def answer(reason: Reason, threshold: float) -> str:
+    """The verdict, and bars before and after adaptation."""
+    found = rows(reason)
+    if not found:
+        return '<div class="mbpa">There is no label yet: teach one.</div>'
+    colour = colours(reason)
+    bars = "".join(
+        f'<div class="name" title="{escape(label)}">{escape(label)}</div>'
+        f'<div><div class="bar before" style="width: {before:.1%}"></div>'
+        f'<div class="bar" style="width: {after:.1%}; background: {colour[label]}"></div></div>'
+        f'<div class="number">{percent(after)}<div class="quiet">{percent(before)}</div></div>'
+        for label, before, after in found
+    )
+    legend = "thin and grey: the trained head alone · coloured: adapted to the memories below"
+    return (
+        f'<div class="mbpa">{_verdict(reason, threshold, colour)}<div class="bars">{bars}</div>'
+        f'<div class="quiet" style="margin-top: 12px">{legend} · '
+        f"the head moved by ‖θˣ − θ‖ = {reason.change:.3g}</div></div>"
+    )
+
+
+def _verdict(reason: Reason, threshold: float, colour: Mapping[str, str]) -> str:
+    best, share = reason.answer.top[0]
+    first = reason.before[0][0] if reason.before else None
+    if reason.answer.abstains:
+        tag, ground = "abstains", OTHER
+        why = f"{percent(share)}, and it answers from {percent(threshold)} on"
+    else:
+        tag, ground = "answers", colour.get(best, OTHER)
+        why = f"{percent(share)} sure"
+    if first is not None and first != best:
+        why += f" · without its memory: {escape(first)}"
+    return (
+        f'<div class="verdict"><span class="tag" style="background: {ground}">{tag}</span>'
+        f'<b>{breakable(best)}</b><span class="quiet">{why}</span></div>'
+    )
+
+
+def memories(reason: Reason) -> str:
+    """The examples that took part, the weightiest first."""
+    if not reason.neighbors:
+        return '<div class="mbpa quiet">No memory took part.</div>'
+    colour = colours(reason)
+    near = sorted(reason.neighbors, key=lambda each: -each.weight)
+    body = "".join(_memory(each, colour.get(each.label, OTHER)) for each in near[:MEMORIES])
+    more = len(near) - MEMORIES
+    rest = f'<div class="quiet" style="padding-top: 6px">and {more} more</div>' if more > 0 else ""
+    head = (
+        "<th>retrieved memory</th><th>label</th>"
+        '<th class="number">weight</th><th class="number">distance</th>'
+    )
+    return f'<div class="mbpa"><table><tr>{head}</tr>{body}</table>{rest}</div>'
+
+
+def _memory(near: NearExample, colour: str) -> str:
+    return (
+        f"<tr><td>{shown_text(near.id, near.text)}</td>"
+        f"<td>{_chip(near.label, colour)}</td>"
+        f'<td class="number">{percent(near.weight)}</td>'
+        f'<td class="number">{near.distance:.2f}</td></tr>'
+    )
+
+
+def shown_text(id: int, text: str | None, most: int = 110) -> str:
+    """Of an example, escaped and cut."""
+    if text is None:
+        return f"example {id}"
+    return escape(text if len(text) <= most else text[:most].rstrip() + "…")
+
+
+def breakable(label: str) -> str:
+    """A label, escaped, that may go on in the next line after its underscores."""
+    return escape(label).replace("_", "_<wbr/>")
+
+
+def percent(share: float) -> str:
+    """As short as it can be without saying 0 or 100 of what is not."""
+    if share < 0.0005:
+        return "0%" if share <= 0 else "&lt;0.1%"
+    if share > 0.995:
+        return "100%" if share >= 1 else "&gt;99%"
+    return f"{100 * share:.0f}%" if share >= 0.0995 else f"{100 * share:.1f}%"
+
+
+def _chip(label: str, colour: str) -> str:
+    dot = f'<span class="dot" style="background: {colour}"></span>'
+    return f'<span class="chip">{dot}<span>{breakable(label)}</span></span>'
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """The two directions in which keys differ most, and the part of their plane that is shown."""
+
+    mean: Float[Tensor, "D"]
+    axes: Float[Tensor, "D 2"]
+    low: Float[Tensor, "2"]
+    high: Float[Tensor, "2"]
+
+    @classmethod
+    def fitted(cls, keys: Float[Tensor, "M D"]) -> Plane:
+        """By principal components, whose signs are made definite."""
+        keys = keys.cpu().double()
+        mean = keys.mean(0)
+        centred = keys - mean
+        axes = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)[:, :2]
+        if axes.shape[1] < 2:
+            axes = torch.cat([axes, torch.zeros_like(axes)], 1)
+        axes = axes * torch.where(axes.gather(0, axes.abs().argmax(0)[None]) < 0, -1.0, 1.0)
+        places = centred @ axes
+        return cls(mean, axes, places.amin(0), places.amax(0))
+
+    def __call__(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B 2"]:
+        """Where keys are in the picture; what lies beyond what was fitted, at its edge."""
+        places = (keys.cpu().double() - self.mean) @ self.axes
+        shares = (places - self.low) / (self.high - self.low).clamp(min=1e-9)
+        size = torch.tensor([WIDTH, HEIGHT], dtype=torch.float64) - 2 * MARGIN
+        return MARGIN + shares.clamp(0, 1) * size
+
+
+class Map:
+    """The memory from above. Its axes are found once, so that nothing moves while it is taught."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        self._classifier = classifier
+        self._plane: Plane | None = None
+        self._change = -1
+        self._places: dict[int, tuple[float, float]] = {}
+        self._labels: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def around(self, text: str | None = None, reason: Reason | None = None) -> str:
+        """The map, with a query and its neighbours if there is one."""
+        with self._lock:
+            self._look()
+            if self._plane is None:
+                return '<div class="mbpa quiet">The memory is empty.</div>'
+            query = None
+            if reason is not None and text is not None:
+                key = self._classifier.encode([text])
+                query = tuple(self._plane(key)[0].tolist())
+            return drawn(self._places, self._labels, query, reason)
+
+    def _look(self) -> None:
+        """Learn what has come and gone."""
+        change = self._classifier.journal.change
+        if change == self._change:
+            return
+        examples = self._classifier.examples()
+        ids, keys = self._classifier.entries()
+        if not ids:
+            return
+        self._plane = self._plane or Plane.fitted(keys)
+        places = self._plane(keys).tolist()
+        self._places = {id: (x, y) for id, (x, y) in zip(ids, places, strict=True)}
+        self._labels = {each.id: each.label for each in examples}
+        self._change = change
+
+
+def drawn(
+    places: Mapping[int, tuple[float, float]],
+    labels: Mapping[int, str],
+    query: Sequence[float] | None,
+    reason: Reason | None,
+) -> str:
+    """The picture: all examples pale, in the colours of the answer; those that took part clear."""
+    colour = colours(reason) if reason is not None else {}
+    layers: dict[str, list[str]] = {ink: [] for ink in (OTHER, *colour.values())}
+    ids, shown = list(places), min(len(places), MOST_POINTS)
+    for id in (ids[place * len(ids) // shown] for place in range(shown)):
+        x, y = places[id]
+        layers[colour.get(labels.get(id, ""), OTHER)].append(f"M{x:.0f} {y:.0f}h0")
+    # One path a colour, its points being lines of no length with round ends: small and quick.
+    parts = [
+        f'<path d="{"".join(points)}" stroke="{ink}" stroke-width="4" stroke-linecap="round" '
+        f'stroke-opacity="{0.3 if ink == OTHER else 0.6}" fill="none"/>'
+        for ink, points in layers.items()
+        if points
+    ]
+    if reason is not None and query is not None:
+        parts += _neighborhood(places, query, reason, colour)
+    size = f'viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}"'
+    return (
+        f'<div class="mbpa"><svg {size} role="img" aria-label="Map of the memory">'
+        f"{''.join(parts)}</svg>{_legend(colour)}</div>"
+    )
+
+
+def _neighborhood(
+    places: Mapping[int, tuple[float, float]],
+    query: Sequence[float],
+    reason: Reason,
+    colour: Mapping[str, str],
+) -> list[str]:
+    near = [each for each in reason.neighbors if each.id in places]
+    most = max((each.weight for each in near), default=1.0) or 1.0
+    x, y = query
+    lines, dots = [], []
+    for each in near:
+        ink = colour.get(each.label, OTHER)
+        a, b = places[each.id]
+        share = each.weight / most
+        title = f"<title>{escape(each.label)}: {shown_text(each.id, each.text)}</title>"
+        lines.append(
+            f'<path d="M{x:.1f} {y:.1f}L{a:.1f} {b:.1f}" stroke="{ink}" '
+            f'stroke-opacity="{0.15 + 0.45 * share:.2f}"/>'
+        )
+        dots.append(
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{3 + 3 * share:.1f}" fill="{ink}" '
+            f'stroke="var(--background-fill-primary)">{title}</circle>'
+        )
+    sign = (
+        f'<circle class="query" cx="{x:.1f}" cy="{y:.1f}" r="7" fill="var(--body-text-color)" '
+        'stroke="var(--background-fill-primary)" stroke-width="2"><title>your sentence</title>'
+        "</circle>"
+    )
+    return [*lines, *dots, sign]
+
+
+def _legend(colour: Mapping[str, str]) -> str:
+    if not colour:
+        return '<div class="quiet">every point an example; near ones are alike</div>'
+    inks = {"your sentence": "var(--body-text-color)"} | dict(colour)
+    return f'<div class="quiet chips">{"".join(_chip(*named) for named in inks.items())}</div>'
+
+
+def opinion(found: Opinion) -> str:
+    """An example, and what the others say of it."""
+    example = found.example
+    says = (
+        f"Its neighbours agree, by {percent(found.share)} of their vote."
+        if found.label == example.label
+        else f"Its neighbours say <b>{breakable(found.label)}</b>, by {percent(found.share)} of "
+        f"their vote; {percent(found.own)} speak for its own label."
+    )
+    return (
+        f'<div class="mbpa"><div style="font-size: 17px; margin-bottom: 8px">'
+        f"{shown_text(example.id, example.text, most=600)}</div>"
+        f'<div class="quiet">labelled</div><b>{breakable(example.label)}</b>'
+        f'<div style="margin-top: 8px">{says}</div></div>'
+    )

@@ -1,0 +1,1 @@
+"""A classifier as a service that learns what it is told and never loses it."""

@@ -1,0 +1,86 @@
+"""What a classifier is told and what it says, in names and numbers; and what it cannot be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+MOST_TEXT, MOST_LABEL = 10_000, 200  # characters
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """An example to be taught: a label, and a text, its key, or both (the key counts)."""
+
+    label: str
+    text: str | None = None
+    key: Float[Tensor, "D"] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is said of one query."""
+
+    label: str | None
+    """The most probable, or `None` where that is not probable enough: it abstains."""
+    confidence: float
+    """Probability of the most probable label."""
+    top: tuple[tuple[str, float], ...]
+    """The most probable labels and their probabilities."""
+
+    @property
+    def abstains(self) -> bool:
+        return self.label is None
+
+
+@dataclass(frozen=True)
+class NearExample:
+    """An example that took part in an answer."""
+
+    id: int
+    label: str
+    text: str | None
+    weight: float
+    distance: float
+    """Euclidean, between keys."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why an answer came out as it did."""
+
+    answer: Answer
+    before: tuple[tuple[str, float], ...]
+    """What the trained head alone would say: the most probable labels; taught ones it knows
+    nothing of."""
+    neighbors: tuple[NearExample, ...]
+    change: float
+    """‖θˣ − θ‖: how far the head's parameters moved for this query."""
+
+
+def check_text(text: str) -> None:
+    """`ValueError` for a text that cannot be classified."""
+    if not text.strip():
+        raise ValueError("a text must not be empty")
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"a text must have at most {MOST_TEXT} characters, got {len(text)}")
+    _check_characters("a text", text, allowed="\t\n\r")
+
+
+def check_label(label: str) -> None:
+    """`ValueError` for what cannot be the name of a label."""
+    if not label.strip():
+        raise ValueError("a label must not be empty")
+    if len(label) > MOST_LABEL:
+        raise ValueError(f"a label must have at most {MOST_LABEL} characters, got {len(label)}")
+    _check_characters("a label", label, allowed="")
+
+
+def _check_characters(what: str, text: str, allowed: str) -> None:
+    for character in text:
+        code = ord(character)
+        is_control = code < 32 or 127 <= code < 160
+        if (is_control and character not in allowed) or 0xD800 <= code < 0xE000:
+            raise ValueError(f"{what} must have no control characters, got U+{code:04X}")

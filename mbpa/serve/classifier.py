@@ -1,0 +1,414 @@
+"""A classifier that is taught while it answers.
+
+The memory is filled from the journal at every start, so the journal is all there is to lose. What
+is said is a function of the examples that are there, not of their history: in what order they
+were taught, what was forgotten, how often it was started.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import mbpa
+from mbpa.device import Rates
+from mbpa.errors import RunError
+from mbpa.serve.answers import Answer, Lesson, NearExample, Reason, check_label, check_text
+from mbpa.serve.journal import Example, Journal
+from mbpa.serve.known import Held, Known
+from mbpa.serve.run import JOURNAL, RunInfo, as_bytes, from_bytes, read_model
+from mbpa.serve.taught import TaughtMemory
+from mbpa.split import grow
+from mbpa.text import TextEncoder, encoder
+
+# Fixed, not measured: another start must not choose another way to compute the same.
+RATES = Rates(operations=2.0**36, bytes=2.0**33, call=2.0**-19)
+SHOWN = 3  # labels an answer names
+MOST_EXAMPLES, MOST_LABELS, MOST_NEW_LABELS = 1_000_000, 10_000, 100  # the last in one call
+
+
+class Classifier:
+    """Answers by name, learns from examples, forgets them, explains; safe to use from threads.
+
+    Answers wait for no disk: a lesson is in the journal, for good, before it is in the memory, and
+    only the latter is a matter for those who predict.
+    """
+
+    def __init__(
+        self,
+        info: RunInfo,
+        head: nn.Linear,
+        predictor: mbpa.Predictor,
+        journal: Journal,
+        text_encoder: TextEncoder | None = None,
+    ) -> None:
+        self.info = info
+        self.threshold = info.threshold
+        self.journal = journal
+        self._encoder = text_encoder
+        self._head, self._predictor = head, predictor
+        self._engine = mbpa.Engine(store_bytes=0, rates=RATES)  # kept rows would tell of the past
+        self._device = head.weight.device
+        self._writing = threading.RLock()  # what the journal gets, the memory gets in that order
+        self._state = threading.RLock()
+        self._known = Known(info.trained_examples)
+        self._trained_labels: tuple[str, ...] = ()
+        self._new_labels: tuple[str, ...] = ()
+        self._counts: dict[str, int] = {}  # another one after each change, so readers need no lock
+        self._model: mbpa.MbPA | None = None
+        self._memory = TaughtMemory(1024, info.key_dim, device=self._device)
+        self._replay()
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        *,
+        device: str | torch.device = "cpu",
+        text_encoder: TextEncoder | None = None,
+    ) -> Self:
+        """The classifier in a run directory.
+
+        Args:
+            text_encoder: used in place of the run's own, which it must be another copy of.
+
+        Raises:
+            RunError: there is none, it is damaged, or made with another encoder than is here.
+            JournalError: its examples cannot be read.
+        """
+        root = Path(directory)
+        info = RunInfo.read(root)
+        head, predictor = read_model(root, info, device)
+        if text_encoder is None and info.encoder is not None:
+            text_encoder = encoder(info.encoder, device=device)
+        if text_encoder is not None and text_encoder.fingerprint != info.fingerprint:
+            raise RunError(
+                f"{root} was made with the encoder {info.encoder}, whose files have changed since: "
+                "teach it anew"
+            )
+        journal = Journal(root / JOURNAL)
+        try:
+            return cls(info, head, predictor, journal, text_encoder)
+        except BaseException:
+            journal.close()
+            raise
+
+    def close(self) -> None:
+        """Close the journal; predictions go on."""
+        with self._writing:
+            self.journal.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What it knows
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """How many examples there are of each label, in the order of the head's outputs."""
+        return dict(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._known.examples)
+
+    @property
+    def takes_texts(self) -> bool:
+        return self._encoder is not None
+
+    @property
+    def key_dim(self) -> int:
+        return self.info.key_dim
+
+    @property
+    def trained_labels(self) -> frozenset[str]:
+        """Labels that have a trained row of the head."""
+        return frozenset(self._trained_labels)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts, for people and for programs; waits for nobody."""
+        return {
+            "examples": len(self),
+            "taught": self._known.taught,
+            "labels": len(self._counts),
+            "new_labels": len(self._new_labels),
+            "change": self.journal.change,
+            "read_only": self.journal.read_only,
+            "threshold": self.threshold,
+            "encoder": self.info.encoder,
+            "key_dim": self.key_dim,
+        }
+
+    def examples(self, label: str | None = None) -> list[Example]:
+        """What is in the memory, in order of ids, without the keys."""
+        with self._state:
+            held = sorted(self._known.examples.items())
+        return [
+            Example(id, each.label, each.text, None)
+            for id, each in held
+            if label is None or each.label == label
+        ]
+
+    def entries(self) -> tuple[list[int], Float[Tensor, "M D"]]:
+        """Ids and keys of everything in the memory."""
+        with self._state:
+            held = self._memory.entries()
+            return [self._known.ids[slot] for slot in held.ids.tolist()], held.keys
+
+    # Answering
+
+    def encode(self, texts: Sequence[str]) -> Float[Tensor, "B D"]:
+        """Keys of texts."""
+        if self._encoder is None:
+            raise ValueError("this run takes keys only: it was made without a text encoder")
+        for text in texts:
+            check_text(text)
+        return self._encoder(texts).to(self._device)
+
+    def predict(
+        self,
+        texts: Sequence[str] | None = None,
+        *,
+        keys: Float[Tensor, "B D"] | None = None,
+        top: int = SHOWN,
+        threshold: float | None = None,
+    ) -> list[Answer]:
+        """An answer for each of the texts, or of the keys that `encode` gave.
+
+        Args:
+            top: how many labels an answer names.
+            threshold: of confidence, below which it abstains; by default the run's.
+        """
+        keys = self._queries(texts, keys)
+        with self._state:
+            labels = self._labels
+            logs = self._model(keys=keys) if self._model else keys.new_empty(len(keys), 0)
+        return self._answers(labels, logs, top, threshold)
+
+    def explain(
+        self,
+        texts: Sequence[str] | None = None,
+        *,
+        keys: Float[Tensor, "B D"] | None = None,
+        top: int = SHOWN,
+        threshold: float | None = None,
+    ) -> list[Reason]:
+        """The same answers, with what they come from."""
+        keys = self._queries(texts, keys)
+        with self._state:
+            labels = self._labels
+            if self._model is None:
+                nothing = self._answers(labels, keys.new_empty(len(keys), 0), top, threshold)
+                return [Reason(answer, (), (), 0.0) for answer in nothing]
+            why = self._model.explain(keys=keys)
+            answers = self._answers(labels, why.after, top, threshold)
+            before = self._answers(labels, why.before, top, 0.0)
+            return [
+                Reason(answer, first.top, *self._sources(why[i]))
+                for i, (answer, first) in enumerate(zip(answers, before, strict=True))
+            ]
+
+    # Learning
+
+    def learn(self, lessons: Sequence[Lesson], *, request: str | None = None) -> list[int]:
+        """Add examples, for good; the next answer knows them. Returns their ids.
+
+        Args:
+            request: a name for this call: the same again adds nothing and returns the same ids.
+
+        Raises:
+            ValueError: a lesson cannot be; nothing was added.
+            JournalError: it could not be kept; nothing was added.
+        """
+        if not lessons:
+            return []
+        keys = self._keys_of(lessons)
+        named = [(each.label.strip(), each.text) for each in lessons]
+        rows = [(*name, as_bytes(key)) for name, key in zip(named, keys.cpu(), strict=True)]
+        with self._writing:
+            self._check_room({label for label, _ in named}, len(named))
+            before = self.journal.change
+            ids = self.journal.learn(rows, request)
+            if self.journal.change != before:  # else it was all there
+                with self._state:
+                    self._add(ids, named, keys)
+            return ids
+
+    def forget(self, ids: Iterable[int] = (), label: str | None = None) -> list[int]:
+        """Delete examples by id, or all of a label, for good; returns the ids that were there.
+
+        What was taught is forgotten as if it never had been. Of examples that the head was trained
+        with, the memory and the journal keep nothing, and a label that loses all of them loses its
+        row of the head; what they did to the other rows stays until `mbpa teach` is run anew.
+        """
+        with self._writing:
+            gone = self.journal.forget(list(ids), None if label is None else label.strip())
+            with self._state:
+                self._remove(gone)
+            return gone
+
+    # Inside
+
+    def _queries(
+        self, texts: Sequence[str] | None, keys: Float[Tensor, "B D"] | None
+    ) -> Float[Tensor, "B D"]:
+        if (texts is None) == (keys is None):
+            raise ValueError("give texts or keys=, one of the two")
+        if texts is not None:
+            return self.encode(texts)
+        assert keys is not None
+        return self._checked(keys)
+
+    def check_rows(self, rows: Float[np.ndarray, "B D"]) -> None:
+        """`ValueError` for keys that no encoder would give."""
+        if rows.ndim != 2 or rows.shape[1] != self.key_dim:
+            raise ValueError(f"keys must have {self.key_dim} numbers each, got {rows.shape[1:]}")
+        norms = np.sqrt(np.einsum("bd,bd->b", rows, rows, dtype=np.float64))
+        if not (norms < 1e15).all():
+            raise ValueError("keys must be finite numbers below 1e15")
+        off = np.abs(norms - 1)
+        if self.info.encoder is not None and len(rows) and off.max() > 1e-2:
+            worst = norms[off.argmax()]
+            raise ValueError(f"keys must have norm 1, as the encoder's have, got {worst:.3g}")
+
+    def _checked(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
+        self.check_rows(keys.detach().cpu().to(torch.float32).numpy())
+        return keys.to(self._device, torch.float32)
+
+    def _check_room(self, labels: set[str], examples: int) -> None:
+        new = labels - self._known.counts.keys()
+        if len(self) + examples > MOST_EXAMPLES:
+            raise ValueError(f"there may be {MOST_EXAMPLES} examples, and {len(self)} are there")
+        if len(new) > MOST_NEW_LABELS:
+            raise ValueError(f"one call may bring {MOST_NEW_LABELS} new labels, got {len(new)}")
+        if new and len(self._known.counts) + len(new) > MOST_LABELS:
+            raise ValueError(f"there may be {MOST_LABELS} labels, {len(new)} more are too many")
+
+    def _keys_of(self, lessons: Sequence[Lesson]) -> Float[Tensor, "N D"]:
+        """Keys of lessons, all of which are checked before any text is embedded."""
+        texts = []
+        for lesson in lessons:
+            check_label(lesson.label)
+            if lesson.text is not None:
+                check_text(lesson.text)
+            if lesson.key is not None:
+                self._checked(lesson.key[None])
+            elif lesson.text is not None:
+                texts.append(lesson.text)
+            else:
+                raise ValueError(f"an example of {lesson.label!r} has neither text nor key")
+        found = iter(self.encode(texts) if texts else ())
+        keys = [next(found) if each.key is None else each.key for each in lessons]
+        return torch.stack([key.to(self._device, torch.float32) for key in keys])
+
+    def _answers(
+        self, labels: tuple[str, ...], logs: Float[Tensor, "B C"], top: int, threshold: float | None
+    ) -> list[Answer]:
+        threshold = self.threshold if threshold is None else threshold
+        if not labels:
+            return [Answer(None, 0.0, ()) for _ in logs]
+        # Equally probable ones in the order of the labels, which topk does not promise.
+        order = logs.argsort(dim=1, descending=True, stable=True)[:, : max(1, top)]
+        shares = logs.gather(1, order).exp()
+        answers = []
+        for columns, probabilities in zip(order.tolist(), shares.tolist(), strict=True):
+            named = tuple((labels[c], p) for c, p in zip(columns, probabilities, strict=True))
+            label, confidence = named[0]
+            answers.append(
+                Answer(label if confidence >= threshold else None, confidence, named[:top])
+            )
+        return answers
+
+    def _sources(self, why: mbpa.Explanation) -> tuple[tuple[NearExample, ...], float]:
+        if why.neighbors is None or why.weights is None:
+            return (), 0.0
+        rows = zip(
+            why.neighbors.ids[0].tolist(),
+            why.weights[0].tolist(),
+            why.neighbors.distances[0].sqrt().tolist(),
+            strict=True,
+        )
+        near = []
+        for entry, weight, distance in rows:
+            id = self._known.ids[entry]
+            known = self._known.examples[id]
+            near.append(NearExample(id, known.label, known.text, weight, distance))
+        return tuple(near), 0.0 if why.change is None else float(why.change[0])
+
+    def _replay(self) -> None:
+        """Fill the memory from the journal."""
+        found = list(self.journal.examples())
+        missing = [each.text for each in found if each.key is None and each.text is not None]
+        encoded = iter(self.encode(missing) if missing else ())
+        keys = torch.empty(len(found), self.key_dim)
+        for row, each in zip(keys.numpy(), found, strict=True):
+            key = next(encoded).cpu().numpy() if each.key is None else from_bytes(each.key)
+            if key.shape != row.shape:
+                raise RunError(
+                    f"{self.journal.path}: example {each.id} has a key of {len(key)} numbers, "
+                    f"the run's have {self.key_dim}"
+                )
+            row[:] = key
+        named = [(each.label, each.text) for each in found]
+        self._add([each.id for each in found], named, keys.to(self._device))
+
+    def _add(
+        self,
+        ids: Sequence[int],
+        named: Sequence[tuple[str, str | None]],
+        keys: Float[Tensor, "N D"],
+    ) -> None:
+        if len(self) + len(ids) > self._memory.capacity:  # nothing is ever overwritten
+            self._memory.resize(2 * (len(self) + len(ids)))
+        numbers = [self._known.number(label) for label, _ in named]
+        entries = self._memory.write(keys, torch.tensor(numbers, dtype=torch.int64)).tolist()
+        for id, (label, text), entry in zip(ids, named, entries, strict=True):
+            self._known.add(id, Held(label, text, entry))
+        self._rebind()
+
+    def _remove(self, ids: Sequence[int]) -> None:
+        here = [id for id in ids if id in self._known.examples]
+        self._memory.delete(self._known.remove(id) for id in here)
+        self._rebind()
+
+    def _rebind(self) -> None:
+        """Head, labels and columns as the examples that are there want them."""
+        trained, new = self._known.split(self.info.labels)
+        if (trained, new) != (self._trained_labels, self._new_labels):
+            self._trained_labels, self._new_labels = trained, new
+            self._model = self._bound()
+        self._memory.columns = self._known.columns(self._labels).to(self._device)
+        self._counts = {label: self._known.counts[label] for label in self._labels}
+
+    def _bound(self) -> mbpa.MbPA | None:
+        """The memory with a head for the labels there are; `None` if there are none."""
+        if not self._labels:
+            return None
+        head = grow(self._trained_head(), len(self._labels)).requires_grad_(False)
+        return mbpa.MbPA(
+            head=head, memory=self._memory, predictor=self._predictor, engine=self._engine
+        )
+
+    @property
+    def _labels(self) -> tuple[str, ...]:
+        """In the order of the head's outputs."""
+        return self._trained_labels + self._new_labels
+
+    def _trained_head(self) -> nn.Linear:
+        """The rows that were trained, for the labels that are left; a row of zeros if none is."""
+        places = {label: row for row, label in enumerate(self.info.labels)}
+        rows = [places[label] for label in self._trained_labels]
+        head = nn.Linear(self.key_dim, max(1, len(rows)), device=self._device)
+        with torch.no_grad():
+            for own, trained in ((head.weight, self._head.weight), (head.bias, self._head.bias)):
+                own.zero_()[: len(rows)] = trained[torch.tensor(rows, dtype=torch.int64)]
+        return head

@@ -1,0 +1,185 @@
+"""What every request passes first: who asks, how much they send, how many are inside; and counts.
+
+Plain ASGI, around the whole app, so that a request that is turned away costs next to nothing: its
+body is not parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.exceptions import HTTPException
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = ("/health", "/docs", "/openapi.json")  # says nothing of the run
+SLOWEST = 30  # seconds for a body to come
+PATIENCE = 1 << 26  # bytes of a body that is too large that are read before it is refused
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits of the service."""
+
+    token: str | None = None
+    """Asked of every request but those for `OPEN`; `None`: of none."""
+    body_bytes: int = 8 << 20
+    in_flight: int = 128
+    """Requests inside at a time; more are turned away with 429."""
+    waiting: int = 1024
+    """Queries waiting for the model at a time."""
+    batch: int = 64
+    """Queries the model gets at a time."""
+    window: float = 0.003
+    """Seconds that they have to gather, when there were several the last time."""
+    writes: int = 64
+    """Calls that wait to be written down."""
+    open_paths: tuple[str, ...] = ()
+    """Beginnings of paths that are not looked at here, of pages with a login of their own."""
+
+
+class Metrics:
+    """Counted in a registry of its own, so that two apps in a process do not meet."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.requests = Counter(
+            "mbpa_requests", "Requests answered", ["path", "status"], registry=registry
+        )
+        self.seconds = Histogram(
+            "mbpa_seconds", "Time to an answer", ["path"], buckets=SECONDS, registry=registry
+        )
+        self.shed = Counter("mbpa_shed", "Requests turned away with 429", registry=registry)
+        self.in_flight = Gauge("mbpa_in_flight", "Requests inside", registry=registry)
+        self.batch = Histogram(
+            "mbpa_batch", "Queries in a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=registry
+        )
+        self.examples = Gauge("mbpa_examples", "Examples in the memory", registry=registry)
+        self.labels = Gauge("mbpa_labels", "Labels", registry=registry)
+        self.read_only = Gauge("mbpa_read_only", "1 once a write has failed", registry=registry)
+
+
+class Gate:
+    """An app that lets requests pass to another."""
+
+    def __init__(self, app: App, settings: Settings, metrics: Metrics, paths: set[str]) -> None:
+        self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
+        self._inside = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pages = self._settings.open_paths
+        if scope["type"] != "http" or (pages and scope["path"].startswith(pages)):
+            await self._app(scope, receive, send)  # a page keeps requests open as long as it is
+            return
+        path, start, status = scope["path"], time.perf_counter(), 500
+        known = path if path in self._paths else "other"  # anybody can make up paths
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._inside += 1
+        self._metrics.in_flight.set(self._inside)
+        try:
+            await self._passed(scope, path, receive, sending)
+        finally:
+            self._inside -= 1
+            self._metrics.in_flight.set(self._inside)
+            self._metrics.requests.labels(known, status).inc()
+            self._metrics.seconds.labels(known).observe(time.perf_counter() - start)
+
+    async def _passed(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
+        settings = self._settings
+        headers = dict(scope["headers"])
+        if self._inside > settings.in_flight and path != "/health":
+            self._metrics.shed.inc()
+            await refuse(send, 429, "too many requests at once, try again", retry_after=1)
+        elif not self._may_pass(path, headers):
+            text = "give the token: Authorization: Bearer …"
+            await refuse(send, 401, text, extra=[(b"www-authenticate", b"Bearer")])
+        elif _length(headers) > settings.body_bytes:
+            await _drained(receive)
+            await refuse(send, 413, f"a body must have at most {settings.body_bytes} bytes")
+        else:
+            await self._app(scope, _counted(receive, settings.body_bytes), send)
+
+    def _may_pass(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        token = self._settings.token
+        if token is None or path in OPEN:
+            return True
+        given = headers.get(b"authorization", b"")
+        return secrets.compare_digest(given, f"Bearer {token}".encode())
+
+
+async def refuse(
+    send: Send,
+    status: int,
+    why: str,
+    *,
+    retry_after: float | None = None,
+    extra: list[tuple[bytes, bytes]] | None = None,
+) -> None:
+    """An answer in JSON that says why there is no other."""
+    body = json.dumps({"error": why}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if retry_after is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))
+    start = {"type": "http.response.start", "status": status, "headers": headers + (extra or [])}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})
+
+
+def _length(headers: dict[bytes, bytes]) -> int:
+    try:
+        return int(headers.get(b"content-length", b"0"))
+    except ValueError:
+        return 0  # the server itself refuses such
+
+
+async def _drained(receive: Receive) -> None:
+    """Read what is being sent: many clients look for no answer before they have sent it all."""
+    read, more = 0, True
+    while more and read < PATIENCE:
+        message = await receive()
+        read += len(message.get("body", b""))
+        more = message["type"] == "http.request" and message.get("more_body", False)
+
+
+def _counted(receive: Receive, most: int) -> Receive:
+    """For bodies that do not say how long they are, or that take for ever to come."""
+    read, more = 0, True
+    give_up = asyncio.get_running_loop().time() + SLOWEST
+
+    async def receiving() -> Message:
+        nonlocal read, more
+        if not more:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(give_up):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(408, f"a body must come within {SLOWEST} seconds") from None
+        read += len(message.get("body", b""))
+        more = message.get("more_body", False)
+        if read > most:
+            await _drained(receive)
+            raise HTTPException(413, f"a body must have at most {most} bytes")
+        return message
+
+    return receiving

@@ -1,0 +1,206 @@
+"""What goes over the wire, checked as it comes in; the OpenAPI description is made of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from mbpa.serve.answers import MOST_LABEL, MOST_TEXT, Answer, NearExample, Reason
+
+MOST_QUERIES, MOST_EXPLAINED, MOST_EXAMPLES, MOST_IDS = 256, 16, 256, 10_000  # a call
+
+Text = Annotated[str, Field(min_length=1, max_length=MOST_TEXT)]
+Label = Annotated[str, Field(min_length=1, max_length=MOST_LABEL)]
+Embedding = Annotated[list[FiniteFloat], Field(min_length=1, max_length=65_536)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Id = Annotated[int, Field(ge=1, le=2**62)]
+
+
+class Message(BaseModel):
+    """Says no more than it is asked for: what is misspelt is an error, not ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def _one_of(message: BaseModel, *names: str) -> None:
+    if sum(getattr(message, name) is not None for name in names) != 1:
+        raise ValueError(f"give {' or '.join(names)}, one of the two")
+
+
+def _given(name: str, kind: str) -> dict[str, Any]:
+    """That a field is there and not null, for the OpenAPI description."""
+    return {"required": [name], "properties": {name: {"type": kind}}}
+
+
+class Query(Message):
+    """Texts, or embeddings that the run's encoder gave."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [_given("texts", "array"), _given("embeddings", "array")]}
+    )
+
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MOST_QUERIES)] | None = None
+    embeddings: Annotated[list[Embedding], Field(min_length=1, max_length=MOST_QUERIES)] | None = (
+        None
+    )
+    top: Annotated[int, Field(ge=1, le=100)] = 3
+    """How many labels to name."""
+    threshold: Share | None = None
+    """Confidence below which it abstains; by default the run's, 0: it never does."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        _one_of(self, "texts", "embeddings")
+        return self
+
+
+class Probability(Message):
+    label: str
+    probability: float
+
+
+class Prediction(Message):
+    label: str | None
+    """`null`: it abstains."""
+    confidence: float
+    abstains: bool
+    top: list[Probability]
+
+
+class Predictions(Message):
+    answers: list[Prediction]
+
+
+class Neighbor(Message):
+    id: int
+    label: str
+    text: str | None
+    weight: float
+    distance: float
+
+
+class Explained(Message):
+    answer: Prediction
+    before: list[Probability]
+    """What the head says without the memory."""
+    neighbors: list[Neighbor]
+    change: float
+    """How far the head's parameters moved."""
+
+
+class Explanations(Message):
+    reasons: list[Explained]
+
+
+class Taught(Message):
+    """A label, and a text or its embedding; with both, the embedding counts."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [_given("text", "string"), _given("embedding", "array")]}
+    )
+
+    label: Label
+    text: Text | None = None
+    embedding: Embedding | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.text is None and self.embedding is None:
+            raise ValueError("give text or embedding")
+        return self
+
+
+class Lessons(Message):
+    examples: Annotated[list[Taught], Field(min_length=1, max_length=MOST_EXAMPLES)]
+    request: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """A name for this call: sent again after a lost answer, it teaches nothing twice."""
+
+
+class Learnt(Message):
+    ids: list[int]
+    labels: int
+    """How many labels there are now."""
+
+
+class Forgetting(Message):
+    """Examples by id, or all of a label."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [_given("ids", "array"), _given("label", "string")]}
+    )
+
+    ids: Annotated[list[Id], Field(min_length=1, max_length=MOST_IDS)] | None = None
+    label: Label | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        _one_of(self, "ids", "label")
+        return self
+
+
+class Forgotten(Message):
+    ids: list[int]
+    """Those that were there."""
+
+
+class LabelCount(Message):
+    label: str
+    examples: int
+    trained: bool
+    """Whether the head was trained with it; else it is known from the memory alone."""
+
+
+class Labels(Message):
+    labels: list[LabelCount]
+
+
+class Stats(Message):
+    examples: int
+    taught: int
+    labels: int
+    new_labels: int
+    change: int
+    """Raised by every write."""
+    read_only: str | None
+    threshold: float
+    encoder: str | None
+    key_dim: int
+    waiting: int
+    """Queries that have not reached the model."""
+
+
+class Health(Message):
+    status: str
+    """"ok", or "read-only" when nothing more can be learnt."""
+    reason: str | None
+
+
+class Error(Message):
+    error: str
+
+
+def prediction(answer: Answer) -> Prediction:
+    return Prediction.model_construct(
+        label=answer.label,
+        confidence=answer.confidence,
+        abstains=answer.abstains,
+        top=_probabilities(answer.top),
+    )
+
+
+def explained(reason: Reason) -> Explained:
+    return Explained.model_construct(
+        answer=prediction(reason.answer),
+        before=_probabilities(reason.before),
+        neighbors=[_neighbor(each) for each in reason.neighbors],
+        change=reason.change,
+    )
+
+
+def _neighbor(near: NearExample) -> Neighbor:
+    return Neighbor.model_construct(**vars(near))
+
+
+def _probabilities(top: tuple[tuple[str, float], ...]) -> list[Probability]:
+    return [Probability.model_construct(label=label, probability=share) for label, share in top]

@@ -1,0 +1,118 @@
+"""A run directory: what `mbpa teach` makes and a classifier starts from.
+
+RUN/run.json         what it is: encoder, trained labels, threshold
+RUN/model/           the trained head and the predictor, a checkpoint
+RUN/journal.sqlite   every example: those it was made from, and those taught since
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import mbpa
+from mbpa.checkpoint import load_checkpoint, save_checkpoint
+from mbpa.errors import CheckpointError, RunError
+from mbpa.serve.journal import Journal
+from mbpa.spec import build, describe
+
+FORMAT = 1
+RUN, MODEL, JOURNAL = "run.json", "model", "journal.sqlite"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What `run.json` says."""
+
+    key_dim: int
+    labels: tuple[str, ...]
+    """Those the head was trained with, in the order of its rows."""
+    trained_examples: int
+    """Examples with ids up to this are what it was trained with."""
+    threshold: float
+    encoder: str | None
+    """`None`: it takes keys only."""
+    fingerprint: str | None = None
+    """Of the encoder."""
+    summary: dict[str, Any] | None = None
+    """How it was made and what it reached; for people to read."""
+
+    def write(self, directory: Path) -> None:
+        content = {"format": FORMAT, "mbpa": mbpa.__version__, **vars(self)}
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        (directory / RUN).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> RunInfo:
+        path = directory / RUN
+        try:
+            content = json.loads(path.read_text("utf-8"))
+            if content.pop("format") != FORMAT:
+                raise RunError(f"{path} was written by a newer mbpa: upgrade mbpa")
+            content.pop("mbpa")
+            labels = tuple(content.pop("labels"))
+            return cls(labels=labels, **content)
+        except FileNotFoundError as error:
+            raise RunError(
+                f"{directory} is no run: there is no {RUN}; make one with `mbpa teach`"
+            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(f"{path} is damaged: {error}") from error
+
+
+def write_run(
+    directory: Path,
+    info: RunInfo,
+    head: nn.Linear,
+    predictor: mbpa.Predictor,
+    examples: Iterable[tuple[str, str | None]],
+    keys: Float[Tensor, "N D"],
+) -> None:
+    """Make a run directory of a trained head and its examples, (label, text) and key each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(
+        directory / MODEL,
+        tensors={"head": dict(head.state_dict())},
+        description={"predictor": describe(predictor)},
+    )
+    rows = [
+        (label, text, as_bytes(key))
+        for (label, text), key in zip(examples, keys.cpu(), strict=True)
+    ]
+    with Journal(directory / JOURNAL) as journal:
+        journal.learn(rows)
+    info.write(directory)
+
+
+def read_model(
+    directory: Path, info: RunInfo, device: str | torch.device
+) -> tuple[nn.Linear, mbpa.Predictor]:
+    """The trained head and the predictor of a run."""
+    try:
+        saved = load_checkpoint(directory / MODEL)
+        head = nn.Linear(info.key_dim, len(info.labels), device=device)
+        head.load_state_dict(saved.tensors["head"])
+        predictor = build(saved.description["predictor"])
+        if not isinstance(predictor, mbpa.Predictor):
+            raise ValueError(f"{predictor!r} is no predictor")
+    except (CheckpointError, KeyError, RuntimeError, ValueError) as error:
+        raise RunError(f"the model in {directory} cannot be used: {error}") from error
+    return head, predictor
+
+
+def as_bytes(key: Float[Tensor, "D"]) -> bytes:
+    """A key on the CPU as the journal keeps it."""
+    return key.detach().numpy().astype("<f4").tobytes()
+
+
+def from_bytes(key: bytes) -> Float[np.ndarray, "D"]:
+    """A key that the journal kept."""
+    return np.frombuffer(key, "<f4")

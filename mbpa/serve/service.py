@@ -1,0 +1,290 @@
+"""The HTTP interface of a classifier: predict, learn, explain, forget, and how it is doing.
+
+Every answer is one that some order of the requests explains: predictions see a lesson whole or not
+at all, and one that is acknowledged is seen by all that are asked after it. Bad input changes
+nothing and is answered with a line in JSON.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from jaxtyping import Float
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+import mbpa
+from mbpa.serve import messages
+from mbpa.serve.answers import Answer, Lesson, Reason, check_text
+from mbpa.serve.batching import Batcher, Overloaded, Writer
+from mbpa.serve.classifier import Classifier
+from mbpa.serve.gate import Gate, Metrics, Settings
+from mbpa.serve.journal import JournalError
+from mbpa.serve.messages import Error
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Error, "description": "Not JSON"},
+    401: {"model": Error, "description": "No token, or a wrong one"},
+    408: {"model": Error, "description": "The body took too long to come"},
+    413: {"model": Error, "description": "The body is too large"},
+    422: {"model": Error, "description": "What is asked cannot be"},
+    429: {"model": Error, "description": "Too much at once; Retry-After says when to try again"},
+}
+FAILED: dict[int | str, dict[str, Any]] = {
+    **ERRORS,
+    503: {"model": Error, "description": "Nothing can be written any more"},
+}
+PATHS = {
+    *("/predict", "/learn", "/explain", "/forget"),
+    *("/labels", "/stats", "/health", "/metrics", "/docs", "/openapi.json"),
+}
+log = logging.getLogger("mbpa.serve")
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """Queries of one request: texts or keys."""
+
+    texts: tuple[str, ...]
+    rows: Float[np.ndarray, "B D"] | None
+    top: int
+    threshold: float | None
+    wants_reasons: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.texts) if self.rows is None else len(self.rows)
+
+
+class Service:
+    """A classifier, the queues before it, and what is counted."""
+
+    def __init__(self, classifier: Classifier, settings: Settings) -> None:
+        self.classifier, self.settings = classifier, settings
+        self.metrics = Metrics()
+        self.metrics.examples.set_function(lambda: len(classifier))
+        self.metrics.labels.set_function(lambda: len(classifier.labels))
+        self.metrics.read_only.set_function(lambda: classifier.journal.read_only is not None)
+        self.model: Batcher[_Asked, Sequence[Answer | Reason]] = Batcher(
+            self._answered,
+            batch=settings.batch,
+            most=settings.waiting,
+            window=settings.window,
+        )
+        self.writer = Writer(settings.writes)
+
+    async def ask(
+        self, query: messages.Query, *, wants_reasons: bool = False
+    ) -> Sequence[Answer | Reason]:
+        """Check a query here, so that it cannot spoil a batch, and wait for its answers."""
+        rows = None
+        if query.embeddings is not None:
+            rows = _rows(query.embeddings)
+            self.classifier.check_rows(rows)
+        elif not self.classifier.takes_texts:
+            raise ValueError("this run takes embeddings only: it was made without a text encoder")
+        for text in query.texts or ():
+            check_text(text)
+        asked = _Asked(tuple(query.texts or ()), rows, query.top, query.threshold, wants_reasons)
+        return await self.model(asked, asked.size)
+
+    async def learn(self, lessons: messages.Lessons) -> list[int]:
+        taught = [_lesson(each) for each in lessons.examples]
+        return await self.writer(lambda: self.classifier.learn(taught, request=lessons.request))
+
+    async def forget(self, asked: messages.Forgetting) -> list[int]:
+        return await self.writer(lambda: self.classifier.forget(asked.ids or (), asked.label))
+
+    def _answered(self, batch: list[_Asked]) -> list[Sequence[Answer | Reason]]:
+        """In the model's thread: embed all texts at once, then answer all queries at once."""
+        self.metrics.batch.observe(sum(asked.size for asked in batch))
+        texts = [text for asked in batch for text in asked.texts]
+        encoded = self.classifier.encode(texts).cpu() if texts else torch.empty(0)
+        given, start = [], 0
+        for asked in batch:
+            its = encoded[start : start + len(asked.texts)]
+            start += len(asked.texts)
+            given.append(its if asked.rows is None else torch.from_numpy(asked.rows))
+        plain = [i for i, asked in enumerate(batch) if not asked.wants_reasons]
+        results: list[Sequence[Answer | Reason]] = [() for _ in batch]
+        if plain:
+            top = max(batch[i].top for i in plain)
+            answers = self.classifier.predict(keys=torch.cat([given[i] for i in plain]), top=top)
+            for i in plain:
+                size = batch[i].size
+                results[i] = [self._fitted(answer, batch[i]) for answer in answers[:size]]
+                answers = answers[size:]
+        for i, asked in enumerate(batch):
+            if asked.wants_reasons:
+                results[i] = self.classifier.explain(
+                    keys=given[i], top=asked.top, threshold=asked.threshold
+                )
+        return results
+
+    def _fitted(self, answer: Answer, asked: _Asked) -> Answer:
+        """An answer of a batch as this request wants it."""
+        threshold = asked.threshold
+        if threshold is None:
+            threshold = self.classifier.threshold
+        best = answer.top[0][0] if answer.top else None
+        label = best if answer.confidence >= threshold else None
+        return Answer(label, answer.confidence, answer.top[: asked.top])
+
+
+def _lesson(taught: messages.Taught) -> Lesson:
+    rows = None if taught.embedding is None else _rows([taught.embedding])
+    return Lesson(taught.label, taught.text, None if rows is None else torch.from_numpy(rows)[0])
+
+
+def _rows(embeddings: list[list[float]]) -> Float[np.ndarray, "B D"]:
+    """By numpy, not torch, which lets go of the interpreter and waits to have it back."""
+    widths = {len(row) for row in embeddings}
+    if len(widths) > 1:
+        raise ValueError(f"embeddings must have as many numbers each, got {sorted(widths)}")
+    with np.errstate(over="ignore"):  # what is too large is infinite, and refused
+        return np.array(embeddings, np.float32)
+
+
+def create_app(classifier: Classifier, settings: Settings | None = None) -> FastAPI:
+    """The app. Pages may be mounted on it; `app.state.service.classifier` is what they are of."""
+    settings = settings or Settings()
+    service = Service(classifier, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.model.start()
+        yield
+        await service.model.stop()
+        await service.writer.stop()
+
+    app = FastAPI(
+        title="mbpa",
+        version=mbpa.__version__,
+        description=__doc__,
+        lifespan=lifespan,
+        redoc_url=None,
+    )
+    app.state.service = service
+    app.add_middleware(Gate, settings=settings, metrics=service.metrics, paths=PATHS)
+    _add_errors(app)
+    _add_asking(app, service)
+    _add_teaching(app, service)
+    _add_looking(app, service)
+    return app
+
+
+def _add_asking(app: FastAPI, service: Service) -> None:
+    @app.post("/predict", responses=ERRORS, response_model=messages.Predictions)
+    async def predict(query: messages.Query) -> Response:
+        """Labels of texts or embeddings; `null` where it is not sure enough."""
+        answers = await service.ask(query)
+        made = [messages.prediction(each) for each in answers if isinstance(each, Answer)]
+        return _json(messages.Predictions.model_construct(answers=made))
+
+    @app.post("/explain", responses=ERRORS, response_model=messages.Explanations)
+    async def explain(query: messages.Query) -> Response:
+        """Answers, and the examples they come from."""
+        size = len(query.texts or query.embeddings or ())
+        if size > messages.MOST_EXPLAINED:
+            raise ValueError(f"explain takes {messages.MOST_EXPLAINED} at a time, got {size}")
+        reasons = await service.ask(query, wants_reasons=True)
+        made = [messages.explained(each) for each in reasons if isinstance(each, Reason)]
+        return _json(messages.Explanations.model_construct(reasons=made))
+
+
+def _add_teaching(app: FastAPI, service: Service) -> None:
+    @app.post("/learn", responses=FAILED, response_model=messages.Learnt)
+    async def learn(lessons: messages.Lessons) -> Response:
+        """Add examples; once this is answered they are on disk, and every answer knows them."""
+        ids = await service.learn(lessons)
+        return _json(
+            messages.Learnt.model_construct(ids=ids, labels=len(service.classifier.labels))
+        )
+
+    @app.post("/forget", responses=FAILED, response_model=messages.Forgotten)
+    async def forget(asked: messages.Forgetting) -> Response:
+        """Delete examples, from the memory and from the files."""
+        return _json(messages.Forgotten.model_construct(ids=await service.forget(asked)))
+
+
+def _add_looking(app: FastAPI, service: Service) -> None:
+    classifier = service.classifier
+    refused: dict[int | str, Any] = {status: ERRORS[status] for status in (401, 429)}
+
+    @app.get("/labels", responses=refused, response_model=messages.Labels)
+    async def labels() -> Response:
+        """All labels, in the order of the head's outputs."""
+        trained = classifier.trained_labels
+        counts = [
+            messages.LabelCount(label=label, examples=count, trained=label in trained)
+            for label, count in classifier.labels.items()
+        ]
+        return _json(messages.Labels.model_construct(labels=counts))
+
+    @app.get("/stats", responses=refused, response_model=messages.Stats)
+    async def stats() -> Response:
+        """Counts."""
+        return _json(messages.Stats(**classifier.stats(), waiting=service.model.waiting))
+
+    @app.get("/health", response_model=messages.Health)
+    async def health() -> Response:
+        """Whether it answers, and whether it still learns; asks for no token."""
+        reason = classifier.journal.read_only
+        status = "ok" if reason is None else "read-only"
+        return _json(messages.Health(status=status, reason=reason))
+
+    @app.get("/metrics", responses=refused, response_class=Response)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def misshapen(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return _error(400, f"the body must be JSON: {first.get('ctx', {}).get('error', '')}")
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return _error(422, f"{where}: {first['msg']}" if where else str(first["msg"]))
+
+    @app.exception_handler(ValueError)
+    async def impossible(_: Request, error: ValueError) -> Response:
+        return _error(422, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> Response:
+        return _error(error.status_code, str(error.detail), error.headers)
+
+    @app.exception_handler(Overloaded)
+    async def shed(_: Request, error: Overloaded) -> Response:
+        app.state.service.metrics.shed.inc()
+        return _error(429, "too many requests at once, try again", {"Retry-After": "1"})
+
+    @app.exception_handler(JournalError)
+    async def unwritable(_: Request, error: JournalError) -> Response:
+        return _error(503, str(error))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        log.error("a request failed", exc_info=error)
+        return _error(500, "this should not have happened; the server's log says more")
+
+
+def _error(status: int, why: str, headers: Any = None) -> Response:
+    plain = why.encode("utf-8", "backslashreplace").decode()
+    return JSONResponse({"error": plain}, status, headers)
+
+
+def _json(message: messages.Message) -> Response:
+    """Serialised here: the message is ours, to check it again would take as long as the model."""
+    return Response(message.model_dump_json().encode(), media_type="application/json")

@@ -1,0 +1,102 @@
+"""A memory that answers as a set would: by what it holds, not by how that came to be there.
+
+`ExactMemory` puts the newer of two equally near entries first, and rounds inner products by where
+it keeps them. Here equally near entries come in an order of their content, products are computed
+once that order stands, and labels are columns of the head as it is now: two memories with the same
+entries give the same neighbours, to the bit, whatever was written, deleted or moved before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from mbpa.memory import ExactMemory, Neighbors, validation
+
+SPARE = 8  # neighbours read beyond those asked for, to see whether the last ones are tied
+
+
+class TaughtMemory(ExactMemory):
+    """An `ExactMemory` whose neighbours depend on its content alone."""
+
+    columns: Int[Tensor, "L"] | None = None
+    """The head's column of each label that entries are written with; `None`: it is the label."""
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._digests = torch.zeros(self.capacity, dtype=torch.int64, device=self.device)
+
+    def _put(
+        self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]
+    ) -> None:
+        super()._put(slots, keys, values)
+        self._digests[slots] = _digests(keys)
+
+    def read(
+        self, queries: Float[Tensor, "B *D"], k: int, *, keys_for: int | None = None
+    ) -> Neighbors:
+        k = validation.count("k", k)
+        with self.lock:
+            reach = k + SPARE
+            found = super().read(queries, reach, keys_for=0)
+            while reach < len(self) and _is_cut(found.distances, k):
+                reach *= 4
+                found = super().read(queries, reach, keys_for=0)
+            columns = found.values if self.columns is None else self.columns[found.values]
+            order = _order(found.distances, self._digests[found.slots], columns)[:, :k]
+            slots = found.slots.gather(1, order)
+            keys = self._get_keys(slots.flatten()).reshape(*slots.shape, self.key_size)
+            dots = torch.bmm(queries.to(keys.dtype)[:, None], keys.mT)[:, 0]
+            return replace(
+                found,
+                values=columns.gather(1, order),
+                distances=found.distances.gather(1, order),
+                dots=dots,
+                mask=found.mask.gather(1, order),
+                ids=found.ids.gather(1, order),
+                slots=slots,
+                keys=keys[:, :keys_for],
+            )
+
+
+def _is_cut(distances: Float[Tensor, "B R"], k: int) -> bool:
+    """Whether somewhere the k-th is as near as the last, so that more as near may be left out."""
+    return distances.shape[1] > k and bool((distances[:, k - 1] == distances[:, -1]).any())
+
+
+def _order(
+    distances: Float[Tensor, "B R"], digests: Int[Tensor, "B R"], columns: Int[Tensor, "B R"]
+) -> Int[Tensor, "B R"]:
+    """Positions by distance, which rises already; where that is equal by key, then by label."""
+    order = torch.arange(distances.shape[1], device=distances.device).expand(distances.shape)
+    rows = _tied(distances).any(1).nonzero()[:, 0]
+    if not len(rows):
+        return order
+    order = order.clone()
+    places = columns[rows].argsort(dim=1, stable=True)
+    for part in (digests[rows], distances[rows]):
+        places = places.gather(1, part.gather(1, places).argsort(dim=1, stable=True))
+    order[rows] = places
+    return order
+
+
+def _tied(distances: Float[Tensor, "B R"]) -> Bool[Tensor, "B S"]:
+    return distances[:, 1:] == distances[:, :-1]
+
+
+@cache
+def _factors(words: int, device: torch.device) -> Int[Tensor, "W"]:
+    limits = torch.iinfo(torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(limits.min, limits.max, (words,), generator=generator).to(device)
+
+
+def _digests(keys: Float[Tensor, "N D"]) -> Int[Tensor, "N"]:
+    """A number of 64 bits for each key: different keys have different ones, but for chance."""
+    halves = keys.contiguous().view(torch.int16).to(torch.int64)
+    digests: Tensor = (halves * _factors(halves.shape[1], keys.device)).sum(1)  # wraps around
+    return digests

