@@ -12,5 +12,6 @@ EXPERIMENTS: dict[str, str] = {
     "image-neighbourhoods": "mbpa.experiments.images:NEIGHBOURHOODS",
     "image-sensitivity": "mbpa.experiments.images:SENSITIVITY",
     "language": "mbpa.experiments.language:EXPERIMENT",
+    "new-intents": "mbpa.experiments.intents:EXPERIMENT",
 }
-"""Module and attribute, by name, in the order of the paper."""
+"""Module and attribute, by name, in the order of the paper; then our own."""

