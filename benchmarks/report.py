@@ -33,7 +33,8 @@ def main() -> None:
 
 def reports(folder: Path) -> dict[str, dict[str, Any]]:
     """What was measured, by device."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    found = (folder / f"{device}.json" for device in ("cpu", "cuda"))
+    return {path.stem: json.loads(path.read_text()) for path in found if path.exists()}
 
 
 def adaptation_table(results: list[dict[str, Any]], with_limit: bool) -> str:
