@@ -19,6 +19,7 @@ from mbpa.experiments.results import Result, value_of
 from mbpa.experiments.sections import Figure, Section, Table
 
 if TYPE_CHECKING:
+    import matplotlib.axes
     import matplotlib.figure
 
 TITLES = {"clinc150": "CLINC150", "banking77": "Banking77"}
@@ -195,10 +196,10 @@ def draw(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
     legend_below(canvas, panels[0][0], columns=4)
 
 
-def _keep_readable(panel: object) -> None:
+def _keep_readable(panel: matplotlib.axes.Axes) -> None:
     """Old intents: what forgets everything must not flatten the others."""
-    low, high = panel.get_ylim()  # type: ignore[attr-defined]
-    panel.set_ylim(max(low, high - 25), high)  # type: ignore[attr-defined]
+    low, high = panel.get_ylim()
+    panel.set_ylim(max(low, high - 25), high)
 
 
 def _look(method: str) -> tuple[str, str]:

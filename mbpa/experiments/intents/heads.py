@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mbpa.split import grow
+
 BATCH = 256
 MOST_ITERATIONS = 200
 TOLERANCE = 3e-5  # of the gradient of the mean loss; accuracies stand still long before
@@ -16,11 +18,8 @@ TOLERANCE = 3e-5  # of the gradient of the mean loss; accuracies stand still lon
 
 def grown(head: nn.Linear, outputs: int) -> nn.Linear:
     """A copy with room for more labels; rows of zeros."""
-    more = nn.Linear(head.in_features, outputs, device=head.weight.device)
-    with torch.no_grad():
-        for new, old in ((more.weight, head.weight), (more.bias, head.bias)):
-            new.zero_()
-            new[: head.out_features] = old
+    more = grow(head, outputs)
+    assert isinstance(more, nn.Linear)
     return more.requires_grad_(False)
 
 

@@ -55,6 +55,7 @@ class Classifier(abc.ABC):
         gives scores that are no probabilities, what makes them some is part of the method."""
 
 
+@dataclass(frozen=True)
 class Settings(abc.ABC):
     """What a method can be told."""
 

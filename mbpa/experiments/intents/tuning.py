@@ -157,7 +157,7 @@ class Search:
         field, stages = _field(SEARCHED[method]), SEARCHED[method].stages
         best = self.config.settings(method)
         for grid in stages:
-            tried = [replace(best, **setting) for setting in combinations(grid)]  # type: ignore[type-var]
+            tried = [replace(best, **setting) for setting in combinations(grid)]
             best = max(tried, key=lambda each: self._worth(method, each))  # the first of equals
             self.context.workspace.save("search", {"known": self._known})
         changed: dict[str, Any] = {field: best}
@@ -205,7 +205,7 @@ class Search:
         self._written.add(key)
         told = {
             f.name: getattr(settings, f.name)
-            for f in fields(settings)  # type: ignore[arg-type]
+            for f in fields(settings)
             if not isinstance(getattr(settings, f.name), Trained)
         }
         shared: Record = {"method": method, **told}
