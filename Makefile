@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Data sets are found through MBPA_DATA; a copy beside the checkout is used if there is one.
 export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
+# Packages are compiled when they are first imported (half of them never are), and that is kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo report docs test check bench clean
@@ -20,7 +22,8 @@ help:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(READY)

@@ -6,7 +6,7 @@ The hook must be in place before anything imports `mbpa`, hence the order below.
 import importlib.util
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,9 +18,25 @@ import torch
 from beartype import BeartypeConf, FrozenDict, beartype
 
 # As mypy reads them: an int will do for a float. `Self` is beyond beartype in a decorated method.
-typechecked = beartype(
+with_beartype = beartype(
     conf=BeartypeConf(is_pep484_tower=True, hint_overrides=FrozenDict({Self: Any}))
 )
+checkers: dict[tuple[object, ...], Callable[..., Any]] = {}
+
+
+def typechecked(signature: Callable[..., Any]) -> Callable[..., Any]:
+    """What checks the arguments of a function, given an empty one with the same annotations.
+
+    A function within a function is decorated at each call of the outer one, and beartype takes
+    longer to write a checker than most of our functions to run: one for each signature will do.
+    """
+    annotations = tuple(signature.__annotations__.items())
+    key = signature.__module__, signature.__qualname__, signature.__code__, annotations
+    if key not in checkers:
+        checkers[key] = with_beartype(signature)
+    return checkers[key]
+
+
 mbpa_spec = importlib.util.find_spec("mbpa")
 ROOT = Path(mbpa_spec.submodule_search_locations[0])
 MODULES = [

@@ -20,11 +20,11 @@ def call(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_help_names_the_commands():
-    done = call("--help")
-    assert done.returncode == 0
-    assert "usage: mbpa [-h] {teach,serve,explore,list,run,tune,report,data,demo}" in done.stdout
-    assert "mbpa --version" in done.stdout
+def test_help_names_the_commands(capsys):
+    assert cli.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "usage: mbpa [-h] {teach,serve,explore,list,run,tune,report,data,demo}" in printed
+    assert "mbpa --version" in printed
 
 
 def test_help_of_demo_describes_its_options(capsys):
@@ -35,10 +35,11 @@ def test_help_of_demo_describes_its_options(capsys):
     assert "Directory for the files" in printed
 
 
-def test_help_imports_neither_images_nor_plots():
+def test_help_and_list_import_neither_images_nor_plots():
     calls = "".join(f"main([{word!r}, '--help']); " for word in cli.COMMANDS if word != "data")
     check = "assert not {'sklearn', 'matplotlib', 'mbpa.experiments'} & set(sys.modules)"
-    code = f"import sys; from mbpa.cli import main; {calls}{check}"
+    code = f"import sys; from mbpa.cli import main; {calls}{check}; "
+    code += "main(['list']); assert not {'sklearn', 'matplotlib', 'PIL'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -59,25 +60,18 @@ def test_every_command_has_help(word, capsys):
     assert f"usage: mbpa {word}" in capsys.readouterr().out
 
 
-def test_a_list_of_experiments_needs_neither_plots_nor_images():
-    check = "assert not {'sklearn', 'matplotlib', 'PIL'} & set(sys.modules)"
-    code = f"import sys; from mbpa.cli import main; main(['list']); {check}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_name_of_an_experiment_may_follow_the_general_options():
     command = cli._parsed(["run", "--preset", "smoke", "illustration"])
     assert isinstance(command, cli.Run)
     assert (command.name, command.general.preset) == ("illustration", "smoke")
 
 
-def test_an_unknown_command_is_an_error_that_names_the_known_ones():
-    done = call("dream")
-    assert done.returncode == 2
-    assert "dream" in done.stderr
-    assert "demo" in done.stderr
-    assert done.stdout == ""
+def test_an_unknown_command_is_an_error_that_names_the_known_ones(capsys):
+    assert cli.main(["dream"]) == 2
+    printed = capsys.readouterr()
+    assert "dream" in printed.err
+    assert "demo" in printed.err
+    assert printed.out == ""
 
 
 @pytest.mark.parametrize("seeds", ["0", "101"])
@@ -99,12 +93,12 @@ def test_demo_prints_a_table_and_says_where_its_files_are(tmp_path):
     assert "400/400" in done.stderr
 
 
-def test_an_out_that_is_a_file_is_one_clear_line(tmp_path):
+def test_an_out_that_is_a_file_is_one_clear_line(tmp_path, capsys):
     (tmp_path / "demo").write_text("mine")
-    done = call("demo", "--out", str(tmp_path / "demo"))
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == [
+    assert cli.main(["demo", "--out", str(tmp_path / "demo")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [
         "mbpa: out must be a directory that can be written to, "
         f"got {tmp_path / 'demo'}: File exists"
     ]

@@ -99,7 +99,7 @@ def difference(outputs: Tensor, expected: Tensor) -> float:
     return float((outputs.double().log_softmax(1) - expected.log_softmax(1)).abs().max())
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 # More classes than a program holds; rows to spare, none to spare, and more than one tile of them.
 @pytest.mark.parametrize(
@@ -215,11 +215,14 @@ def test_elementwise_rules(
 
 
 @pytest.mark.parametrize("adapting", ["all", "weights", "biases", "upper"])
-@pytest.mark.parametrize(("sizes", "k"), [((9, 33, 20, 5), 7), ((5, 70, 150, 130, 3), 1)])
+@pytest.mark.parametrize(
+    ("sizes", "k", "steps"), [((9, 33, 20, 5), 7, 7), ((5, 70, 150, 130, 3), 1, 4)]
+)
 def test_an_mlp(
     device: str,
     sizes: tuple[int, ...],
     k: int,
+    steps: int,
     adapting: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,7 +238,7 @@ def test_an_mlp(
     keys, labels = torch.randn(2, k, sizes[0], device=device), torch.randint(3, (2, k))
     problem = Problem(
         head=head,
-        rule=mbpa.Gradient(0.5, 7, decay=0.1, momentum=0.5),
+        rule=mbpa.Gradient(0.5, steps, decay=0.1, momentum=0.5),
         loss="cross_entropy",
         adapting=tuple(parts[adapting]),
         queries=keys[:, 0],
@@ -300,7 +303,7 @@ def test_coarse_search_finds_the_nearest(
     keys = KEYS[kind](1000, 5)
     ids = memory.write(keys.to(device), torch.zeros(1000, dtype=torch.int64))
     memory.delete(ids[300:340])
-    queries = torch.cat([KEYS[kind](2, 5), keys[500:502], -50 * keys[:1]]).to(device)
+    queries = torch.cat([KEYS[kind](1, 5), keys[500:501], -50 * keys[:1]]).to(device)
     found = memory.read(queries, 6)
     entries = memory.entries()
     stored = entries.keys.to(found.distances.dtype)
