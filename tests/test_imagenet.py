@@ -179,6 +179,7 @@ def test_shares_of_streamed_batches_are_parts_of_what_one_process_sees(folder: P
                 torch.Generator().manual_seed(4),
                 padding=0,
                 smallest_crop=0.3,
+                size=12,
                 share=share,
             )
         )
@@ -188,7 +189,7 @@ def test_shares_of_streamed_batches_are_parts_of_what_one_process_sees(folder: P
     assert len(whole) == 4
     for rows, (images, labels), *halves in zip(order.split(10), whole, first, second, strict=True):
         assert torch.equal(labels, files.labels[rows])
-        assert images.shape == (10, 3, 16, 16)
+        assert images.shape == (10, 3, 12, 12)
         assert torch.equal(torch.cat([half for half, _ in halves]), images)
         assert torch.equal(torch.cat([known for _, known in halves]), labels)
         # A picture has its class's colour whatever is cut out of it.
@@ -202,7 +203,7 @@ def test_half_of_the_streamed_pictures_are_mirrored(tmp_path: Path) -> None:
     files = data.ImageFiles((str(path),) * 60, torch.zeros(60, dtype=torch.int64))
     some = Streamed(files, files.labels, 8)
     draws = torch.Generator().manual_seed(0)
-    ((images, _),) = some.altered(torch.arange(60), 60, draws, padding=0, smallest_crop=0.5)
+    ((images, _),) = some.altered(torch.arange(60), 60, draws, padding=0, smallest_crop=0.5, size=8)
     rises = images[:, 0, 0, -1] > images[:, 0, 0, 0]
     assert 15 < rises.sum() < 45
     assert torch.equal(images[:, :, 0], images[:, :, 5])
@@ -272,8 +273,8 @@ def test_a_task_has_the_folders_classes_and_its_pictures_are_checked_once(
     task = make_task(CONFIG, context(folder), 1)
     assert task.old == 2
     assert sorted(task.classes.tolist()) == [0, 1, 2, 3]
-    assert task.train_labels.bincount().tolist() == [TRAIN - 3] * 4
-    assert task.validation_labels.bincount().tolist() == [3] * 4
+    assert task.train_labels.bincount().tolist() == [TRAIN] * 4
+    assert len(task.validation_labels) == 0
     assert task.test_labels.tolist() == [
         task.classes.tolist().index(number) for number in range(4) for _ in range(VAL)
     ]
@@ -288,11 +289,13 @@ def test_features_are_known_by_all_they_depend_on(folder: Path) -> None:
     def mark(config: ImagesConfig) -> str:
         return task_module._fingerprint(config, context(folder), 1)
 
-    marks = {mark(CONFIG), mark(replace(CONFIG, size=24)), mark(replace(CONFIG, held_out=2))}
+    scored = replace(CONFIG, part="validation")
+    marks = {mark(CONFIG), mark(replace(CONFIG, size=24)), mark(scored)}
+    marks.add(mark(replace(scored, held_out=2)))
     for change in ({"smallest_crop": 0.5}, {"devices": 2}):
         marks.add(mark(replace(CONFIG, pretraining=replace(CONFIG.pretraining, **change))))
-    assert len(marks) == 5
-    assert mark(replace(CONFIG, lr=0.5)) in marks
+    assert len(marks) == 6
+    assert mark(replace(CONFIG, lr=0.5, held_out=2)) in marks
     (folder / "imagenet/train/n01/n01_0.JPEG").unlink()
     assert mark(CONFIG) not in marks
 
@@ -301,10 +304,10 @@ def test_features_are_known_by_all_they_depend_on(folder: Path) -> None:
     ("change", "message"),
     [
         ({"classes": 5}, "classes must be between 2 and 4, the folders of ImageNet that there are"),
-        ({"held_out": 12}, "held_out must be below 12, the training images of n0"),
+        ({"part": "validation", "held_out": 12}, "held_out must be below 12, the training images of"),
         (
-            {"pretraining": Pretraining(batch=19)},
-            r"pretraining\.batch must be at most 18, .* got 19",
+            {"pretraining": Pretraining(batch=25)},
+            r"pretraining\.batch must be at most 24, .* got 25",
         ),
     ],
 )

@@ -62,10 +62,18 @@ def of(records: list[Record], **fields: object) -> list[Record]:
 def test_half_of_the_classes_are_known_and_what_is_scored_is_never_trained_on(task: Task) -> None:
     assert task.old == 3
     assert len(task.classes.unique()) == len(task.classes) == 6
-    assert task.train_labels.bincount().tolist() == [400] * 6
-    assert task.validation_labels.bincount().tolist() == [100] * 6
+    assert task.train_labels.bincount().tolist() == [500] * 6
+    assert len(task.validation_labels) == 0
     assert task.test_labels.bincount().tolist() == [50] * 6
     assert task.weight.shape == (3, task.train.shape[1])
+
+
+def test_images_are_held_out_where_they_are_scored(context: Context, tmp_path: Path) -> None:
+    pretraining = replace(SMOKE.pretraining, epochs=0)
+    config = replace(SMOKE, part="validation", pretraining=pretraining)
+    task = make_task(config, replace(context, cache=tmp_path), 1)
+    assert task.train_labels.bincount().tolist() == [400] * 6
+    assert task.validation_labels.bincount().tolist() == [100] * 6
     seen = {row.numpy().tobytes() for row in task.train}
     assert sum(row.numpy().tobytes() in seen for row in task.validation) == 0
 
@@ -105,11 +113,12 @@ def test_the_network_sees_nothing_that_is_scored_and_no_new_class(
     task = make_task(config, replace(context, cache=tmp_path), 1)
     ((pictures, classes),) = shown
     assert classes == 3
-    assert pictures.labels.bincount().tolist() == [400] * 3
+    assert pictures.labels.bincount().tolist() == [500] * 3
     network = initial_network(config.pretraining, 3, 40, 0).eval()
     seen = features_of(network, pictures)
     for label in range(3):  # in the data set's order, whatever else is left out
-        assert torch.equal(seen[pictures.labels == label], task.train[task.train_labels == label])
+        kept = seen[pictures.labels == label].half().float()
+        assert torch.equal(kept, task.train[task.train_labels == label])
 
 
 def test_damaged_features_are_computed_anew(context: Context, tmp_path: Path) -> None:
@@ -153,7 +162,7 @@ def test_an_epoch_shows_every_image_once(task: Task, scarce: float) -> None:
     assert sorted(first.tolist()) == sorted(second.tolist()) == sorted(rows.tolist())
     assert first.tolist() != second.tolist()
     counts = task.train_labels[first].bincount().tolist()
-    assert counts == ([400] * 6 if scarce == 1 else [400] * 3 + [40] + [400] * 2)
+    assert counts == ([500] * 6 if scarce == 1 else [500] * 3 + [50] + [500] * 2)
 
 
 def test_the_memory_holds_what_has_passed_and_the_layer_learns(task: Task) -> None:
@@ -173,7 +182,7 @@ def test_the_memory_holds_what_has_passed_and_the_layer_learns(task: Task) -> No
         sizes.append(len(moment.memory))
         right = moment.head(task.train).argmax(1) == task.train_labels
         accuracies.append(float(right.float().mean()))
-    assert sizes == [256, 1216, 2000]  # whole batches of 64
+    assert sizes == [320, 1472, 2000]  # whole batches of 64
     before = float((start(task.train).argmax(1) == task.train_labels).float().mean())
     assert accuracies[-1] > before
 
@@ -282,7 +291,7 @@ def test_the_report_is_made_of_records_alone(task: Task) -> None:
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"scored": 0}, "scored must be at least 1, got 0"),
         ({"held_out": 500}, "held_out must be at most 400"),
-        ({"held_out": 400, "classes": 2, "pretraining": Pretraining(batch=128)}, "at most 100"),
+        ({"classes": 2, "pretraining": Pretraining(batch=512)}, "at most 500"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(change: dict, message: str) -> None:

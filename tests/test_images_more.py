@@ -507,11 +507,11 @@ def test_images_are_named_as_the_data_set_counts(task: Task) -> None:
     kept, held = task_module.parts_of(everything, HELD)
     for part, rows in (("train", kept), ("validation", held)):
         labels = getattr(task, f"{part}_labels")
-        for row, number in enumerate(numbers(task, HELD, part).tolist()):
+        for row, number in enumerate(numbers(task, part).tolist()):
             of_class = (everything == task.classes[labels[row]]).nonzero()[:, 0]
             assert of_class[number] == rows[row]
     expected = [number for _ in range(CLASSES) for number in range(TEST)]
-    assert numbers(task, HELD, "test").tolist() == expected
+    assert numbers(task, "test").tolist() == expected
 
 
 @pytest.fixture
@@ -542,7 +542,7 @@ def test_what_is_shown_only_mbpa_got_right(task: Task, gallery: list[Record]) ->
 
 def test_neighbours_are_the_images_that_were_stored(task: Task, gallery: list[Record]) -> None:
     *_, moment = moments(task, SHOWN, 1)
-    numbered = {part: numbers(task, HELD, part).tolist() for part in ("train", "test")}
+    numbered = {part: numbers(task, part).tolist() for part in ("train", "test")}
 
     def row_of(part: str, record: Record) -> int:
         labels = getattr(task, f"{part}_labels").tolist()

@@ -156,7 +156,7 @@ def test_a_crop_is_a_part_of_its_picture_enlarged() -> None:
     across, along = torch.meshgrid(torch.arange(20.0), torch.arange(20.0), indexing="ij")
     picture = torch.stack((10 * along, 10 * across, torch.full((20, 20), 7.0))).byte()
     images = picture.expand(400, 3, 20, 20)
-    found = cropped(images, 0.25, torch.Generator().manual_seed(0))
+    found = cropped(images, 0.25, 20, torch.Generator().manual_seed(0))
     inner = slice(2, 18)  # the outermost pixels are those of the edge
     wide, high = (found[:, place].float() for place in (0, 1))
     steps_right = (wide[:, 10, inner].diff(dim=1).mean(1) / 10).unsqueeze(1)
@@ -170,11 +170,20 @@ def test_a_crop_is_a_part_of_its_picture_enlarged() -> None:
     assert shapes.max() < 1.4
     assert 0.4 < (steps_right < 0).float().mean() < 0.6
     assert (steps_down > 0).all()
-    whole = cropped(images[:8], 1 - 1e-6, torch.Generator().manual_seed(0)).float()
+    whole = cropped(images[:8], 1 - 1e-6, 20, torch.Generator().manual_seed(0)).float()
     error = torch.minimum(
         *((whole - other).abs().amax((1, 2, 3)) for other in (images[:8], images[:8].flip(3)))
     )
     assert error.max() < 35  # of the shape, up to 4:3, as much as fits
+
+
+def test_a_crop_may_be_seen_in_fewer_pixels() -> None:
+    images = torch.randint(0, 256, (5, 3, 6, 6), dtype=torch.uint8)
+    images = images.repeat_interleave(4, 2).repeat_interleave(4, 3)  # squares of four pixels
+    large, small = (cropped(images, 0.5, s, torch.Generator().manual_seed(2)) for s in (24, 8))
+    assert small.shape == (5, 3, 8, 8)
+    seen_larger = functional.interpolate(small.float(), size=24, mode="nearest")
+    assert (seen_larger - large.float()).abs().median() < 5
 
 
 def test_colours_change_picture_by_picture() -> None:
@@ -189,13 +198,13 @@ def test_colours_change_picture_by_picture() -> None:
     assert torch.allclose(recoloured(inputs, 0.0, torch.Generator()), inputs, atol=1e-6)
 
 
-@pytest.mark.parametrize("alter", [cropped, recoloured])
-def test_what_is_drawn_does_not_depend_on_how_many_share_it(alter: Any) -> None:
+@pytest.mark.parametrize(("alter", "how"), [(cropped, (0.4, 8)), (recoloured, (0.4,))])
+def test_what_is_drawn_does_not_depend_on_how_many_share_it(alter: Any, how: Any) -> None:
     inputs = torch.randint(0, 256, (12, 3, 8, 8), dtype=torch.uint8)
     pictures = inputs if alter is cropped else inputs.float()
-    whole = alter(pictures, 0.4, torch.Generator().manual_seed(0))
+    whole = alter(pictures, *how, torch.Generator().manual_seed(0))
     parts = [
-        alter(share.part(pictures), 0.4, torch.Generator().manual_seed(0), share)
+        alter(share.part(pictures), *how, torch.Generator().manual_seed(0), share)
         for share in (Share(rank, 3) for rank in range(3))
     ]
     assert torch.equal(torch.cat(parts), whole)
@@ -250,6 +259,10 @@ def test_it_learns_and_its_features_are_what_the_last_layer_sees(tmp_path: Path)
     found = features_of(network, test, most=7, tick=told.append)
     assert sum(told) == len(test.labels)
     assert torch.allclose(network.fc(found), logits, atol=1e-5)
+    both = features_of(network, test, mirrored=True)
+    other = features_of(network, replace(test, images=test.images.flip(3)))
+    assert torch.allclose(both, (found + other) / 2, atol=1e-5)
+    assert not torch.allclose(both, found, atol=1e-3)
 
 
 @pytest.mark.gpu

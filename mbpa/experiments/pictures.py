@@ -70,6 +70,7 @@ class Pictures(abc.ABC):
         *,
         padding: int,
         smallest_crop: float,
+        size: int,
         share: Share = WHOLE,
     ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
         """A share of each batch, with its labels, every picture cropped and perhaps mirrored.
@@ -78,6 +79,7 @@ class Pictures(abc.ABC):
             order: rows, on the CPU, a multiple of `batch`.
             padding: by how many pixels held pictures are moved at most that are seen whole.
             smallest_crop: the least share of its area that is seen of a picture.
+            size: pixels in which crops are seen; held pictures that are seen whole keep theirs.
         """
 
     def with_labels(self, labels: Int[Tensor, "N"]) -> Self:
@@ -138,13 +140,14 @@ class Held(Pictures):
         *,
         padding: int,
         smallest_crop: float,
+        size: int,
         share: Share = WHOLE,
     ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
         for rows in order.to(self.labels.device).split(batch):
             mine = share.part(rows)
             found = self.images[mine]
             if smallest_crop < 1:
-                found = cropped(found, smallest_crop, draws, share)
+                found = cropped(found, smallest_crop, size, draws, share)
             else:
                 found = moved(found, padding, draws, share)
             yield found, self.labels[mine]
@@ -184,6 +187,7 @@ class Streamed(Pictures):
         *,
         padding: int,
         smallest_crop: float,
+        size: int,
         share: Share = WHOLE,
     ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
         crops = torch.rand(len(order), 4, generator=draws)
@@ -197,7 +201,7 @@ class Streamed(Pictures):
         labels, flips = self.labels[rows.to(self.labels.device)], flips.to(self.labels.device)
         wanted = zip(rows.split(batch), crops.split(batch), strict=True)
         processes = max(1, cores() // share.count)
-        arriving = self.files.stream(wanted, self.pixels, processes, pin=self.labels.is_cuda)
+        arriving = self.files.stream(wanted, size, processes, pin=self.labels.is_cuda)
         for images, known, mirrored in zip(
             arriving, labels.split(batch), flips.split(batch), strict=True
         ):
@@ -238,9 +242,13 @@ def moved(
 
 
 def cropped(
-    images: UInt8[Tensor, "b 3 H W"], smallest: float, draws: torch.Generator, share: Share = WHOLE
-) -> UInt8[Tensor, "b 3 H W"]:
-    """Of each image a random part, enlarged to its size; half of them seen in a mirror.
+    images: UInt8[Tensor, "b 3 H W"],
+    smallest: float,
+    size: int,
+    draws: torch.Generator,
+    share: Share = WHOLE,
+) -> UInt8[Tensor, "b 3 size size"]:
+    """Of each image a random part, brought to a size; half of them seen in a mirror.
 
     Args:
         images: the share's of a batch.
@@ -255,7 +263,7 @@ def cropped(
     affine[:, 0, 0] = torch.where(mirror < 0.5, -width, width)
     affine[:, 1, 1] = height
     affine[:, 0, 2], affine[:, 1, 2] = (1 - width) * (2 * right - 1), (1 - height) * (2 * down - 1)
-    places = functional.affine_grid(affine, list(images.shape), align_corners=False)
+    places = functional.affine_grid(affine, [*images.shape[:2], size, size], align_corners=False)
     found = functional.grid_sample(
         images.float(), places, padding_mode="border", align_corners=False
     )

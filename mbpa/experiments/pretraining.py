@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from mbpa.errors import ExperimentError, MissingExtraError
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.pictures import (
     WHOLE,
+    Held,
     Pictures,
     Share,
     normalised,
@@ -41,11 +43,11 @@ KEPT_EVERY, KEPT_AFTER = 10, 60.0  # the state is saved after so many epochs, or
 class Pretraining:
     """How the network is trained before anything new arrives."""
 
-    layers: int = 18
+    layers: int = 34
     """Of the ResNet: 18, 34 or 50."""
     width: int = 64
     """Channels of its first stage."""
-    epochs: int = 60
+    epochs: int = 50
     batch: int = 256
     lr: float = 0.2
     """Of stochastic gradient descent with momentum 0.9, at its highest: after two epochs, from
@@ -54,6 +56,9 @@ class Pretraining:
     label_smoothing: float = 0.1
     smallest_crop: float = 0.25
     """The least share of a picture that is seen of it; 0.08 is usual for ImageNet."""
+    crop_side: float = 6 / 7
+    """Pixels across a crop, as a share of those across a whole picture. Fewer take less time, and
+    what a crop shows is then as large as it is in whole pictures (Touvron et al. 2019)."""
     padding: int = 4
     """Where all is seen of a picture of Tiny ImageNet: by how many pixels it may be moved."""
     colour: float = 0.3
@@ -79,10 +84,15 @@ class Pretraining:
             raise ValueError(
                 f"cutmix and colour must be between 0 and 1, got {self.cutmix} and {self.colour}"
             )
-        if not 0 < self.smallest_crop <= 1:
-            raise ValueError(
-                f"smallest_crop must be above 0 and at most 1, got {self.smallest_crop}"
-            )
+        for name in ("smallest_crop", "crop_side"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
+
+    def pixels(self, pictures: Pictures) -> int:
+        """Across what is seen of a picture in training."""
+        if self.smallest_crop == 1 and isinstance(pictures, Held):
+            return pictures.size  # moved, not cropped
+        return max(1, round(self.crop_side * pictures.size))
 
 
 def pretrained(
@@ -176,7 +186,11 @@ def _trained(job: _Job, fabric: Any = None) -> ResNet:
         network.load_state_dict(kept["network"])
         optimizer.load_state_dict(kept["optimizer"])
         done = kept["epochs"]
-    learner = Learner(network, optimizer) if fabric is None else _one_of(fabric, network, optimizer)
+    if fabric is not None:
+        learner = _one_of(fabric, network, optimizer)
+    else:
+        size = settings.pixels(job.pictures)
+        learner = Learner(_recorded(network, settings.batch, size, context.device), optimizer)
     last_kept = time.monotonic()
     with context.bar(settings.epochs, f"training {name}", "epochs", initial=done) as bar:
         for epoch in range(done, settings.epochs):
@@ -216,6 +230,23 @@ class Learner:
         self.optimizer.step()
 
 
+def _recorded(network: ResNet, batch: int, size: int, device: torch.device) -> ResNet:
+    """The network, its passes forward and backward as CUDA graphs: a GPU is done with a layer of
+    small images sooner than Python has named the next one."""
+    if device.type != "cuda":
+        return network
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    sample = torch.zeros(batch, 3, size, size, device=device)
+    sample = sample.contiguous(memory_format=torch.channels_last)
+    network.train()
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # it is meant to be
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch's own thread, new
+        torch.cuda.make_graphed_callables(network, (sample,))  # in place
+    network.load_state_dict(before)  # recording moved what batch normalisation keeps
+    return network
+
+
 def _one_of(fabric: Any, network: ResNet, optimizer: torch.optim.Optimizer) -> Learner:
     """One of several that average their gradients: the wrapped network does it in `backward`."""
     share = Share(fabric.global_rank, fabric.world_size)
@@ -236,6 +267,7 @@ def _epoch(
         draws,
         padding=settings.padding,
         smallest_crop=settings.smallest_crop,
+        size=settings.pixels(pictures),
         share=learner.share,
     )
     for place, (images, labels) in enumerate(arriving):
@@ -270,11 +302,13 @@ def features_of(
     pictures: Pictures,
     most: int = 1000,
     tick: Callable[[int], object] = lambda count: None,
+    mirrored: bool = False,
 ) -> Float[Tensor, "N D"]:
     """What the last layer sees of each picture, in float32.
 
     Args:
         most: pictures at a time.
+        mirrored: the mean of what it sees of the picture and of its mirror image.
         tick: told how many are done, again and again.
     """
     device = pictures.labels.device
@@ -283,7 +317,10 @@ def features_of(
     for part in pictures.in_order(most):
         with in_half(device):
             inputs = normalised(part).contiguous(memory_format=torch.channels_last)
-            found[done : done + len(part)] = network.features(inputs).float()
+            seen = network.features(inputs)
+            if mirrored:
+                seen = (seen + network.features(inputs.flip(3))) / 2
+            found[done : done + len(part)] = seen
         done += len(part)
         tick(len(part))
     return found

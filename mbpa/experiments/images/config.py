@@ -40,8 +40,11 @@ class ImagesConfig:
     0: they are not."""
     classes: int = 200
     """That take part, chosen at random; half of them are known."""
+    mirrored: bool = True
+    """Whether features are the mean over an image and its mirror image."""
     held_out: int = 50
-    """Training images of each class that are never trained on."""
+    """Training images of each class that are scored where `part` is validation, and not trained on
+    then."""
     scored: int = 10_000
     """Images that are scored, at most."""
     pretraining: Pretraining = field(default_factory=Pretraining)
@@ -52,7 +55,7 @@ class ImagesConfig:
     """Of stochastic gradient descent on the last layer, divided by the mean square of a key's
     length."""
     momentum: float = 0.9
-    capacity: int = 90_000
+    capacity: int = 100_000
     """Of the memory; an epoch of Tiny ImageNet, beyond which it would hold images twice."""
     scarce: float = 1.0
     """The share of their images that half of the new classes have."""
@@ -91,7 +94,7 @@ class ImagesConfig:
             return
         if self.held_out > 400:
             raise ValueError(f"held_out must be at most 400 of a class's 500, got {self.held_out}")
-        trained = self.classes // 2 * (500 - self.held_out)
+        trained = self.classes // 2 * (500 - self.spared)
         if self.pretraining.batch > trained:
             raise ValueError(
                 f"pretraining.batch must be at most {trained}, the images there are, "
@@ -99,6 +102,11 @@ class ImagesConfig:
             )
         if not 2 <= self.classes <= 200:
             raise ValueError(f"classes must be between 2 and 200, got {self.classes}")
+
+    @property
+    def spared(self) -> int:
+        """Training images of each class that are not trained on."""
+        return self.held_out if self.part == "validation" else 0
 
     def settings(self, method: str) -> Settings:
         """Of one of the methods that have some."""

@@ -130,6 +130,7 @@ def run_split(task: Task, config: ImagesConfig, seed: int) -> list[Record]:
     before = {name: nothing if name == "memory only" else start for name in right}
     records += areas(accuracies(before, groups, {**shared, "epochs": 0.0}) + records)
     known: Record = {"method": "parametric", "subset": "pre-trained", "epochs": 0.0, **shared}
+    known |= {"made_on": task.made_on}
     return [*records, {**known, "name": "pretrained_top1", "value": 100 * task.known}]
 
 

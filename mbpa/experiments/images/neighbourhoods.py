@@ -100,7 +100,7 @@ class Gallery:
         self.queries, self.answers = scored_part(task, config)
         self.rows = scored_rows(config, getattr(task, f"{config.part}_labels"))
         parts = "train", config.part
-        self.numbers = {part: numbers(task, config.held_out, part) for part in parts}
+        self.numbers = {part: numbers(task, part) for part in parts}
         self.shared: Record = {"split": seed, "part": config.part, "epochs": moment.epochs}
         models = config.models(situation_of(moment, task))
         self.model = models[config.adapting]
@@ -180,18 +180,19 @@ def chosen(
     return list(found.values())[:count]
 
 
-def numbers(task: Task, held_out: int, part: str) -> Int[Tensor, "N"]:
+def numbers(task: Task, part: str) -> Int[Tensor, "N"]:
     """The number of each image of a part within its class, as the data set counts."""
     classes, order = task.classes.cpu().sort()
     parts = ("train", "validation") if part in ("train", "validation") else ("test",)
-    counted: list[Tensor] = [getattr(task, f"{name}_labels").cpu().bincount() for name in parts]
-    counts = torch.stack(counted).sum(0)[order]
+    labelled = torch.cat([getattr(task, f"{name}_labels") for name in parts]).cpu()
+    counts = labelled.bincount(minlength=len(classes))[order]
     labels = classes.repeat_interleave(counts)
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)
     within = torch.arange(len(labels)) - first
     if part == "test":
         return within
-    kept, held = parts_of(labels, held_out)
+    spared = len(task.validation_labels) // len(classes)  # of each class
+    kept, held = parts_of(labels, spared)
     return within[kept if part == "train" else held]
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from mbpa.errors import ExperimentError
@@ -27,9 +27,9 @@ from mbpa.experiments.experiment import Context
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.pictures import Held, Pictures, Streamed, placed
 from mbpa.experiments.pretraining import features_of, pretrained
-from mbpa.experiments.results import write_whole
+from mbpa.experiments.results import environment, write_whole
 
-FORMAT = 1  # of the kept features
+FORMAT = 2  # of the kept features
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,27 +49,43 @@ class Task:
     bias: Float[Tensor, "O"]
     known: float
     """The network's accuracy on test images of the classes it knows, before anything new."""
+    made_on: str = ""
+    """The device the network was trained on, and the torch there."""
 
 
 def make_task(config: ImagesConfig, context: Context, seed: int) -> Task:
-    """Trained and computed once for all runs that ask for the same."""
+    """Trained and computed once for all runs that ask for the same; the file that is kept serves
+    another machine with the same images as well."""
     path = context.cache / f"features-{_fingerprint(config, context, seed)}.safetensors"
-    tensors = _read(path, context.device)
-    if tensors is not None:
-        old, known = int(tensors.pop("old")), float(tensors.pop("known"))
-        return Task(old=old, known=known, **tensors)
-    task = _computed(config, context, seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    told = vars(task) | {"known": torch.tensor(task.known, dtype=torch.float64)}
-    kept = {name: torch.as_tensor(value).cpu() for name, value in told.items()}
-    write_whole(path, save({name: tensor.contiguous() for name, tensor in kept.items()}))
+    task = _read(path, context.device)
+    if task is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, _written(_computed(config, context, seed)))
+        task = _read(path, context.device)  # rounded as for all that come later
+        assert task is not None, "it has just been written"
     return task
 
 
-def _read(path: Path, device: torch.device) -> dict[str, Tensor] | None:
+HALVED = "train", "validation", "test"
+"""Features are kept in half precision: finer than the arithmetic that a GPU computes them with."""
+
+
+def _written(task: Task) -> bytes:
+    tensors = {name: value for name, value in vars(task).items() if isinstance(value, Tensor)}
+    tensors |= {name: tensors[name].half() for name in HALVED}
+    told = {"old": str(task.old), "known": repr(task.known), "made_on": task.made_on}
+    return save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, told)
+
+
+def _read(path: Path, device: torch.device) -> Task | None:
     """What was kept, if it is whole."""
     try:
-        return load_file(path, device=str(device))
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            told = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+        tensors |= {name: tensors[name].float() for name in HALVED}
+        known = float(told["known"])
+        return Task(old=int(told["old"]), known=known, made_on=told["made_on"], **tensors)
     except FileNotFoundError:
         return None
     except SafetensorError:
@@ -79,13 +95,11 @@ def _read(path: Path, device: torch.device) -> dict[str, Tensor] | None:
 
 def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
     """Of all that the features depend on."""
-    names = "dataset", "size", "enlarged", "classes", "held_out"
+    names = "dataset", "size", "enlarged", "mirrored", "classes", "spared"
     told: dict[str, Any] = {name: getattr(config, name) for name in names} | {
         "seed": seed,
         "format": FORMAT,
     }
-    told |= {"torch": str(torch.__version__), "device": context.device.type}
-    told["data"] = str(data.data_dir(context.data_dir).resolve())
     if config.dataset == "imagenet":
         told["files"] = data.imagenet(context.data_dir).digest()
     else:
@@ -101,13 +115,13 @@ def _computed(config: ImagesConfig, context: Context, seed: int) -> Task:
     chosen, everything, test = _SOURCES[config.dataset](config, context)
     shuffled = torch.randperm(config.classes, generator=torch.Generator().manual_seed(seed + 1))
     classes, old = chosen[shuffled].to(context.device), config.classes // 2
-    kept, held = parts_of(everything.labels.cpu(), config.held_out)
+    kept, held = parts_of(everything.labels.cpu(), config.spared)
     known = everything.chosen(kept).of_classes(classes[:old])
     network = pretrained(config.pretraining, known, old, seed, context, f"split-{seed}")
     labels, test_labels = (placed(part.labels, classes) for part in (everything, test))
     with context.bar(len(labels) + len(test_labels), "features", "pictures") as bar:
-        features = features_of(network, everything, tick=bar.update)
-        test_features = features_of(network, test, tick=bar.update)
+        features = features_of(network, everything, tick=bar.update, mirrored=config.mirrored)
+        test_features = features_of(network, test, tick=bar.update, mirrored=config.mirrored)
     with torch.no_grad():
         familiar = test_labels < old
         right = network.fc(test_features[familiar]).argmax(1) == test_labels[familiar]
@@ -123,6 +137,7 @@ def _computed(config: ImagesConfig, context: Context, seed: int) -> Task:
         weight=network.fc.weight.detach().float(),
         bias=network.fc.bias.detach().float(),
         known=float(right.double().mean()),
+        made_on="{device}, torch {torch}".format(**environment(context.device)),
     )
 
 
@@ -170,13 +185,13 @@ def _check_counts(counts: Mapping[str, int], config: ImagesConfig) -> None:
             f"got {config.classes}"
         )
     scarcest = min(counts, key=lambda wnid: counts[wnid])
-    if config.held_out >= counts[scarcest]:
+    if config.spared >= counts[scarcest]:
         raise ExperimentError(
             f"held_out must be below {counts[scarcest]}, the training images of {scarcest}, "
             f"got {config.held_out}"
         )
     scarce = sorted(counts.values())[: config.classes // 2]
-    fewest = sum(scarce) - len(scarce) * config.held_out
+    fewest = sum(scarce) - len(scarce) * config.spared
     if config.pretraining.batch > fewest:
         raise ExperimentError(
             f"pretraining.batch must be at most {fewest}, the images that half of the classes may "
