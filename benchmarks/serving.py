@@ -15,28 +15,39 @@ import json
 import os
 import platform
 import random
-import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 import mbpa
+from benchmarks.clients import (
+    DIM,
+    EXAMPLES,
+    LABELS,
+    PREDICTOR,
+    Client,
+    Server,
+    Tally,
+    lessons,
+    make_run,
+    predictions,
+    request,
+    served,
+)
+from benchmarks.serving_tables import refreshed
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.run import RunInfo, write_run
 
-EXAMPLES, LABELS, DIM = 15_000, 150, 384
-PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=10.0, steps=20), k=20)
 LESSONS = 10  # a second, while it is taught at a steady pace
-BODIES = 500  # different requests
+SAMPLES = 60  # of a soak
+ASKING = 4  # clients that ask meanwhile
+KEPT = 1000  # examples, of which half are forgotten when there are more
 
 
 def main() -> int:
@@ -46,6 +57,7 @@ def main() -> int:
         "--soak", type=float, default=0.0, help="seconds of teaching and forgetting"
     )
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/serving.json"))
+    parser.add_argument("--document", type=Path, default=Path("docs/serving.md"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -57,35 +69,13 @@ def main() -> int:
                 report["soak"] = asyncio.run(soaked(server, run, arguments.soak))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {arguments.out}")
+    page = arguments.document.read_text("utf-8")
+    arguments.document.write_text(refreshed(page, report), "utf-8")
+    print(f"written to {arguments.out} and {arguments.document}")
     return 0
 
 
-# The run and its server
-
-
-def make_run(directory: Path) -> None:
-    """Places on the sphere, examples around them, a head that knows the places."""
-    generator = torch.Generator().manual_seed(0)
-    places = torch.nn.functional.normalize(torch.randn(LABELS, DIM, generator=generator), dim=1)
-    numbers = torch.arange(EXAMPLES) % LABELS
-    keys = near(places[numbers], generator)
-    head = torch.nn.Linear(DIM, LABELS)
-    with torch.no_grad():
-        head.weight.copy_(20 * (places - places.mean(0)))
-        head.bias.zero_()
-    names = tuple(f"label {i:03}" for i in range(LABELS))
-    info = RunInfo(
-        key_dim=DIM, labels=names, trained_examples=EXAMPLES, threshold=0.5, encoder=None
-    )
-    examples = [(names[number], None) for number in numbers.tolist()]
-    write_run(directory, info, head, PREDICTOR, examples, keys)
-
-
-def near(places: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Keys about as far from their place as a sentence from its intent."""
-    noise = torch.randn(places.shape, generator=generator) / DIM**0.5
-    return torch.nn.functional.normalize(places + noise, dim=1)
+# Measurements
 
 
 def starting(run: Path) -> dict[str, float]:
@@ -96,124 +86,6 @@ def starting(run: Path) -> dict[str, float]:
         assert len(classifier) == EXAMPLES
     print(f"starting    {EXAMPLES} examples in {loaded:.2f} s")
     return {"examples": EXAMPLES, "seconds": loaded}
-
-
-@dataclass(frozen=True)
-class Server:
-    process: subprocess.Popen[str]
-    host: str
-    port: int
-
-    @property
-    def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    @property
-    def resident_bytes(self) -> int:
-        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-@contextlib.contextmanager
-def served(run: Path) -> Iterator[Server]:
-    command = [sys.executable, "-m", "mbpa.cli", "serve", str(run), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if "serving on http://" in line:
-                host, port = line.split("http://")[1].split("/")[0].split(":")
-                yield Server(process, host, int(port))
-                break
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-        process.stdout.close()
-
-
-# Clients
-
-
-class Client:
-    """One connection, over which requests go one after the other."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    async def __aenter__(self) -> Client:
-        self._reader, self._writer = await asyncio.open_connection(
-            self._server.host, self._server.port
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
-
-    async def send(self, request: bytes) -> tuple[int, bytes]:
-        self._writer.write(request)
-        head = await self._reader.readuntil(b"\r\n\r\n")
-        status = int(head[9:12])
-        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        return status, await self._reader.readexactly(length)
-
-
-def request(path: str, content: Any) -> bytes:
-    body = json.dumps(content).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def predictions() -> list[bytes]:
-    generator = torch.Generator().manual_seed(1)
-    places = torch.nn.functional.normalize(torch.randn(BODIES, DIM, generator=generator), dim=1)
-    return [request("/predict", {"embeddings": [row]}) for row in _rounded(places)]
-
-
-def lessons() -> Iterator[bytes]:
-    """Three examples of a label, again and again, of labels old and new."""
-    generator = torch.Generator().manual_seed(2)
-    for number in itertools.count():
-        keys = torch.nn.functional.normalize(torch.randn(3, DIM, generator=generator), dim=1)
-        label = f"label {number % LABELS:03}" if number % 2 else f"new {number % 20}"
-        yield request(
-            "/learn", {"examples": [{"label": label, "embedding": row} for row in _rounded(keys)]}
-        )
-
-
-def _rounded(keys: torch.Tensor) -> list[list[float]]:
-    return [[round(number, 7) for number in row] for row in keys.tolist()]
-
-
-@dataclass
-class Tally:
-    """What came of many requests."""
-
-    seconds: list[float] = field(default_factory=list)
-    """Of those that were answered."""
-    statuses: Counter[int] = field(default_factory=Counter)
-    took: float = 0.0
-    server_cpu: float = 0.0
-
-    def count(self, status: int, seconds: float) -> None:
-        self.statuses[status] += 1
-        if status == 200:
-            self.seconds.append(seconds)
-
-    def summary(self) -> dict[str, Any]:
-        ordered = sorted(self.seconds) or [float("nan")]
-        return {
-            "requests_a_second": len(self.seconds) / self.took,
-            "median_ms": 1e3 * statistics.median(ordered),
-            "p99_ms": 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-            "server_cpu_ms_a_request": 1e3 * self.server_cpu / max(1, self.statuses.total()),
-            "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
-        }
-
-
-# Measurements
 
 
 async def measured(server: Server, seconds: float) -> dict[str, Any]:
@@ -323,30 +195,61 @@ async def teaching(server: Server, pause: float) -> AsyncIterator[Tally]:
 
 
 async def soaked(server: Server, run: Path, seconds: float) -> dict[str, Any]:
-    """Teach and forget without end, and look at what it holds."""
-    samples, bodies, lesson = [], itertools.cycle(predictions()), lessons()
-    taught: list[int] = []
-    end = time.perf_counter() + seconds
-    async with Client(server) as client:
-        for turn in itertools.count():
-            if time.perf_counter() > end:
-                break
-            taught += json.loads((await client.send(next(lesson)))[1])["ids"]
-            await client.send(next(bodies))
-            if len(taught) > 3000:
-                gone, taught = taught[:1500], taught[1500:]
-                await client.send(request("/forget", {"ids": gone}))
-            if turn % 500 == 0:
-                files = sum(path.stat().st_size for path in run.glob("journal*"))
-                samples.append((server.resident_bytes, files))
-    settled = samples[len(samples) // 3 :]
-    print(f"soak        {turn} lessons, journal {samples[-1][1] / 1e6:.0f} MB")
+    """Teach and forget without end while others ask, and look at what it holds."""
+    samples: list[dict[str, float]] = []
+    counts = Counter(lessons=0, taught=0, forgotten=0)
+    start = time.perf_counter()
+
+    async def teach() -> None:
+        kept: list[int] = []
+        async with Client(server) as client:
+            for body in lessons():
+                if time.perf_counter() - start > seconds:
+                    return
+                kept += await _answered(client, body)
+                counts["lessons"] += 1
+                if len(kept) > KEPT:
+                    gone, kept = kept[: KEPT // 2], kept[KEPT // 2 :]
+                    body = request("/forget", {"ids": gone})
+                    counts["forgotten"] += len(await _answered(client, body))
+                counts["taught"] = counts["forgotten"] + len(kept)
+
+    async def watch() -> None:
+        with tqdm(total=SAMPLES, desc=f"soak of {seconds:.0f} s", file=sys.stderr) as bar:
+            for number in range(SAMPLES + 1):
+                due = start + number * seconds / SAMPLES
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                samples.append(_held(server, run) | {"second": round(time.perf_counter() - start)})
+                bar.set_postfix_str(f"{samples[-1]['resident_mb']:.0f} MB", refresh=False)
+                bar.update(bool(number))
+
+    asked, _, _ = await asyncio.gather(
+        closed_loop(server, predictions(), ASKING, seconds), teach(), watch()
+    )
+    show(f"{ASKING} clients, soak", asked)
     return {
         "seconds": seconds,
-        "lessons": turn,
-        "resident_bytes": [memory for memory, _ in settled],
-        "journal_bytes": [size for _, size in settled],
+        **counts,
+        "kept_at_most": KEPT + 3,
+        "predictions": asked.summary(),
+        "samples": samples,
     }
+
+
+async def _answered(client: Client, body: bytes) -> list[int]:
+    """The ids that are told, once it is not too busy."""
+    while True:
+        status, answer = await client.send(body)
+        if status == 200:
+            ids: list[int] = json.loads(answer)["ids"]
+            return ids
+        assert status == 429, answer
+        await asyncio.sleep(1)
+
+
+def _held(server: Server, run: Path) -> dict[str, float]:
+    files = sum(path.stat().st_size for path in run.glob("journal*"))
+    return {"resident_mb": server.resident_bytes / 1e6, "journal_mb": files / 1e6}
 
 
 def show(what: str, tally: Tally) -> None:

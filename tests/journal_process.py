@@ -76,12 +76,15 @@ CALLS: list[Callable[[Any], list[int]]] = [
     ),
     lambda j: j.learn([("c", "4" * 5000, None), ("b", "text five", b"1234")], request="long"),
     lambda j: j.forget(label="a"),
-    lambda j: j.learn([("a", "text six", None)], request="last"),
+    lambda j: j.learn([("a", "text six", None)], request="last", restoring=True),
 ]
 
 
 def contents(taught: Any) -> list[list[Any]]:
-    return [[e.id, e.label, e.text, e.key and e.key.decode()] for e in taught.examples()]
+    return [
+        [e.id, e.label, e.text, e.key and e.key.decode()] + ["back"] * (e.id in taught.restored)
+        for e in taught.examples()
+    ]
 
 
 def states(directory: Path) -> list[list[list[Any]]]:
@@ -288,8 +291,8 @@ def power(directory: Path) -> None:
         if failing and not any(answer for _, answer in trace):
             return
         for done, data, found in cuts(trace, place, failing):
-            taught = {text for state in expected[:done] for _, _, text, _ in state if text}
-            gone = taught - {text for _, _, text, _ in expected[done]}
+            taught = {example[2] for state in expected[:done] for example in state} - {None}
+            gone = taught - {example[2] for example in expected[done]}
             say({
                 "failing": failing, "acknowledged": done,
                 "found": expected.index(found) if found in expected else found,

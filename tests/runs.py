@@ -31,6 +31,46 @@ class WordEncoder(TextEncoder):
         return torch.randn(self.key_dim, generator=torch.Generator().manual_seed(seed))
 
 
+class UnsteadyEncoder(WordEncoder):
+    """As one on a machine that rounds otherwise each time."""
+
+    calls = 0
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        self.calls += 1
+        return super().__call__(texts) * (1 + self.calls * 2.0**-20)
+
+
+class BrokenEncoder(WordEncoder):
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        raise ValueError("a mistake of ours")
+
+
+def write_word_run(directory: Path) -> None:
+    """A run of four sentences of two labels, for the encoder of words."""
+    encoder = WordEncoder()
+    named = [
+        ("fruit", "apples and pears"),
+        ("fruit", "a ripe plum"),
+        ("tool", "hammer and saw"),
+        ("tool", "a sharp saw"),
+    ]
+    keys = encoder([text for _, text in named])
+    head = nn.Linear(encoder.key_dim, 2)
+    with torch.no_grad():
+        head.weight.copy_(torch.stack([keys[0] + keys[1], keys[2] + keys[3]]))
+        head.bias.zero_()
+    info = RunInfo(
+        key_dim=encoder.key_dim,
+        labels=("fruit", "tool"),
+        trained_examples=len(named),
+        threshold=0.0,
+        encoder=encoder.name,
+        fingerprint=encoder.fingerprint,
+    )
+    write_run(directory, info, head, PREDICTOR, named, keys)
+
+
 def random_keys(count: int, key_dim: int, seed: int = 0) -> Tensor:
     keys = torch.randn(count, key_dim, generator=torch.Generator().manual_seed(seed))
     return nn.functional.normalize(keys, dim=1)

@@ -22,16 +22,15 @@ PATIENCE = 60.0
 class Server:
     """`mbpa serve` as a child process."""
 
-    def __init__(self, run: Path, *options: str, token: str | None = None) -> None:
-        command = [sys.executable, "-m", "mbpa.cli", "serve", str(run), "--port", "0", *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"MBPA_TOKEN": token or ""})
+    def __init__(self, run: Path) -> None:
+        command = [sys.executable, "-m", "mbpa.cli", "serve", str(run), "--port", "0"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MBPA_TOKEN": ""}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
         self.said: list[str] = []
         self.url = self._announced()
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE)
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
 
     def _announced(self) -> str:
         assert self.process.stdout is not None

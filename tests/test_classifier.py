@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from runs import PREDICTOR, WordEncoder, random_keys, write_random_run
+from runs import (
+    PREDICTOR,
+    UnsteadyEncoder,
+    WordEncoder,
+    random_keys,
+    write_random_run,
+    write_word_run,
+)
 from torch import nn
 
 import mbpa
 from mbpa.errors import RunError
+from mbpa.serve import classifier as classifiers
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.journal import Journal
-from mbpa.serve.run import RunInfo, write_run
+from mbpa.serve.journal import InputError, Journal
 from mbpa.serve.taught import SPARE, TaughtMemory
 
 DIM = 16
@@ -184,6 +192,62 @@ def test_the_same_request_teaches_once(fresh):
     assert len(classifier) == 60 + len(ids) - 1
 
 
+def test_a_request_is_known_by_its_texts_not_by_the_last_bits_of_their_keys(tmp_path):
+    write_word_run(tmp_path / "run")
+    encoder = UnsteadyEncoder()
+    lessons = [Lesson("drink", "green tea"), Lesson("drink", "black tea")]
+    assert not torch.equal(encoder(["green tea"]), encoder(["green tea"]))
+    with Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier:
+        ids = classifier.learn(lessons, request="one")
+        assert classifier.learn(lessons, request="one") == ids
+        assert classifier.labels["drink"] == 2
+        with pytest.raises(InputError, match="has named other examples"):
+            classifier.learn([lessons[0], Lesson("drink", "red tea")], request="one")
+
+
+@pytest.mark.parametrize("limit", ["MOST_EXAMPLES", "MOST_LABELS"])
+def test_a_request_sent_again_needs_no_room(fresh, monkeypatch, limit):
+    classifier, lesson = fresh(), Lesson("new", key=QUERIES[0])
+    ids = classifier.learn([lesson], request="one")
+    here = {"MOST_EXAMPLES": len(classifier), "MOST_LABELS": len(classifier.labels)}[limit]
+    monkeypatch.setattr(classifiers, limit, here)
+    with pytest.raises(InputError, match=f"there may be {here}"):
+        classifier.learn([Lesson("newer", key=QUERIES[0])])
+    assert classifier.learn([lesson], request="one") == ids
+    classifier.forget(label="new")
+    monkeypatch.setattr(classifiers, limit, here - 1)
+    assert classifier.learn([lesson], request="one") == ids, "even where it was forgotten since"
+
+
+def test_a_trained_row_comes_back_with_an_example_that_it_was_trained_with(fresh):
+    """And not with any other: such a label is known from the memory alone."""
+    classifier = fresh()
+    before, stats = said(classifier), classifier.stats()
+    (first, *others) = [each.id for each in classifier.examples("label 002")]
+    ids, keys = classifier.entries()
+    lesson = Lesson("label 002", "text 2", keys[ids.index(first)])
+    (back,) = classifier.learn([lesson])
+    classifier.forget(ids=[first])
+    assert said(classifier) == before
+    assert not classifier.was_trained_with(back)
+    kept = [Lesson("label 002", None, keys[ids.index(id)]) for id in others]
+    classifier.forget(ids=others)
+    assert "label 002" not in classifier.trained_labels
+    (*again,) = classifier.learn(kept, restoring=True)
+    assert all(map(classifier.was_trained_with, again))
+    assert said(classifier) == before
+    classifier.forget(ids=[back])
+    classifier.learn([lesson], restoring=True)
+    assert classifier.stats() == stats | {"change": classifier.counts.change}
+    classifier.close()
+    with Classifier.load(classifier.journal.path.parent) as started:
+        assert said(started) == before
+        assert started.stats() == classifier.stats()
+        started.forget(ids=again)
+        started.forget(label="label 002")
+        assert "label 002" not in started.labels
+
+
 def test_a_trained_label_goes_with_the_last_example_it_was_trained_with(fresh):
     classifier = fresh()
     classifier.learn([Lesson("label 002", key=QUERIES[0])])
@@ -262,16 +326,12 @@ def test_too_many_new_labels_at_once_are_refused(fresh):
 
 def test_texts_are_embedded_once_and_their_keys_kept(tmp_path):
     encoder = WordEncoder()
-    head = nn.Linear(64, 2)
-    info = RunInfo(64, ("fruit", "tool"), 2, 0.0, encoder.name, encoder.fingerprint)
-    texts = ["apples and pears", "hammer and saw"]
-    named = list(zip(info.labels, texts, strict=True))
-    write_run(tmp_path / "run", info, head, PREDICTOR, named, encoder(texts))
+    write_word_run(tmp_path / "run")
     with Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier:
         classifier.learn([Lesson("drink", "green tea"), Lesson("drink", "black tea with milk")])
         assert classifier.predict(["some tea"])[0].label == "drink"
         kept = [each.key for each in classifier.journal.examples()]
-    assert kept[2] == encoder(["green tea"])[0].numpy().tobytes()
+    assert kept[4] == encoder(["green tea"])[0].numpy().tobytes()
     with Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier:
         assert classifier.predict(["some tea"])[0].label == "drink"
 
@@ -307,6 +367,36 @@ def test_readers_see_a_lesson_whole_or_not_at_all(fresh):
     for shares in seen:
         lessons_seen = [possible.index(share) for share in shares]
         assert lessons_seen == sorted(lessons_seen)
+
+
+def test_counts_are_those_of_whole_calls(fresh):
+    """Whoever looks while it is taught and forgets sees it before or after a call, never within."""
+    classifier, done, seen = fresh(), threading.Event(), set()
+    many = [Lesson(f"new {i}", key=QUERIES[i % 20]) for i in range(60)]
+
+    def look() -> None:
+        while not done.is_set():
+            stats = classifier.stats()
+            names = ("examples", "taught", "labels", "new_labels", "change")
+            seen.add(tuple(stats[name] for name in names))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    reader = threading.Thread(target=look)
+    reader.start()
+    expected = {(60, 0, 6, 0, 1)}
+    try:
+        for turn in range(12):
+            ids = classifier.learn(many)
+            expected.add((120, 60, 66, 60, 2 * turn + 2))
+            classifier.forget(ids)
+            expected.add((60, 0, 6, 0, 2 * turn + 3))
+    finally:
+        done.set()
+        reader.join()
+        sys.setswitchinterval(interval)
+    assert len(seen) > 2
+    assert seen <= expected
 
 
 @pytest.mark.parametrize("copies", [1, SPARE, 5 * SPARE])

@@ -22,11 +22,12 @@ from runs import PREDICTOR, WordEncoder, write_random_run
 from servers import running
 from torch import nn
 
+from benchmarks import mislabelled
 from mbpa.explorer import lessons, pictures, review
 from mbpa.explorer.lessons import Desk
 from mbpa.serve.answers import Answer, NearExample, Reason
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.journal import Example
+from mbpa.serve.journal import Example, InputError
 from mbpa.serve.run import RunInfo, write_run
 from mbpa.serve.service import create_app
 
@@ -146,6 +147,8 @@ def test_a_visitor_teaches_and_undoes_and_nothing_leaves_the_machine(classifier,
         _teaches_a_label_and_undoes_it(visitor, classifier, untaught)
         _corrects_an_answer(visitor, classifier)
         _reviews(visitor, classifier)
+        visitor.page.goto(f"{url}/docs")
+        assert visitor.page.get_by_role("heading", name="POST /predict").is_visible()
     gc.collect()  # here, where what is left open is no error
     assert visitor.troubles == []
     assert visitor.hosts == {url.removeprefix("http://")}
@@ -270,6 +273,23 @@ def test_what_is_done_at_the_desk_can_be_undone(classifier):
         (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
 
 
+def test_undoing_brings_back_what_a_label_was_trained_to(classifier):
+    """Each of its examples is forgotten and brought back, and then the last one once more."""
+    asked = ["card late", "new pin", "euro loan"]
+    before = classifier.predict(asked, top=10)
+    for example in classifier.examples("pin"):
+        done = at_the_desk(classifier, lambda desk, id=example.id: desk.forget(id))
+        at_the_desk(classifier, lambda desk, done=done: desk.undo(done))
+        assert classifier.predict(asked, top=10) == before
+    ids = [each.id for each in classifier.examples("pin")]
+    deeds = [at_the_desk(classifier, lambda desk, id=id: desk.relabel(id, "loan")) for id in ids]
+    assert "pin" not in classifier.labels
+    for deed in reversed(deeds):
+        at_the_desk(classifier, lambda desk, deed=deed: desk.undo(deed))
+    assert classifier.predict(asked, top=10) == before
+    assert "pin" in classifier.trained_labels
+
+
 def test_an_example_keeps_text_and_key_under_its_new_label(classifier):
     (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
     before = lessons.lesson_of(classifier, mislabelled.id)
@@ -298,6 +318,15 @@ def test_what_cannot_be_done_changes_nothing(classifier, visit, why):
     with pytest.raises(ValueError, match=why):
         at_the_desk(classifier, visit)
     assert classifier.journal.change == before
+
+
+def test_a_run_without_an_encoder_has_a_map_and_reviews_and_says_what_it_cannot(tmp_path):
+    write_random_run(tmp_path / "run")
+    with Classifier.load(tmp_path / "run") as classifier:
+        assert pictures.Map(classifier).around().count("h0") == 60
+        assert len(review.opinions(classifier)) == 60
+        with pytest.raises(InputError, match="without a text encoder"):
+            at_the_desk(classifier, lambda desk: desk.ask("a sentence"))
 
 
 # What examples say of each other
@@ -364,6 +393,39 @@ def test_where_there_is_nothing_to_compare_nothing_is_in_doubt(count):
     found = review.votes(examples, torch.randn(count, 4))
     assert len(found) == (count if count > 1 else 0)
     assert review.probably_mislabelled(found) == []
+
+
+@pytest.mark.parametrize("plant", mislabelled.KINDS.values(), ids=list(mislabelled.KINDS))
+def test_the_labels_that_the_benchmark_plants_are_wrong(plant):
+    keys = nn.functional.normalize(torch.randn(200, 8), dim=1)
+    labels, places = torch.arange(200) % 12, torch.randperm(200)[:50]
+    given = plant(keys, labels, places, torch.Generator().manual_seed(0))
+    assert (given != labels[places]).all()
+    assert set(given.tolist()) <= set(range(12))
+    if plant is mislabelled.of_a_near_one:
+        for place, label in zip(places, given, strict=True):
+            ranks = (keys @ keys[place])[labels != labels[place]].sort(descending=True).values
+            assert (keys @ keys[place])[labels == label].max() >= ranks[mislabelled.NEAR - 1]
+
+
+def test_average_precision_is_the_mean_precision_at_what_is_found():
+    hits = torch.tensor([True, False, True, True, False])
+    assert mislabelled.average_precision(hits) == pytest.approx((1 / 1 + 2 / 3 + 3 / 4) / 3)
+
+
+def test_an_opinion_that_came_to_nothing_is_settled_all_the_same():
+    """Between a click and what comes of it the list may have been made anew."""
+    from mbpa.explorer.page import _Session
+
+    first, second = (
+        review.Opinion(Example(id, "a", None, None), "b", 0.6, 0.1, 0.5) for id in (1, 2)
+    )
+    session = _Session(queues={"list": [second]})
+    session.settle("list", first)
+    assert session.queues["list"] == [second]
+    session.settle("list", second)
+    session.settle("another", second)
+    assert session.queues["list"] == []
 
 
 # Pictures
@@ -457,6 +519,32 @@ def test_nothing_on_the_map_moves_when_something_is_taught(classifier):
     after = Counter(re.findall(r"M\d+ \d+h0", shown.around()))
     assert before <= after
     assert after.total() == len(classifier)
+
+
+def test_the_map_is_that_of_the_memory(classifier):
+    shown = pictures.Map(classifier)
+    shown.around()
+    for label in list(classifier.labels):
+        classifier.forget(label=label)
+    assert "empty" in shown.around()
+    at_the_desk(classifier, lambda desk: desk.teach("luggage", LUGGAGE))
+    assert shown.around().count("h0") == 3
+
+
+def test_a_map_drawn_while_something_is_taught_is_not_kept(classifier):
+    """Between journal and memory there is a moment at which only the former has it."""
+    shown, journal = pictures.Map(classifier), classifier.journal
+    shown.around()
+    learn = journal.learn
+
+    def looked_at_meanwhile(*arguments, **named):
+        ids = learn(*arguments, **named)
+        shown.around()
+        return ids
+
+    journal.learn = looked_at_meanwhile
+    at_the_desk(classifier, lambda desk: desk.teach("luggage", LUGGAGE))
+    assert shown.around().count("h0") == len(classifier)
 
 
 def test_the_map_marks_a_query_and_its_neighbours(classifier):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from journal_process import numbered
 
 import mbpa.serve.journal
-from mbpa.serve.journal import Example, Journal, JournalError
+from mbpa.serve.journal import Example, InputError, Journal, JournalError
 
 CHILD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("journal_process.py"))]
 LONG = [
@@ -112,6 +113,34 @@ def test_a_request_must_not_name_other_examples(place: Path) -> None:
         assert (len(journal), journal.read_only) == (1, None)
 
 
+def test_a_text_sent_again_is_known_without_its_key(place: Path) -> None:
+    """Embedded again it might differ in the last bit, and would then be another."""
+    kept = [("a", "one", b"1234"), ("b", None, b"5678")]
+    with Journal(place / "j") as journal:
+        assert journal.repeated(kept, "r") is None
+        ids = journal.learn(kept, request="r")
+        for again in (kept, [("a", "one", None), kept[1]]):
+            assert journal.repeated(again, "r") == journal.learn(again, request="r") == ids
+        for other in (
+            [("a", "two", None), kept[1]],
+            [("z", "one", None), kept[1]],
+            [("a", "one", b"4321"), kept[1]],  # it was given, not computed
+            [kept[0], ("b", None, b"8765")],
+        ):
+            with pytest.raises(InputError, match="request 'r' has named other examples"):
+                journal.repeated(other, "r")
+        assert len(journal) == 2
+
+
+def test_what_may_not_be_on_the_disk_is_not_acknowledged_again(place: Path) -> None:
+    call = [("a", "one", None)]
+    with Journal(place / "j") as journal:
+        journal.learn(call, request="r")
+        journal._database.read_only = "a write failed"
+        with pytest.raises(JournalError, match="a write failed"):
+            journal.repeated(call, "r")
+
+
 def test_only_the_newest_requests_are_remembered(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +195,7 @@ class AgainstADict(hypothesis.stateful.RuleBasedStateMachine):
         self.journal = Journal(Path(directory.name) / "j")
         self.model: dict[int, tuple[str, str | None, bytes | None]] = {}
         self.requests: dict[str, tuple[list[Any], list[int]]] = {}
+        self.restored: set[int] = set()
         self.last = self.change = 0
 
     labels = st.sampled_from(["a", "b", "ä\0"])
@@ -174,8 +204,10 @@ class AgainstADict(hypothesis.stateful.RuleBasedStateMachine):
         max_size=5,
     )
 
-    @hypothesis.stateful.rule(call=call, request=st.sampled_from([None, "r", "s", "t"]))
-    def learn(self, call: list[Any], request: str | None) -> None:
+    @hypothesis.stateful.rule(
+        call=call, request=st.sampled_from([None, "r", "s", "t"]), restoring=st.booleans()
+    )
+    def learn(self, call: list[Any], request: str | None, restoring: bool) -> None:
         if request in self.requests:
             call, expected = self.requests[request]
         else:
@@ -183,9 +215,10 @@ class AgainstADict(hypothesis.stateful.RuleBasedStateMachine):
             self.last += len(call)
             self.change += bool(call)
             self.model |= dict(zip(expected, call, strict=True))
+            self.restored |= set(expected if restoring else ())
             if request and call:
                 self.requests[request] = call, expected
-        assert self.journal.learn(call, request=request) == expected
+        assert self.journal.learn(call, request=request, restoring=restoring) == expected
 
     @hypothesis.stateful.rule(
         ids=st.lists(st.integers(0, 30), max_size=4), label=st.none() | labels
@@ -196,6 +229,7 @@ class AgainstADict(hypothesis.stateful.RuleBasedStateMachine):
         self.change += bool(gone)
         for id in gone:
             del self.model[id]
+        self.restored -= set(gone)
 
     @hypothesis.stateful.rule()
     def reopen(self) -> None:
@@ -210,6 +244,7 @@ class AgainstADict(hypothesis.stateful.RuleBasedStateMachine):
         assert len(self.journal) == len(self.model)
         assert self.journal.labels() == Counter(label for label, _, _ in self.model.values())
         assert self.journal.change == self.change
+        assert self.journal.restored == self.restored
 
     def teardown(self) -> None:
         self.journal.close()
@@ -362,6 +397,7 @@ def test_any_system_call_may_fail(place: Path, kind: str) -> None:
     call fails; all fail from then on."""
     expected, *failures = lines("faults", place, kind)
     failed = {str(line["failed"]) for line in failures}
+    print(f"{kind}: {len(failures) - 1} calls")
     assert {"sync .sqlite", "sync .sqlite-wal", "sync directory"} <= failed
     if kind != "flush":
         assert {"open .sqlite-wal", "write .sqlite-wal", "truncate .sqlite-wal"} <= failed
@@ -370,7 +406,9 @@ def test_any_system_call_may_fail(place: Path, kind: str) -> None:
 
 def test_files_that_cannot_grow(place: Path) -> None:
     """A limit on their size, which any system has: some writes are then cut short."""
-    check_failures(*lines("limits", place))
+    expected, *failures = lines("limits", place)
+    print(f"{len(failures) - 1} sizes")
+    check_failures(expected, *failures)
 
 
 @pytest.mark.usefixtures("_system_calls_can_fail")
@@ -378,6 +416,8 @@ def test_power_may_fail_at_any_moment(place: Path) -> None:
     """Of what was not flushed, nothing or any half of the sectors is there; and so after a flush
     failed, the kernel dropped what it was to write, and another process went on."""
     moments = lines("power", place)
+    alone = sum(moment["failing"] == 0 for moment in moments)
+    print(f"{alone} moments, and {len(moments) - alone} after a flush failed")
     assert len(moments) > 1000
     for moment in moments:
         done = moment["acknowledged"]
@@ -432,6 +472,11 @@ def test_one_process_at_a_time(place: Path) -> None:
         (refused,) = lines("visit", place / "j")
         assert f"in use by process {os.getpid()}" in refused["error"]
         assert journal.learn([("a", "one", None)]) == [1]
+        with (
+            contextlib.closing(sqlite3.connect(place / "j", timeout=0)) as other,
+            pytest.raises(sqlite3.OperationalError, match="locked"),
+        ):
+            other.execute("SELECT count(*) FROM examples")
     Journal(place / "j").close()
 
 

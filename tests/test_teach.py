@@ -189,6 +189,23 @@ def test_a_run_is_not_replaced_unless_that_is_asked_for(taught, tmp_path):
     assert not (out / "mark").exists()
 
 
+def test_a_run_that_is_served_is_not_replaced(taught, tmp_path):
+    """Its server would go on, and acknowledge what nobody finds again."""
+    _, made, data = taught
+    out = tmp_path / "run"
+    teaching.write_taught(made, data, out)
+    with Classifier.load(out, text_encoder=WordEncoder()) as served:
+        with pytest.raises(RunError, match="in use by process"):
+            teaching.require_free(out, replace=True)
+        with pytest.raises(RunError, match="in use by process"):
+            teaching.write_taught(made, data, out, replace=True)
+        served.learn([Lesson("new", "taught meanwhile")])
+    with Classifier.load(out, text_encoder=WordEncoder()) as again:
+        assert again.labels["new"] == 1
+    teaching.write_taught(made, data, out, replace=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
 def test_a_run_that_cannot_be_finished_leaves_nothing(taught, tmp_path):
     _, made, data = taught
     (tmp_path / "run").mkdir()

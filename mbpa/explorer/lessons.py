@@ -1,7 +1,8 @@
 """What a visitor of the page does to the memory, and how each deed is undone.
 
 All of it goes the way of HTTP requests: one writer, durable before it is acknowledged. To teach is
-undone by forgetting, which is exact; to forget, by teaching the same again under a new id.
+undone by forgetting, which is exact; to forget, by teaching the same again under a new id, with the
+trained row of its label if there was one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from mbpa.serve import messages
 from mbpa.serve.answers import Lesson, Reason, check_label, check_text
 from mbpa.serve.classifier import Classifier
+from mbpa.serve.journal import InputError
 from mbpa.serve.service import Service
 
 SHOWN = 100  # labels that an explanation names: all, in most runs
@@ -25,6 +27,8 @@ class Deed:
     """What was done, for people to read."""
     added: tuple[int, ...] = ()
     removed: tuple[Lesson, ...] = ()
+    was_trained_with: bool = False
+    """Whether the head was trained with what was removed."""
 
 
 class Desk:
@@ -50,9 +54,9 @@ class Desk:
         label, texts = label.strip(), examples_in(lines)
         check_label(label)
         if not texts:
-            raise ValueError("give at least one example")
+            raise InputError("give at least one example")
         if len(texts) > messages.MOST_EXAMPLES:
-            raise ValueError(
+            raise InputError(
                 f"give at most {messages.MOST_EXAMPLES} examples at a time, got {len(texts)}"
             )
         lessons = [Lesson(label, text) for text in texts]
@@ -69,12 +73,14 @@ class Desk:
 
         def work() -> Deed:
             before = lesson_of(self.classifier, id)
+            was_trained_with = self.classifier.was_trained_with(id)
             if before.label == label:
-                raise ValueError(f"it is “{label}” already")
+                raise InputError(f"it is “{label}” already")
             # In this order a crash in between leaves the example twice rather than not at all.
             added = self.classifier.learn([replace(before, label=label)])
             self.classifier.forget([id])
-            return Deed(f"Now “{label}”, was “{before.label}”.", tuple(added), (before,))
+            said = f"Now “{label}”, was “{before.label}”."
+            return Deed(said, tuple(added), (before,), was_trained_with)
 
         return await self._service.writer(work)
 
@@ -83,8 +89,10 @@ class Desk:
 
         def work() -> Deed:
             before = lesson_of(self.classifier, id)
+            was_trained_with = self.classifier.was_trained_with(id)
             self.classifier.forget([id])
-            return Deed(f"Forgot one example of “{before.label}”.", removed=(before,))
+            said = f"Forgot one example of “{before.label}”."
+            return Deed(said, removed=(before,), was_trained_with=was_trained_with)
 
         return await self._service.writer(work)
 
@@ -92,7 +100,7 @@ class Desk:
         """Take a deed back."""
 
         def work() -> None:
-            self.classifier.learn(deed.removed)
+            self.classifier.learn(deed.removed, restoring=deed.was_trained_with)
             if deed.added:
                 self.classifier.forget(deed.added)
 
@@ -105,10 +113,10 @@ def examples_in(lines: str) -> list[str]:
 
 
 def lesson_of(classifier: Classifier, id: int) -> Lesson:
-    """An example as it would be taught, its key included; `ValueError` if it is not there."""
+    """An example as it would be taught, its key included; `InputError` if it is not there."""
     found: Sequence[int]
     found, keys = classifier.entries()
     texts = {each.id: each for each in classifier.examples()}
     if id not in texts or id not in found:
-        raise ValueError(f"example {id} is not there any more")
+        raise InputError(f"example {id} is not there any more")
     return Lesson(texts[id].label, texts[id].text, keys[list(found).index(id)])

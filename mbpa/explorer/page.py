@@ -22,7 +22,7 @@ from mbpa.explorer.pictures import Map
 from mbpa.explorer.review import Opinion
 from mbpa.serve.batching import Overloaded
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.journal import JournalError
+from mbpa.serve.journal import InputError, JournalError
 
 try:
     import gradio as gr
@@ -107,7 +107,7 @@ async def _told(work: Awaitable[Done]) -> Done:
         return await work
     except Overloaded as error:
         raise _refusal("too much at once, try again") from error
-    except (ValueError, JournalError) as error:
+    except (InputError, JournalError) as error:
         raise _refusal(str(error)) from error
 
 
@@ -128,6 +128,10 @@ class _Session:
     """Of the review lists, by their titles."""
     chosen: int = 0
     """Place in the list that is looked at."""
+
+    def settle(self, title: str, opinion: Opinion) -> None:
+        """Take it from a list, which may be another by now."""
+        self.queues[title] = [each for each in self.queues.get(title, ()) if each != opinion]
 
 
 class _Page:
@@ -349,7 +353,7 @@ class _Review:
     async def _kept(self, request: gr.Request) -> Updates:
         session, opinion = self._at(request)
         self._page.settled.add(opinion.example.id)
-        session.queues[self._title].remove(opinion)
+        session.settle(self._title, opinion)
         return self._listed(session)
 
     async def _agreed(self, sentence: str, request: gr.Request) -> Updates:
@@ -372,7 +376,7 @@ class _Review:
         self, session: _Session, opinion: Opinion, deed: Deed, sentence: str
     ) -> Updates:
         session.deeds.append(deed)
-        session.queues[self._title].remove(opinion)
+        session.settle(self._title, opinion)
         page = await self._page.done(session, deed.said, sentence)
         return (*self._listed(session), *page)
 

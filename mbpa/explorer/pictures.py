@@ -211,7 +211,7 @@ class Map:
         """The map, with a query and its neighbours if there is one."""
         with self._lock:
             self._look()
-            if self._plane is None:
+            if self._plane is None or not self._places:
                 return '<div class="mbpa quiet">The memory is empty.</div>'
             query = None
             if reason is not None and text is not None:
@@ -221,15 +221,14 @@ class Map:
 
     def _look(self) -> None:
         """Learn what has come and gone."""
-        change = self._classifier.journal.change
+        change = self._classifier.counts.change  # of the memory: the journal may be a step ahead
         if change == self._change:
             return
         examples = self._classifier.examples()
         ids, keys = self._classifier.entries()
-        if not ids:
-            return
-        self._plane = self._plane or Plane.fitted(keys)
-        places = self._plane(keys).tolist()
+        if ids and self._plane is None:
+            self._plane = Plane.fitted(keys)
+        places = self._plane(keys).tolist() if self._plane else []
         self._places = {id: (x, y) for id, (x, y) in zip(ids, places, strict=True)}
         self._labels = {each.id: each.label for each in examples}
         self._change = change

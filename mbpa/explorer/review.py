@@ -1,7 +1,8 @@
 """What examples say of each other: which are in doubt, which probably have a wrong label.
 
 Each example is left out of the memory in turn, and the nearest of the others vote on it. The vote
-and not the trained head is asked, because the head was trained with the very label in question.
+and not the head is asked, because the head knows nothing of labels that were taught since it was
+trained; where it does know, it finds wrong labels about as well (`benchmarks/mislabelled.py`).
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from mbpa.serve.journal import InputError
+
 MOST_TEXT, MOST_LABEL = 10_000, 200  # characters
 
 
@@ -61,20 +63,20 @@ class Reason:
 
 
 def check_text(text: str) -> None:
-    """`ValueError` for a text that cannot be classified."""
+    """`InputError` for a text that cannot be classified."""
     if not text.strip():
-        raise ValueError("a text must not be empty")
+        raise InputError("a text must not be empty")
     if len(text) > MOST_TEXT:
-        raise ValueError(f"a text must have at most {MOST_TEXT} characters, got {len(text)}")
+        raise InputError(f"a text must have at most {MOST_TEXT} characters, got {len(text)}")
     _check_characters("a text", text, allowed="\t\n\r")
 
 
 def check_label(label: str) -> None:
-    """`ValueError` for what cannot be the name of a label."""
+    """`InputError` for what cannot be the name of a label."""
     if not label.strip():
-        raise ValueError("a label must not be empty")
+        raise InputError("a label must not be empty")
     if len(label) > MOST_LABEL:
-        raise ValueError(f"a label must have at most {MOST_LABEL} characters, got {len(label)}")
+        raise InputError(f"a label must have at most {MOST_LABEL} characters, got {len(label)}")
     _check_characters("a label", label, allowed="")
 
 
@@ -83,4 +85,4 @@ def _check_characters(what: str, text: str, allowed: str) -> None:
         code = ord(character)
         is_control = code < 32 or 127 <= code < 160
         if (is_control and character not in allowed) or 0xD800 <= code < 0xE000:
-            raise ValueError(f"{what} must have no control characters, got U+{code:04X}")
+            raise InputError(f"{what} must have no control characters, got U+{code:04X}")

@@ -21,8 +21,8 @@ import mbpa
 from mbpa.device import Rates
 from mbpa.errors import RunError
 from mbpa.serve.answers import Answer, Lesson, NearExample, Reason, check_label, check_text
-from mbpa.serve.journal import Example, Journal
-from mbpa.serve.known import Held, Known
+from mbpa.serve.journal import Example, InputError, Journal
+from mbpa.serve.known import Counts, Held, Known
 from mbpa.serve.run import JOURNAL, RunInfo, as_bytes, from_bytes, read_model
 from mbpa.serve.taught import TaughtMemory
 from mbpa.split import grow
@@ -58,10 +58,10 @@ class Classifier:
         self._device = head.weight.device
         self._writing = threading.RLock()  # what the journal gets, the memory gets in that order
         self._state = threading.RLock()
-        self._known = Known(info.trained_examples)
+        self._known = Known()
         self._trained_labels: tuple[str, ...] = ()
         self._new_labels: tuple[str, ...] = ()
-        self._counts: dict[str, int] = {}  # another one after each change, so readers need no lock
+        self._counts = Counts({}, (), 0, 0, 0)  # another after each change: readers need no lock
         self._model: mbpa.MbPA | None = None
         self._memory = TaughtMemory(1024, info.key_dim, device=self._device)
         self._replay()
@@ -87,7 +87,10 @@ class Classifier:
         info = RunInfo.read(root)
         head, predictor = read_model(root, info, device)
         if text_encoder is None and info.encoder is not None:
-            text_encoder = encoder(info.encoder, device=device)
+            try:
+                text_encoder = encoder(info.encoder, device=device)
+            except ValueError as error:
+                raise RunError(f"{root} cannot be used: {error}") from error
         if text_encoder is not None and text_encoder.fingerprint != info.fingerprint:
             raise RunError(
                 f"{root} was made with the encoder {info.encoder}, whose files have changed since: "
@@ -114,12 +117,17 @@ class Classifier:
     # What it knows
 
     @property
+    def counts(self) -> Counts:
+        """What there is, after a number of whole calls; waits for nobody."""
+        return self._counts
+
+    @property
     def labels(self) -> dict[str, int]:
         """How many examples there are of each label, in the order of the head's outputs."""
-        return dict(self._counts)
+        return dict(self._counts.labels)
 
     def __len__(self) -> int:
-        return len(self._known.examples)
+        return self._counts.examples
 
     @property
     def takes_texts(self) -> bool:
@@ -132,16 +140,17 @@ class Classifier:
     @property
     def trained_labels(self) -> frozenset[str]:
         """Labels that have a trained row of the head."""
-        return frozenset(self._trained_labels)
+        return frozenset(self._counts.trained_labels)
 
     def stats(self) -> dict[str, Any]:
         """Counts, for people and for programs; waits for nobody."""
+        counts = self._counts
         return {
-            "examples": len(self),
-            "taught": self._known.taught,
-            "labels": len(self._counts),
-            "new_labels": len(self._new_labels),
-            "change": self.journal.change,
+            "examples": counts.examples,
+            "taught": counts.taught,
+            "labels": len(counts.labels),
+            "new_labels": len(counts.labels) - len(counts.trained_labels),
+            "change": counts.change,
             "read_only": self.journal.read_only,
             "threshold": self.threshold,
             "encoder": self.info.encoder,
@@ -169,7 +178,7 @@ class Classifier:
     def encode(self, texts: Sequence[str]) -> Float[Tensor, "B D"]:
         """Keys of texts."""
         if self._encoder is None:
-            raise ValueError("this run takes keys only: it was made without a text encoder")
+            raise InputError("this run takes keys only: it was made without a text encoder")
         for text in texts:
             check_text(text)
         return self._encoder(texts).to(self._device)
@@ -219,29 +228,46 @@ class Classifier:
 
     # Learning
 
-    def learn(self, lessons: Sequence[Lesson], *, request: str | None = None) -> list[int]:
+    def learn(
+        self,
+        lessons: Sequence[Lesson],
+        *,
+        request: str | None = None,
+        restoring: bool = False,
+    ) -> list[int]:
         """Add examples, for good; the next answer knows them. Returns their ids.
 
         Args:
             request: a name for this call: the same again adds nothing and returns the same ids.
+            restoring: the head was trained with these; they were forgotten and are back, and so
+                are the rows of their labels.
 
         Raises:
-            ValueError: a lesson cannot be; nothing was added.
+            InputError: a lesson cannot be; nothing was added.
             JournalError: it could not be kept; nothing was added.
         """
         if not lessons:
             return []
-        keys = self._keys_of(lessons)
+        self._check_lessons(lessons)
         named = [(each.label.strip(), each.text) for each in lessons]
-        rows = [(*name, as_bytes(key)) for name, key in zip(named, keys.cpu(), strict=True)]
         with self._writing:
+            if request is not None:
+                ids = self.journal.repeated(_as_given(lessons), request)
+                if ids is not None:
+                    return ids
             self._check_room({label for label, _ in named}, len(named))
-            before = self.journal.change
-            ids = self.journal.learn(rows, request)
-            if self.journal.change != before:  # else it was all there
-                with self._state:
-                    self._add(ids, named, keys)
+            keys = self._keys_of(lessons)
+            rows = [(*name, as_bytes(key)) for name, key in zip(named, keys.cpu(), strict=True)]
+            ids = self.journal.learn(rows, request, restoring=restoring)
+            with self._state:
+                self._add(ids, named, keys)
             return ids
+
+    def was_trained_with(self, id: int) -> bool:
+        """Whether the head was trained with this example."""
+        with self._state:
+            held = self._known.examples.get(id)
+            return held is not None and held.is_trained
 
     def forget(self, ids: Iterable[int] = (), label: str | None = None) -> list[int]:
         """Delete examples by id, or all of a label, for good; returns the ids that were there.
@@ -269,16 +295,16 @@ class Classifier:
         return self._checked(keys)
 
     def check_rows(self, rows: Float[np.ndarray, "B D"]) -> None:
-        """`ValueError` for keys that no encoder would give."""
+        """`InputError` for keys that no encoder would give."""
         if rows.ndim != 2 or rows.shape[1] != self.key_dim:
-            raise ValueError(f"keys must have {self.key_dim} numbers each, got {rows.shape[1:]}")
+            raise InputError(f"keys must have {self.key_dim} numbers each, got {rows.shape[1:]}")
         norms = np.sqrt(np.einsum("bd,bd->b", rows, rows, dtype=np.float64))
         if not (norms < 1e15).all():
-            raise ValueError("keys must be finite numbers below 1e15")
+            raise InputError("keys must be finite numbers below 1e15")
         off = np.abs(norms - 1)
         if self.info.encoder is not None and len(rows) and off.max() > 1e-2:
             worst = norms[off.argmax()]
-            raise ValueError(f"keys must have norm 1, as the encoder's have, got {worst:.3g}")
+            raise InputError(f"keys must have norm 1, as the encoder's have, got {worst:.3g}")
 
     def _checked(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
         self.check_rows(keys.detach().cpu().to(torch.float32).numpy())
@@ -287,25 +313,27 @@ class Classifier:
     def _check_room(self, labels: set[str], examples: int) -> None:
         new = labels - self._known.counts.keys()
         if len(self) + examples > MOST_EXAMPLES:
-            raise ValueError(f"there may be {MOST_EXAMPLES} examples, and {len(self)} are there")
+            raise InputError(f"there may be {MOST_EXAMPLES} examples, and {len(self)} are there")
         if len(new) > MOST_NEW_LABELS:
-            raise ValueError(f"one call may bring {MOST_NEW_LABELS} new labels, got {len(new)}")
+            raise InputError(f"one call may bring {MOST_NEW_LABELS} new labels, got {len(new)}")
         if new and len(self._known.counts) + len(new) > MOST_LABELS:
-            raise ValueError(f"there may be {MOST_LABELS} labels, {len(new)} more are too many")
+            raise InputError(f"there may be {MOST_LABELS} labels, {len(new)} more are too many")
 
-    def _keys_of(self, lessons: Sequence[Lesson]) -> Float[Tensor, "N D"]:
-        """Keys of lessons, all of which are checked before any text is embedded."""
-        texts = []
+    def _check_lessons(self, lessons: Sequence[Lesson]) -> None:
         for lesson in lessons:
             check_label(lesson.label)
             if lesson.text is not None:
                 check_text(lesson.text)
             if lesson.key is not None:
                 self._checked(lesson.key[None])
-            elif lesson.text is not None:
-                texts.append(lesson.text)
-            else:
-                raise ValueError(f"an example of {lesson.label!r} has neither text nor key")
+            elif lesson.text is None:
+                raise InputError(f"an example of {lesson.label!r} has neither text nor key")
+            elif self._encoder is None:
+                raise InputError("this run takes keys only: it was made without a text encoder")
+
+    def _keys_of(self, lessons: Sequence[Lesson]) -> Float[Tensor, "N D"]:
+        """Of those without one, that of the text."""
+        texts = [each.text for each in lessons if each.key is None and each.text is not None]
         found = iter(self.encode(texts) if texts else ())
         keys = [next(found) if each.key is None else each.key for each in lessons]
         return torch.stack([key.to(self._device, torch.float32) for key in keys])
@@ -371,8 +399,10 @@ class Classifier:
             self._memory.resize(2 * (len(self) + len(ids)))
         numbers = [self._known.number(label) for label, _ in named]
         entries = self._memory.write(keys, torch.tensor(numbers, dtype=torch.int64)).tolist()
+        restored = self.journal.restored
         for id, (label, text), entry in zip(ids, named, entries, strict=True):
-            self._known.add(id, Held(label, text, entry))
+            is_trained = id <= self.info.trained_examples or id in restored
+            self._known.add(id, Held(label, text, entry, is_trained))
         self._rebind()
 
     def _remove(self, ids: Sequence[int]) -> None:
@@ -387,7 +417,13 @@ class Classifier:
             self._trained_labels, self._new_labels = trained, new
             self._model = self._bound()
         self._memory.columns = self._known.columns(self._labels).to(self._device)
-        self._counts = {label: self._known.counts[label] for label in self._labels}
+        self._counts = Counts(
+            labels={label: self._known.counts[label] for label in self._labels},
+            trained_labels=trained,
+            examples=len(self._known.examples),
+            taught=self._known.taught,
+            change=self.journal.change,
+        )
 
     def _bound(self) -> mbpa.MbPA | None:
         """The memory with a head for the labels there are; `None` if there are none."""
@@ -412,3 +448,11 @@ class Classifier:
             for own, trained in ((head.weight, self._head.weight), (head.bias, self._head.bias)):
                 own.zero_()[: len(rows)] = trained[torch.tensor(rows, dtype=torch.int64)]
         return head
+
+
+def _as_given(lessons: Sequence[Lesson]) -> list[tuple[str, str | None, bytes | None]]:
+    """As the journal would keep them, without the keys that texts are yet to get."""
+    return [
+        (each.label.strip(), each.text, None if each.key is None else as_bytes(each.key.cpu()))
+        for each in lessons
+    ]

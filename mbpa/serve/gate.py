@@ -7,6 +7,7 @@ body is not parsed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import secrets
@@ -114,7 +115,7 @@ class Gate:
             text = "give the token: Authorization: Bearer …"
             await refuse(send, 401, text, extra=[(b"www-authenticate", b"Bearer")])
         elif _length(headers) > settings.body_bytes:
-            await _drained(receive)
+            await _drained(receive, _patience())
             await refuse(send, 413, f"a body must have at most {settings.body_bytes} bytes")
         else:
             await self._app(scope, _counted(receive, settings.body_bytes), send)
@@ -123,8 +124,9 @@ class Gate:
         token = self._settings.token
         if token is None or path in OPEN:
             return True
-        given = headers.get(b"authorization", b"")
-        return secrets.compare_digest(given, f"Bearer {token}".encode())
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        is_right = secrets.compare_digest(given.strip(), token.encode())
+        return is_right and scheme.lower() == b"bearer"  # of which the case is nobody's business
 
 
 async def refuse(
@@ -152,19 +154,26 @@ def _length(headers: dict[bytes, bytes]) -> int:
         return 0  # the server itself refuses such
 
 
-async def _drained(receive: Receive) -> None:
+def _patience() -> float:
+    """The time of the loop at which a body is waited for no longer."""
+    return asyncio.get_running_loop().time() + SLOWEST
+
+
+async def _drained(receive: Receive, give_up: float) -> None:
     """Read what is being sent: many clients look for no answer before they have sent it all."""
     read, more = 0, True
-    while more and read < PATIENCE:
-        message = await receive()
-        read += len(message.get("body", b""))
-        more = message["type"] == "http.request" and message.get("more_body", False)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(give_up):
+            while more and read < PATIENCE:
+                message = await receive()
+                read += len(message.get("body", b""))
+                more = message["type"] == "http.request" and message.get("more_body", False)
 
 
 def _counted(receive: Receive, most: int) -> Receive:
     """For bodies that do not say how long they are, or that take for ever to come."""
     read, more = 0, True
-    give_up = asyncio.get_running_loop().time() + SLOWEST
+    give_up = _patience()
 
     async def receiving() -> Message:
         nonlocal read, more
@@ -178,7 +187,7 @@ def _counted(receive: Receive, most: int) -> Receive:
         read += len(message.get("body", b""))
         more = message.get("more_body", False)
         if read > most:
-            await _drained(receive)
+            await _drained(receive, give_up)
             raise HTTPException(413, f"a body must have at most {most} bytes")
         return message
 

@@ -60,7 +60,7 @@ def serve(
         chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device
         try:
             classifier = Classifier.load(directory, device="cpu" if chosen == "auto" else chosen)
-        except (JournalError, ValueError) as error:
+        except JournalError as error:
             raise RunError(str(error)) from error
         with classifier:
             if threshold is not None:

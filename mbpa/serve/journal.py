@@ -72,6 +72,14 @@ class JournalError(RuntimeError):
     """The journal cannot be opened, read or written; the message is a line on what to do."""
 
 
+class InUseError(JournalError):
+    """Another process has it open."""
+
+
+class InputError(ValueError):
+    """What was asked for cannot be; the message is for whoever asked. Other errors are ours."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One taught example. ``key`` is an embedding: float32, little-endian."""
@@ -97,6 +105,7 @@ class Journal:
         self.path = path
         self._access = threading.Lock()
         self._labels: Counter[str] = Counter()
+        self._restored: frozenset[int] = frozenset()
         self._change = self._waste = 0  # committed writes; bytes of overwritten rows
         self._database = _Database(path)
         try:
@@ -117,6 +126,8 @@ class Journal:
         self,
         examples: Sequence[tuple[str, str | None, bytes | None]],
         request: str | None = None,
+        *,
+        restoring: bool = False,
     ) -> list[int]:
         """Write examples (label, text, key), all or none, and return their ids once durable.
 
@@ -125,9 +136,11 @@ class Journal:
             request: names the call. Given again with the same examples it returns the same ids
                 and writes nothing, even if they were forgotten since; the newest
                 ``REMEMBERED_REQUESTS`` names are remembered.
+            restoring: they are among ``restored`` from now on.
 
         Raises:
-            ValueError: an example cannot be stored, or ``request`` has named other examples.
+            ValueError: an example cannot be stored.
+            InputError: ``request`` has named other examples.
             JournalError: not acknowledged; after a restart the call is there as a whole or not at
                 all, and the same call with the same ``request`` settles it.
         """
@@ -139,10 +152,28 @@ class Journal:
                 return known or []
             with self._database.transaction():
                 ids = self._insert(examples, request)
+                if restoring:
+                    self._mark(ids)
+            self._restored = self._restored.union(ids if restoring else ())
             self._labels = self._labels + Counter(label for label, _, _ in examples)
             self._change += 1
             self._database.shorten_log()
         return ids
+
+    def repeated(
+        self, examples: Sequence[tuple[str, str | None, bytes | None]], request: str
+    ) -> list[int] | None:
+        """The ids of an earlier call with this name and these examples; None if there was none.
+
+        A text may come without the key it was written with: embedded again it might differ in
+        the last bit.
+
+        Raises:
+            InputError: ``request`` has named other examples.
+            JournalError: as `learn`; what may not be durable is not acknowledged here either.
+        """
+        with self._access, self._database.writing():
+            return self._remembered(examples, request)
 
     def forget(self, ids: Sequence[int] = (), label: str | None = None) -> list[int]:
         """Remove the examples with these ids and all those of ``label``; returns which were there.
@@ -160,7 +191,10 @@ class Journal:
             with self._database.transaction():
                 for id in found:
                     self._database.rows(_OVERWRITE, id)
+                for id in self._restored.intersection(found):
+                    self._database.rows("DELETE FROM restored WHERE id = ?", id)
                 self._database.rows("UPDATE counters SET change = change + 1")
+            self._restored = self._restored.difference(found)
             self._labels = self._labels - Counter(label for label, _ in found.values())
             self._change += 1
             self._waste += sum(size for _, size in found.values())
@@ -179,6 +213,11 @@ class Journal:
                 f"{_SELECT} id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit
             )
         return (Example(*row) for row in rows)
+
+    @property
+    def restored(self) -> frozenset[int]:
+        """Ids of the examples that were there before, were forgotten, and were brought back."""
+        return self._restored
 
     def labels(self) -> dict[str, int]:
         """How many examples each label has, by name."""
@@ -211,6 +250,9 @@ class Journal:
             ((self._change,),) = rows("SELECT change FROM counters")
             size = f"SELECT ifnull(sum({_SIZE}), 0) FROM examples WHERE NOT live"
             ((self._waste,),) = rows(size)
+            ((has_marks,),) = rows("SELECT count(*) FROM sqlite_master WHERE name = 'restored'")
+            marks = rows("SELECT id FROM restored") if has_marks else []
+            self._restored = frozenset(id for (id,) in marks)
 
     def _insert(
         self, examples: Sequence[tuple[str, str | None, bytes | None]], request: str | None
@@ -228,6 +270,12 @@ class Journal:
             rows(remove, REMEMBERED_REQUESTS)
         return ids
 
+    def _mark(self, ids: Sequence[int]) -> None:
+        """In a table of their own, which most journals never need."""
+        self._database.rows("CREATE TABLE IF NOT EXISTS restored (id INTEGER PRIMARY KEY)")
+        for id in ids:
+            self._database.rows("INSERT INTO restored VALUES (?)", id)
+
     def _remembered(
         self, examples: Sequence[tuple[str, str | None, bytes | None]], request: str | None
     ) -> list[int] | None:
@@ -238,10 +286,10 @@ class Journal:
         first, count = call[0]
         rows = self._database.rows(f"{_SELECT} id >= ? AND id < ?", first, first + count)
         kept = {id: (label, text, key) for id, label, text, key in rows}
-        if count != len(examples) or any(
-            kept.get(id, example) != tuple(example) for id, example in enumerate(examples, first)
+        if count != len(examples) or not all(
+            _is_same(example, kept.get(id, example)) for id, example in enumerate(examples, first)
         ):
-            raise ValueError(f"request {request!r} has named other examples: give it another name")
+            raise InputError(f"request {request!r} has named other examples: give it another name")
         return list(range(first, first + count))
 
     def _found(self, ids: Sequence[int], label: str | None) -> dict[int, tuple[str, int]]:
@@ -428,6 +476,13 @@ class _Database:
                 self._fail(error)
 
 
+def _is_same(
+    given: tuple[str, str | None, bytes | None], kept: tuple[str, str | None, bytes | None]
+) -> bool:
+    is_text_alone = given[1] is not None and given[2] is None
+    return tuple(given[:2]) == kept[:2] and (is_text_alone or given[2] == kept[2])
+
+
 def _validate(label: str, text: str | None, key: bytes | None) -> None:
     if not label:
         raise ValueError("label must not be empty")
@@ -451,7 +506,7 @@ def _lock(descriptor: int, path: Path, *, exclusive: bool) -> None:
     except BlockingIOError as error:
         holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
         message = f"{path} is in use by process {holder or '?'}: stop it, or use another path"
-        raise JournalError(message) from error
+        raise InUseError(message) from error
     except OSError as error:
         message = f"{path} cannot be locked ({error.strerror}): keep it on a local disk"
         raise JournalError(message) from error

@@ -10,8 +10,25 @@ from mbpa.serve.answers import MOST_LABEL, MOST_TEXT, Answer, NearExample, Reaso
 
 MOST_QUERIES, MOST_EXPLAINED, MOST_EXAMPLES, MOST_IDS = 256, 16, 256, 10_000  # a call
 
-Text = Annotated[str, Field(min_length=1, max_length=MOST_TEXT)]
-Label = Annotated[str, Field(min_length=1, max_length=MOST_LABEL)]
+
+def _written(control: str) -> dict[str, Any]:
+    """For the OpenAPI description: none of these control characters."""
+    return {"pattern": f"^[^{control}]+$"}
+
+
+# What these patterns describe is checked by `answers`, which says which character it is.
+Text = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=MOST_TEXT,
+        json_schema_extra=_written(r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"),
+    ),
+]
+Label = Annotated[
+    str,
+    Field(min_length=1, max_length=MOST_LABEL, json_schema_extra=_written(r"\x00-\x1f\x7f-\x9f")),
+]
 Embedding = Annotated[list[FiniteFloat], Field(min_length=1, max_length=65_536)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Id = Annotated[int, Field(ge=1, le=2**62)]
@@ -20,7 +37,7 @@ Id = Annotated[int, Field(ge=1, le=2**62)]
 class Message(BaseModel):
     """Says no more than it is asked for: what is misspelt is an error, not ignored."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 def _one_of(message: BaseModel, *names: str) -> None:
@@ -37,7 +54,10 @@ class Query(Message):
     """Texts, or embeddings that the run's encoder gave."""
 
     model_config = ConfigDict(
-        json_schema_extra={"oneOf": [_given("texts", "array"), _given("embeddings", "array")]}
+        json_schema_extra={
+            "oneOf": [_given("texts", "array"), _given("embeddings", "array")],
+            "examples": [{"texts": ["one salami pizza for tonight"]}],
+        }
     )
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MOST_QUERIES)] | None = None
@@ -112,6 +132,16 @@ class Taught(Message):
 
 
 class Lessons(Message):
+    """Examples, all of which are taught or none."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"examples": [{"label": "order_pizza", "text": "can you deliver a calzone"}]}
+            ]
+        }
+    )
+
     examples: Annotated[list[Taught], Field(min_length=1, max_length=MOST_EXAMPLES)]
     request: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """A name for this call: sent again after a lost answer, it teaches nothing twice."""
@@ -127,7 +157,10 @@ class Forgetting(Message):
     """Examples by id, or all of a label."""
 
     model_config = ConfigDict(
-        json_schema_extra={"oneOf": [_given("ids", "array"), _given("label", "string")]}
+        json_schema_extra={
+            "oneOf": [_given("ids", "array"), _given("label", "string")],
+            "examples": [{"label": "order_pizza"}],
+        }
     )
 
     ids: Annotated[list[Id], Field(min_length=1, max_length=MOST_IDS)] | None = None

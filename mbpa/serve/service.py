@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from jaxtyping import Float
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import mbpa
-from mbpa.serve import messages
-from mbpa.serve.answers import Answer, Lesson, Reason, check_text
+from mbpa.serve import description, messages
+from mbpa.serve.answers import Answer, Lesson, Reason, check_label, check_text
 from mbpa.serve.batching import Batcher, Overloaded, Writer
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.gate import Gate, Metrics, Settings
-from mbpa.serve.journal import JournalError
+from mbpa.serve.journal import InputError, JournalError
 from mbpa.serve.messages import Error
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -91,7 +91,7 @@ class Service:
             rows = _rows(query.embeddings)
             self.classifier.check_rows(rows)
         elif not self.classifier.takes_texts:
-            raise ValueError("this run takes embeddings only: it was made without a text encoder")
+            raise InputError("this run takes embeddings only: it was made without a text encoder")
         for text in query.texts or ():
             check_text(text)
         asked = _Asked(tuple(query.texts or ()), rows, query.top, query.threshold, wants_reasons)
@@ -102,6 +102,8 @@ class Service:
         return await self.writer(lambda: self.classifier.learn(taught, request=lessons.request))
 
     async def forget(self, asked: messages.Forgetting) -> list[int]:
+        if asked.label is not None:
+            check_label(asked.label)
         return await self.writer(lambda: self.classifier.forget(asked.ids or (), asked.label))
 
     def _answered(self, batch: list[_Asked]) -> list[Sequence[Answer | Reason]]:
@@ -149,7 +151,7 @@ def _rows(embeddings: list[list[float]]) -> Float[np.ndarray, "B D"]:
     """By numpy, not torch, which lets go of the interpreter and waits to have it back."""
     widths = {len(row) for row in embeddings}
     if len(widths) > 1:
-        raise ValueError(f"embeddings must have as many numbers each, got {sorted(widths)}")
+        raise InputError(f"embeddings must have as many numbers each, got {sorted(widths)}")
     with np.errstate(over="ignore"):  # what is too large is infinite, and refused
         return np.array(embeddings, np.float32)
 
@@ -171,6 +173,7 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
         version=mbpa.__version__,
         description=__doc__,
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's own pages fetch scripts from elsewhere
         redoc_url=None,
     )
     app.state.service = service
@@ -195,7 +198,7 @@ def _add_asking(app: FastAPI, service: Service) -> None:
         """Answers, and the examples they come from."""
         size = len(query.texts or query.embeddings or ())
         if size > messages.MOST_EXPLAINED:
-            raise ValueError(f"explain takes {messages.MOST_EXPLAINED} at a time, got {size}")
+            raise InputError(f"explain takes {messages.MOST_EXPLAINED} at a time, got {size}")
         reasons = await service.ask(query, wants_reasons=True)
         made = [messages.explained(each) for each in reasons if isinstance(each, Reason)]
         return _json(messages.Explanations.model_construct(reasons=made))
@@ -223,12 +226,13 @@ def _add_looking(app: FastAPI, service: Service) -> None:
     @app.get("/labels", responses=refused, response_model=messages.Labels)
     async def labels() -> Response:
         """All labels, in the order of the head's outputs."""
-        trained = classifier.trained_labels
-        counts = [
+        counts = classifier.counts
+        trained = frozenset(counts.trained_labels)
+        made = [
             messages.LabelCount(label=label, examples=count, trained=label in trained)
-            for label, count in classifier.labels.items()
+            for label, count in counts.labels.items()
         ]
-        return _json(messages.Labels.model_construct(labels=counts))
+        return _json(messages.Labels.model_construct(labels=made))
 
     @app.get("/stats", responses=refused, response_model=messages.Stats)
     async def stats() -> Response:
@@ -242,6 +246,11 @@ def _add_looking(app: FastAPI, service: Service) -> None:
         status = "ok" if reason is None else "read-only"
         return _json(messages.Health(status=status, reason=reason))
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        page = description.page(app.openapi(), str(request.base_url))
+        return HTMLResponse(page, headers=description.HEADERS)
+
     @app.get("/metrics", responses=refused, response_class=Response)
     async def metrics() -> Response:
         """For Prometheus."""
@@ -254,11 +263,13 @@ def _add_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return _error(400, f"the body must be JSON: {first.get('ctx', {}).get('error', '')}")
+        if first["type"] == "model_attributes_type":
+            return _error(422, "send a JSON object, with Content-Type: application/json")
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         return _error(422, f"{where}: {first['msg']}" if where else str(first["msg"]))
 
-    @app.exception_handler(ValueError)
-    async def impossible(_: Request, error: ValueError) -> Response:
+    @app.exception_handler(InputError)
+    async def impossible(_: Request, error: InputError) -> Response:
         return _error(422, str(error))
 
     @app.exception_handler(HTTPException)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mbpa.errors import RunError
 from mbpa.serve.answers import check_label, check_text
+from mbpa.serve.journal import InputError
 
 ENCODINGS = "utf-8-sig", "utf-16"  # a byte order mark tells which
 MOST_FIELD = 1 << 20  # characters in a field of a CSV file
@@ -150,6 +151,6 @@ def _pair(where: str, row: dict[str, Any], text: str, label: str) -> tuple[str, 
     for name, value, check in zip((text, label), values, (check_text, check_label), strict=True):
         try:
             check(value)
-        except ValueError as error:
+        except InputError as error:
             raise RunError(f"{where}: {name!r}: {error}") from error
     return values[0], values[1]

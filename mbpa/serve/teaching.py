@@ -12,7 +12,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 import mbpa
 from mbpa.errors import RunError
-from mbpa.serve.run import RunInfo, write_run
+from mbpa.serve.journal import InUseError, Journal, JournalError
+from mbpa.serve.run import JOURNAL, RunInfo, write_run
 from mbpa.serve.spreadsheet import Spreadsheet
 from mbpa.text import TextEncoder, embedded
 
@@ -116,6 +117,22 @@ def require_free(out: Path, *, replace: bool) -> None:
         raise RunError(
             f"{out} is not empty: what was taught there would be lost; --again replaces it"
         )
+    with _not_served(out):
+        pass
+
+
+@contextmanager
+def _not_served(out: Path) -> Iterator[None]:
+    """Keep others from serving a run: they would go on and acknowledge what nobody finds again."""
+    with ExitStack() as held:
+        if (out / JOURNAL).exists():
+            try:
+                held.enter_context(Journal(out / JOURNAL))
+            except InUseError as error:
+                raise RunError(str(error)) from error
+            except JournalError:  # what cannot be read cannot be served either
+                pass
+        yield
 
 
 @contextmanager
@@ -127,13 +144,18 @@ def in_its_place(out: Path, *, replace: bool) -> Iterator[Path]:
     try:
         new.mkdir()
         yield new
-        if out.exists():
-            old = out.with_name(f".{out.name}.{uuid.uuid4().hex}.old")
+        if not out.exists():
+            new.rename(out)
+            return
+        old = out.with_name(f".{out.name}.{uuid.uuid4().hex}.old")
+        with _not_served(out):
             out.rename(old)
+        try:
             new.rename(out)
-            shutil.rmtree(old)
-        else:
-            new.rename(out)
+        except OSError:
+            old.rename(out)
+            raise
+        shutil.rmtree(old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

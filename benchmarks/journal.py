@@ -1,0 +1,145 @@
+"""`python -m benchmarks.journal`: what a durable call costs, on the disk of a folder.
+
+Decides how large calls should be, and that what is forgotten is overwritten and not deleted. A call
+is done when its bytes are flushed, so that this measures the disk more than the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import platform
+import random
+import re
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import markdown, replaced
+from mbpa.serve.journal import Journal
+
+NAME = "journal"
+TEXT, KEY = "a sentence of some forty characters, or so", bytes(4 * 384)
+CASES = {
+    "one text": [("label", TEXT, None)],
+    "one text and its key of 384 numbers": [("label", TEXT, KEY)],
+    "100 texts": [("label", TEXT, None)] * 100,
+    "100 texts and their keys": [("label", TEXT, KEY)] * 100,
+}
+MANY = 15_000
+DATABASES, ROWS = 20, 3_000  # in which rows are deleted
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.journal", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured")
+    parser.add_argument("--out", type=Path, default=Path("results/benchmarks/journal.json"))
+    parser.add_argument("--document", type=Path, default=Path("docs/serving.md"))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        report = measured(Path(folder), arguments.seconds)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    page = arguments.document.read_text("utf-8")
+    arguments.document.write_text(refreshed(page, report), "utf-8")
+    print(f"{table(report)}\nwritten to {arguments.out} and {arguments.document}")
+    return 0
+
+
+def measured(folder: Path, seconds: float) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "machine": {"sqlite": sqlite3.sqlite_version, "python": platform.python_version()},
+        "flush_ms": flushing(folder / "flushed", seconds),
+        "left_behind": [left_behind(folder / f"deleted {seed}", seed) for seed in range(DATABASES)],
+        "calls": {},
+    }
+    for name, call in CASES.items():
+        print(f"{name} …", file=sys.stderr, flush=True)
+        with Journal(folder / name) as journal:
+            report["calls"][name] = _repeated(lambda j=journal, c=call: j.learn(c), seconds)
+    print(f"{MANY} examples …", file=sys.stderr, flush=True)
+    with Journal(folder / "many") as journal:
+        journal.learn([("label", TEXT, KEY)] * MANY)
+    start = time.perf_counter()
+    with Journal(folder / "many") as journal:
+        assert len(list(journal.examples())) == MANY
+        report["opening_seconds"] = time.perf_counter() - start
+        ids = itertools.count(1)
+        report["calls"]["forget one"] = _repeated(lambda: journal.forget([next(ids)]), seconds)
+        start = time.perf_counter()
+        journal.forget(label="label")
+        report["forgetting_seconds"] = time.perf_counter() - start
+        assert not len(journal)
+    return report
+
+
+def flushing(path: Path, seconds: float) -> float:
+    """What the disk needs for one page and a flush, in milliseconds; the median."""
+    with path.open("wb", buffering=0) as file:
+
+        def flush() -> None:
+            file.write(bytes(4096))
+            os.fsync(file.fileno())
+
+        return float(_repeated(flush, seconds / 3)["median_ms"])
+
+
+def left_behind(path: Path, seed: int) -> int:
+    """Texts that can be read from a database after SQLite, told to zero them, deleted them."""
+    draw, live = random.Random(seed), {}
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        for setting in ("secure_delete = ON", "journal_mode = MEMORY", "synchronous = OFF"):
+            database.execute(f"PRAGMA {setting}")
+        database.execute("CREATE TABLE examples (id INTEGER PRIMARY KEY, text BLOB)")
+        for id in range(ROWS):
+            live[id] = f"<{draw.getrandbits(60)}>".encode()
+            text = live[id] + b"x" * draw.choice([0, 30, 900])
+            database.execute("INSERT INTO examples VALUES (?, ?)", (id, text))
+        for _ in range(60):
+            for id in draw.sample(sorted(live), len(live) // 20):
+                database.execute("DELETE FROM examples WHERE id = ?", (id,))
+                del live[id]
+    found = set(re.findall(rb"<\d+>", path.read_bytes()))
+    assert found >= set(live.values())
+    return len(found) - len(live)
+
+
+def _repeated(call: Any, seconds: float) -> dict[str, float]:
+    took: list[float] = []
+    end = time.perf_counter() + seconds
+    while not took or (time.perf_counter() < end and len(took) < MANY // 3):  # of which some stay
+        start = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - start)
+    return {"a_second": len(took) / sum(took), "median_ms": 1e3 * statistics.median(took)}
+
+
+def refreshed(page: str, report: dict[str, Any]) -> str:
+    """The document with what the results say."""
+    return replaced(page, NAME, table(report))
+
+
+def table(report: dict[str, Any]) -> str:
+    rows = [["call", "answered a second", "median"]]
+    for name, found in report["calls"].items():
+        rows.append([name, f"{found['a_second']:.0f}", f"{found['median_ms']:.1f} ms"])
+    note = (
+        f"*On a disk that needs {report['flush_ms']:.1f} ms to write and flush a page. Opening, "
+        f"checking and reading {MANY:,} examples with keys: {report['opening_seconds']:.2f} s; "
+        f"forgetting all of them: {report['forgetting_seconds']:.1f} s. Of rows that SQLite "
+        f"{report['machine']['sqlite']} deleted from {DATABASES} databases of {ROWS:,} rows, with "
+        f"`secure_delete`, {sum(report['left_behind'])} texts could still be read from the files.*"
+    )
+    return f"{markdown(rows)}\n{note}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""`python -m benchmarks.mislabelled`: who finds the wrong labels of a memory?
+
+Decides whom the explorer asks about examples that may be mislabelled. A share of the labels of
+Banking77 is replaced, and three ways to doubt a label are compared by the average precision with
+which they list the replaced ones: the vote of the nearest others, the head adapted to the memory
+without the example, and the head alone, both trained with the wrong labels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import mbpa
+from benchmarks.tables import markdown, replaced
+from mbpa import text
+from mbpa.experiments import data
+from mbpa.explorer import review
+from mbpa.serve import teaching
+from mbpa.serve.journal import Example
+
+NAME = "mislabelled"
+SHARE = 0.05  # of the labels
+NEAR = 10  # nearest examples with another label, of which one gives its own
+DRAWS = 5
+FIRST = 100  # of the list
+VOTE, ADAPTED, HEAD = "vote", "adapted head, left out", "head alone"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mislabelled", description=__doc__)
+    parser.add_argument("--draws", type=int, default=DRAWS)
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/mbpa/embeddings"))
+    parser.add_argument("--out", type=Path, default=Path("results/benchmarks/mislabelled.json"))
+    parser.add_argument("--document", type=Path, default=Path("docs/explorer.md"))
+    arguments = parser.parse_args()
+    keys, labels = embedded(arguments.cache.expanduser())
+    report: dict[str, Any] = {
+        "machine": {"torch": str(torch.__version__), "python": platform.python_version()},
+        "data": "Banking77, training sentences",
+        "examples": len(keys),
+        "replaced": round(SHARE * len(keys)),
+        "draws": arguments.draws,
+        "kinds": {},
+    }
+    for kind, plant in KINDS.items():
+        draws = [compared(keys, labels, plant, seed) for seed in range(arguments.draws)]
+        report["kinds"][kind] = {
+            method: {
+                measure: [draw[method][measure] for draw in draws] for measure in draws[0][VOTE]
+            }
+            for method in draws[0]
+        }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    page = arguments.document.read_text("utf-8")
+    arguments.document.write_text(refreshed(page, report), "utf-8")
+    print(f"{table(report)}\nwritten to {arguments.out} and {arguments.document}")
+    return 0
+
+
+def embedded(cache: Path) -> tuple[Tensor, Tensor]:
+    """Keys and labels."""
+    sentences = data.banking77().train
+    encoder = text.encoder()
+    with tqdm(total=len(sentences.texts), desc="embedding", file=sys.stderr) as bar:
+        return text.embedded(encoder, sentences.texts, cache, bar.update), sentences.labels
+
+
+# Wrong labels
+
+
+def any_other(keys: Tensor, labels: Tensor, places: Tensor, generator: torch.Generator) -> Tensor:
+    classes = int(labels.max()) + 1
+    return (labels[places] + torch.randint(1, classes, places.shape, generator=generator)) % classes
+
+
+def of_a_near_one(
+    keys: Tensor, labels: Tensor, places: Tensor, generator: torch.Generator
+) -> Tensor:
+    scores = keys[places] @ keys.T
+    scores[labels[places][:, None] == labels] = -1.0
+    near = scores.topk(NEAR, dim=1).indices
+    chosen = torch.randint(NEAR, (len(places), 1), generator=generator)
+    return labels[near.gather(1, chosen)[:, 0]]
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]] = {
+    "any other label": any_other,
+    "the label of a near example": of_a_near_one,
+}
+
+
+# Who doubts them
+
+
+def compared(
+    keys: Tensor,
+    labels: Tensor,
+    plant: Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor],
+    seed: int,
+) -> dict[str, dict[str, float]]:
+    """How well each way finds the labels that were replaced."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randperm(len(keys), generator=generator)[: round(SHARE * len(keys))]
+    given = labels.clone()
+    given[places] = plant(keys, labels, places, generator)
+    wrong = given != labels
+    assert int(wrong.sum()) == len(places)
+    found = {}
+    for method, doubts in DOUBTS.items():
+        start = time.perf_counter()
+        order = doubts(keys, given, seed).argsort(descending=True, stable=True)
+        seconds = time.perf_counter() - start
+        hits = wrong[order]
+        found[method] = {
+            "average_precision": average_precision(hits),
+            "found_among_the_first": int(hits[:FIRST].sum()),
+            "seconds": seconds,
+        }
+        print(f"{plant.__name__}, draw {seed}, {method}: {found[method]}", flush=True)
+    return found
+
+
+def average_precision(hits: Tensor) -> float:
+    """The mean, over what was to be found, of the precision of the list down to it."""
+    ranks = hits.nonzero()[:, 0] + 1
+    return float((torch.arange(1, len(ranks) + 1) / ranks).mean())
+
+
+def doubts_of_the_vote(keys: Tensor, given: Tensor, seed: int) -> Tensor:
+    """As the page asks."""
+    examples = [Example(i + 1, str(label), None, None) for i, label in enumerate(given.tolist())]
+    opinions = review.votes(examples, keys, most=len(examples))
+    return torch.tensor([each.doubt for each in opinions])
+
+
+def doubts_of_the_adapted_head(keys: Tensor, given: Tensor, seed: int) -> Tensor:
+    memory = mbpa.ExactMemory(len(keys), keys.shape[1])
+    memory.write(keys, given)
+    head = trained(keys, given, seed)
+    model = mbpa.MbPA(head=head, memory=memory, predictor=teaching.DEFAULT)
+    left_out = mbpa.leave_one_out(model)
+    assert torch.equal(left_out.ids, torch.arange(len(keys)))
+    return doubts(left_out.predictions, given)
+
+
+def doubts_of_the_head(keys: Tensor, given: Tensor, seed: int) -> Tensor:
+    return doubts(trained(keys, given, seed)(keys).log_softmax(1), given)
+
+
+def trained(keys: Tensor, given: Tensor, seed: int) -> nn.Linear:
+    """As `mbpa teach` trains it, with the wrong labels."""
+    held = teaching.held_out(given, torch.Generator().manual_seed(seed))
+    classes = int(given.max()) + 1
+    return teaching.trained_head(
+        keys[~held], given[~held], classes, teaching.Training(), (keys[held], given[held])
+    )
+
+
+def doubts(logs: Tensor, given: Tensor) -> Tensor:
+    """By how much another label is more probable than the given one, as `Opinion.doubt`."""
+    own = logs.exp().gather(1, given[:, None])[:, 0]
+    best, label = logs.exp().max(1)
+    return torch.where(label == given, -own, best - own)
+
+
+DOUBTS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    VOTE: doubts_of_the_vote,
+    ADAPTED: doubts_of_the_adapted_head,
+    HEAD: doubts_of_the_head,
+}
+
+
+# The document
+
+
+def refreshed(page: str, report: dict[str, Any]) -> str:
+    """The document with the table that the results make."""
+    return replaced(page, NAME, table(report))
+
+
+def table(report: dict[str, Any]) -> str:
+    rows = [["replaced by", *(f"{m}: average precision" for m in DOUBTS), f"{VOTE}: first {FIRST}"]]
+    for kind, methods in report["kinds"].items():
+        cells = [_spread(methods[method]["average_precision"], 3) for method in DOUBTS]
+        cells.append(_spread(methods[VOTE]["found_among_the_first"], 0))
+        rows.append([kind, *cells])
+    note = (
+        f"*{report['data']}, {report['replaced']} of {report['examples']:,} labels replaced; "
+        f"mean ± standard deviation over {report['draws']} draws.*"
+    )
+    return f"{markdown(rows)}\n{note}\n"
+
+
+def _spread(numbers: list[float], digits: int) -> str:
+    spread = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+    return f"{statistics.mean(numbers):.{digits}f} ± {spread:.{digits}f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What `benchmarks.serving` measured, as the document of the service tells it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tables import markdown, replaced
+
+NAME = "serving"
+
+
+def refreshed(page: str, report: dict[str, Any]) -> str:
+    """The document with what the results say."""
+    lines = [_overload(report["overload"]), *([_soak(report["soak"])] if "soak" in report else [])]
+    return replaced(page, NAME, "\n".join([table(report), *lines]) + "\n")
+
+
+def table(report: dict[str, Any]) -> str:
+    rows = [["clients", "a second", "median", "99%", "99%, taught", "ratio", "lessons, median"]]
+    for clients, idle in report["idle"].items():
+        taught = report["taught"][clients]
+        rows.append([
+            clients,
+            f"{idle['requests_a_second']:.0f}",
+            f"{idle['median_ms']:.1f} ms",
+            f"{idle['p99_ms']:.1f} ms",
+            f"{taught['p99_ms']:.1f} ms",
+            f"{taught['p99_ms'] / idle['p99_ms']:.2f}",
+            f"{taught['lessons']['median_ms']:.0f} ms",
+        ])  # fmt: skip
+    machine = report["machine"]
+    note = (
+        f"*Predictions of one embedding, {machine['memories']:,} memories, {machine['labels']} "
+        f"labels, server and clients on {machine['cores']} cores; taught: "
+        f"{machine['lessons_a_second']} lessons of three examples a second meanwhile.*"
+    )
+    return f"{markdown(rows)}\n{note}\n"
+
+
+def _overload(found: dict[str, Any]) -> str:
+    during, after = found["during"], found["after"]
+    shed = during["statuses"].get("429", 0)
+    total = sum(during["statuses"].values())
+    others = total - shed - during["statuses"].get("200", 0)
+    return (
+        f"At three times that load ({found['offered_a_second']:.0f} a second offered) "
+        f"{during['requests_a_second']:.0f} a second were answered and {shed / total:.0%} of all "
+        f"requests turned away with 429, {others or 'none'} otherwise; right after it 16 clients "
+        f"had {after['requests_a_second']:.0f} answers a second, 99% within "
+        f"{after['p99_ms']:.0f} ms.\n"
+    )
+
+
+def _soak(found: dict[str, Any]) -> str:
+    settled = found["samples"][len(found["samples"]) // 10 :]
+    half = len(settled) // 2
+    memory = [
+        f"{min(part):.0f} to {max(part):.0f} MB"
+        for part in (
+            [each["resident_mb"] for each in settled[:half]],
+            [each["resident_mb"] for each in settled[half:]],
+        )
+    ]
+    asked = found["predictions"]
+    return (
+        f"Over {found['seconds'] / 60:.3g} minutes with {found['taught']:,} examples taught, "
+        f"{found['forgotten']:,} of them forgotten and {asked['statuses'].get('200', 0):,} "
+        f"predictions made, the process held {memory[0]} in the first half and {memory[1]} in the "
+        f"second, and the journal at most {max(each['journal_mb'] for each in settled):.0f} MB.\n"
+    )
