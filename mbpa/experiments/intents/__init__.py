@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from mbpa import text
 from mbpa.experiments.experiment import BySeed, Context, Experiment
-from mbpa.experiments.intents.comparison import METHODS
 from mbpa.experiments.intents.config import PRESETS, IntentsConfig
 from mbpa.experiments.intents.figures import sections
-from mbpa.experiments.intents.incremental import run_method, start_of
+from mbpa.experiments.intents.incremental import embedding_times, run_method, start_of
 from mbpa.experiments.intents.task import make_task, read_corpus
 from mbpa.experiments.intents.tuning import searched, tune
 
@@ -22,19 +21,22 @@ __all__ = ["EXPERIMENT", "IntentsConfig", "run", "tune"]
 
 def run(config: IntentsConfig, context: Context) -> BySeed:
     """One corpus after the other; a method that is done with a split is not done again."""
+    config.require()
     records: BySeed = {seed: [] for seed in config.seeds}
     encoder = text.encoder(config.encoder, device=context.device)
-    total = len(config.corpora) * len(config.seeds) * len(METHODS)
+    total = len(config.corpora) * len(config.seeds) * len(config.methods)
     with context.bar(total, "methods", "methods") as bar:
         for name in config.corpora:
             corpus = read_corpus(name, config.part, config.size, encoder, context)
             for seed in config.seeds:
                 place = f"{name}-{seed}"
                 kept = context.workspace.load(place) or {"records": []}
-                done = {record["method"] for record in kept["records"]}
+                done = {record.get("method") for record in kept["records"]}
                 task = make_task(corpus, seed)
                 start = start_of(task, config, seed)
-                for method in METHODS:
+                if config.peers and not done:
+                    kept["records"] += embedding_times(encoder, task, seed)
+                for method in config.methods:
                     if method not in done:
                         kept["records"] += run_method(task, start, config, method)
                         context.workspace.save(place, kept)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mbpa import text
-from mbpa.experiments.intents.comparison import METHODS
+from mbpa.experiments.intents.comparison import METHODS, PEERS
 from mbpa.experiments.intents.methods import (
+    AutoStep,
     Local,
     LocalOnRetrained,
     LocalRows,
@@ -24,6 +25,7 @@ from mbpa.experiments.intents.methods import (
     Trained,
     Vote,
 )
+from mbpa.experiments.intents.peers import Peer, SetFit
 from mbpa.experiments.intents.task import CORPORA, Size
 from mbpa.experiments.tuned import tuned
 
@@ -56,10 +58,15 @@ class IntentsConfig:
     vote: Vote = field(default_factory=Vote)
     mixture: Mixed = field(default_factory=Mixed)
     local: Local = field(default_factory=Local)
+    auto_step: AutoStep = field(default_factory=AutoStep)
     optimum: Optimum = field(default_factory=Optimum)
     on_retrained: LocalOnRetrained = field(default_factory=LocalOnRetrained)
     rows: Rows = field(default_factory=Rows)
     local_rows: LocalRows = field(default_factory=LocalRows)
+    peers: tuple[str, ...] = ()
+    """Methods of other libraries that take part: adaptive-classifier, semantic-router, SetFit; they
+    need the extra `peers`."""
+    setfit: SetFit = field(default_factory=SetFit)
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -69,10 +76,30 @@ class IntentsConfig:
         rising = list(self.shots) == sorted(set(self.shots))
         if not self.shots or not rising or self.shots[0] < 1:
             raise ValueError(f"shots must be positive and rising, got {self.shots}")
+        if not set(self.peers) <= set(PEERS) or len(set(self.peers)) < len(self.peers):
+            raise ValueError(
+                f"peers must be among {tuple(PEERS)}, none of them twice, got {self.peers}"
+            )
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """All that take part."""
+        return (*METHODS, *self.peers)
+
+    def require(self) -> None:
+        """Find out at once whether the peers are there.
+
+        Raises:
+            MissingExtraError: one is not installed.
+        """
+        for method in self.peers:
+            settings = self.settings(method)
+            assert isinstance(settings, Peer)
+            settings.require()
 
     def settings(self, method: str) -> Settings:
         """Of one of the methods."""
-        held = METHODS[method].settings
+        held = {**METHODS, **PEERS}[method].settings
         found: Settings = getattr(self, held) if isinstance(held, str) else held
         return found
 
@@ -82,4 +109,5 @@ SMOKE = IntentsConfig(
 )
 PAPER = tuned(IntentsConfig(), "new-intents", "paper")
 QUICK = replace(PAPER, seeds=(1,), shots=(1, 3), size=Size(sentences=40, scored=10))
-PRESETS = {"smoke": SMOKE, "quick": QUICK, "paper": PAPER}
+WITH_PEERS = replace(PAPER, shots=(3,), peers=tuple(PEERS))
+PRESETS = {"smoke": SMOKE, "quick": QUICK, "peers": WITH_PEERS, "paper": PAPER}

@@ -14,7 +14,8 @@ from mbpa.experiments.drawing import (
     sentence,
     told,
 )
-from mbpa.experiments.intents.comparison import METHODS
+from mbpa.experiments.intents.comparison import METHODS, PEERS
+from mbpa.experiments.intents.incremental import EMBEDDING, REPEATS
 from mbpa.experiments.results import Result, value_of
 from mbpa.experiments.sections import Figure, Section, Table
 
@@ -39,8 +40,8 @@ class Scores:
                 key = tuple(record.get(name) for name in self.FIELDS)
                 self._values.setdefault(key, []).append(value_of(record))
 
-    def spread(self, corpus: str, method: str, name: str, **of: object) -> Spread | None:
-        """Over splits; `None` if it was not measured."""
+    def spread(self, corpus: str, method: str | None, name: str, **of: object) -> Spread | None:
+        """Over splits; `None` if it was not measured. What is no method's has none."""
         rest = (of.get(each) for each in self.FIELDS[3:])
         values = self._values.get((corpus, method, name, *rest))
         return Spread(tuple(values)) if values else None
@@ -59,6 +60,11 @@ class Scores:
         return [str(method) for method in self.all_of("method")]
 
     @property
+    def peers(self) -> list[str]:
+        """Methods of other libraries."""
+        return [method for method in self.methods if method in PEERS]
+
+    @property
     def shots(self) -> list[int]:
         return sorted(int(str(count)) for count in self.all_of("shots"))
 
@@ -66,12 +72,22 @@ class Scores:
     def splits(self) -> str:
         return repetitions(len(self.results), "split")
 
+    def missing(self, corpus: str, shots: int) -> str:
+        """Which methods were not run in all splits, if any, as the end of a note."""
+        found = []
+        for method in self.methods:
+            spread = self.spread(corpus, method, "top1", subset="all", shots=shots)
+            count = 0 if spread is None else len(spread.values)
+            if count < len(self.results):
+                found.append(f"{method}: {count} of {len(self.results)} splits")
+        return f" {', '.join(found)}." if found else ""
+
 
 def sections(results: Sequence[Result]) -> list[Section]:
     """Tables by corpus, what it costs, and the figure."""
     scores = Scores(results)
     part = results[0].config["part"]
-    text = (
+    text = [
         "A linear head over frozen sentence embeddings "
         f"(`{results[0].config['encoder']}`) knows two thirds of the intents; the others are "
         f"taught by a few examples each, and all are asked about ({part} sentences). One setting a "
@@ -79,9 +95,12 @@ def sections(results: Sequence[Result]) -> list[Section]:
         "on validation sentences.",
         "`rows alone` puts the means of the taught examples into the head as rows of the new "
         "intents, `MbPA (rows)` adapts that head per query; the other MbPA begin with rows of "
-        "zeros, and `MbPA (auto)` is told no setting at all. The optimum of logistic regression on "
-        "everything is what training could give; balanced, every intent counts the same in it.",
-    )
+        "zeros. `MbPA (auto)` is told no setting at all, `MbPA (auto step)` all but the step. The "
+        "optimum of logistic regression on everything is what training could give; balanced, every "
+        "intent counts the same in it.",
+    ]
+    if scores.peers:
+        text.append(_of_peers(results[0]))
     tables = []
     for corpus in scores.corpora:
         tables += [_accuracies(scores, corpus, count) for count in scores.shots]
@@ -93,7 +112,20 @@ def sections(results: Sequence[Result]) -> list[Section]:
         lambda canvas: draw(canvas, scores),
         (11, 4.2 * len(scores.corpora) + 1.2),
     )
-    return [Section("New intents from a few examples", text, tables, [figure])]
+    figures = [figure] if scores.shots[1:] else []  # of one number of examples there is no curve
+    return [Section("New intents from a few examples", text, tables, figures)]
+
+
+def _of_peers(result: Result) -> str:
+    limits = result.config["setfit"]
+    return (
+        "`adaptive-classifier`, `semantic-router` and `SetFit` are those libraries, with the same "
+        "encoder and at their defaults, but for the work and the head of SetFit: it sees "
+        f"{limits['examples']} sentences of each known intent beside all new ones, and fine-tunes "
+        f"the encoder for {limits['steps']} steps of 16 pairs"
+        f"{'; its head is balanced' if limits['balanced'] else ''}. The confidence of the router "
+        "is its score, a cosine; no threshold is set, the AUROC judges all."
+    )
 
 
 def _accuracies(scores: Scores, corpus: str, shots: int) -> Table:
@@ -114,7 +146,7 @@ def _accuracies(scores: Scores, corpus: str, shots: int) -> Table:
         f"{TITLES.get(corpus, corpus)}, {shots} {each} of each new intent",
         ["method", "new", "old", "all"],
         rows,
-        f"Top-1 accuracy in percent, {scores.splits}.",
+        f"Top-1 accuracy in percent, {scores.splits}.{scores.missing(corpus, shots)}",
     )
 
 
@@ -153,7 +185,7 @@ def _trust(scores: Scores, corpus: str) -> Table:
         f"Calibration error (15 bins of equal mass) and AUROC of the confidence, in percent, at "
         f"{shots} examples. Costs after {last}, keys given, {_where(scores.results)}: from being "
         "given one more example to an answer that knows it, and of a prediction. "
-        f"{sentence(scores.splits)}.",
+        f"{_embedding(scores, corpus)}{sentence(scores.splits)}.{scores.missing(corpus, last)}",
     )
 
 
@@ -163,6 +195,18 @@ def _cost(spread: Spread | None, factor: float = 1.0) -> str:
         return ""
     value = factor * spread.mean
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _embedding(scores: Scores, corpus: str) -> str:
+    """Whose times are not of keys alone, and what to take off."""
+    methods = [method for method in scores.peers if PEERS[method].embeds]
+    alone, many = (scores.spread(corpus, None, EMBEDDING, batch=batch) for batch in REPEATS)
+    if not methods or alone is None or many is None:
+        return ""
+    return (
+        f"{' and '.join(methods)} embed sentences themselves, which takes our encoder "
+        f"{_cost(alone)} µs alone and {_cost(many)} µs in batches. "
+    )
 
 
 def _where(results: Sequence[Result]) -> str:
@@ -204,5 +248,5 @@ def _keep_readable(panel: matplotlib.axes.Axes) -> None:
 
 def _look(method: str) -> tuple[str, str]:
     """Colour and line; grey for a method that there is no more."""
-    known = METHODS.get(method)
+    known = METHODS.get(method) or PEERS.get(method)
     return ("#8c8c8c", "-") if known is None else (known.color, known.style)

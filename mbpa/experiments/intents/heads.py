@@ -31,14 +31,15 @@ def trained(
     epochs: int,
     lr: float,
     seed: int,
+    batch: int = BATCH,
 ) -> nn.Linear:
     """A copy of the head after some epochs of Adam, the rate falling in a straight line to zero."""
     head = grown(head, head.out_features).requires_grad_(True)
     optimizer = torch.optim.Adam(head.parameters(), lr=lr)
     draws, taken = torch.Generator().manual_seed(seed), 0
-    steps = epochs * math.ceil(len(labels) / BATCH)
+    steps = epochs * math.ceil(len(labels) / batch)
     for _ in range(epochs):
-        for rows in torch.randperm(len(labels), generator=draws).to(labels.device).split(BATCH):
+        for rows in torch.randperm(len(labels), generator=draws).to(labels.device).split(batch):
             for group in optimizer.param_groups:
                 group["lr"] = lr * (1 - taken / steps)
             optimizer.zero_grad()

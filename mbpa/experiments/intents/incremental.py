@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mbpa import text
 from mbpa.experiments.intents import heads
-from mbpa.experiments.intents.comparison import METHODS
 from mbpa.experiments.intents.config import IntentsConfig
 from mbpa.experiments.intents.measures import auroc, calibration_error, seconds, subsets, top1
 from mbpa.experiments.intents.methods import Classifier, Start
@@ -22,6 +22,7 @@ from mbpa.experiments.results import Record
 ONE_BY_ONE = 3  # examples that are taught alone, to see how long one takes
 SLOW = 0.5  # seconds, after which one example has told enough
 REPEATS = {1: 20, 256: 3}  # by the size of a batch
+EMBEDDING = "embed_microseconds"
 
 
 def start_of(task: Task, config: IntentsConfig, split: int) -> Start:
@@ -38,7 +39,7 @@ def start_of(task: Task, config: IntentsConfig, split: int) -> Start:
         lr=config.head_lr,
         seed=split,
     )
-    return Start(task.known, head, len(task.names), split)
+    return Start(task.known, head, len(task.names), split, config.encoder)
 
 
 def taught(
@@ -103,7 +104,12 @@ def confidences(log_probs: Float[Tensor, "Q C"]) -> Float[Tensor, "Q"]:
     return log_probs.amax(1).exp()
 
 
-def run_split(task: Task, config: IntentsConfig, split: int) -> list[Record]:
-    """Records of all methods."""
-    start = start_of(task, config, split)
-    return [record for method in METHODS for record in run_method(task, start, config, method)]
+def embedding_times(encoder: text.TextEncoder, task: Task, split: int) -> list[Record]:
+    """What a method that is given sentences has to do first."""
+    records: list[Record] = []
+    for batch, repeats in REPEATS.items():
+        queries = task.scored.chosen(torch.arange(batch) % len(task.scored))
+        taken = seconds(partial(encoder, queries.texts), repeats, task.known.keys.device)
+        shared: Record = {"corpus": task.corpus, "split": split, "batch": batch}
+        records.append({**shared, "name": EMBEDDING, "value": 1e6 * taken / batch})
+    return records

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mbpa
+from mbpa import text
 from mbpa.experiments.intents import heads
 from mbpa.experiments.intents.task import Sentences
 
@@ -35,6 +36,8 @@ class Start:
     intents: int
     """With those to come."""
     seed: int
+    encoder: str = text.DEFAULT
+    """That made the keys."""
 
     @property
     def old(self) -> int:
@@ -82,6 +85,7 @@ class Trained(Settings):
     on: Literal["new", "everything"] = "everything"
     """Which examples: those that were taught, or those of the known intents, too."""
     epochs: int = 5
+    """In batches of 256; on the new examples alone one is one step, of all of them."""
     lr: float = 0.01
     """Of Adam."""
 
@@ -95,6 +99,9 @@ class Trained(Settings):
     def head(self, start: Start, new: Sentences) -> nn.Linear:
         """After the new examples."""
         given = new if self.on == "new" else start.known + new
+        # Nothing but the number of steps keeps the old intents from being forgotten, so it must not
+        # be one more for every batch that the examples fill.
+        batch = max(1, len(new)) if self.on == "new" else heads.BATCH
         return heads.trained(
             heads.grown(start.head, start.intents),
             given.keys,
@@ -102,6 +109,7 @@ class Trained(Settings):
             epochs=self.epochs,
             lr=self.lr,
             seed=start.seed,
+            batch=batch,
         )
 
 
@@ -349,6 +357,14 @@ class Untold(Recalling):
 
     def predictor(self) -> mbpa.Predictor:
         return mbpa.Adapted()
+
+
+@dataclass(frozen=True)
+class AutoStep(Vote):
+    """Steps that follow the neighbours; these and what they weigh are told."""
+
+    def predictor(self) -> mbpa.Predictor:
+        return mbpa.Adapted(k=self.k, kernel=_kernel(self.bandwidth))
 
 
 @dataclass(frozen=True)

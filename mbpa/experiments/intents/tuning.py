@@ -53,7 +53,7 @@ def searched(config: IntentsConfig) -> IntentsConfig:
         name: getattr(fresh, name) for name in (_field(method) for method in SEARCHED.values())
     }
     shots = tuple(count for count in SHOTS if count <= max(config.shots)) or config.shots
-    return replace(config, seeds=(SPLIT,), part="validation", shots=shots, **held)
+    return replace(config, seeds=(SPLIT,), part="validation", shots=shots, peers=(), **held)
 
 
 def tune(config: IntentsConfig, context: Context) -> BySeed:
