@@ -57,7 +57,7 @@ def test_keys_are_the_masked_mean_of_the_last_layer_scaled_to_unit_norm(
 ) -> None:
     import transformers
 
-    folder = text._directory(text.DEFAULT)
+    folder = text.directory_of(text.DEFAULT)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     expected = []
@@ -101,7 +101,7 @@ def test_threads_may_share_an_encoder(minilm: TextEncoder) -> None:
 
 def test_an_encoder_in_a_directory_is_read_with_its_own_pooling_and_length(tmp_path: Path) -> None:
     copy = tmp_path / "model"
-    shutil.copytree(text._directory(text.DEFAULT), copy)
+    shutil.copytree(text.directory_of(text.DEFAULT), copy)
     (copy / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
     (copy / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
     first = encoder(str(copy))
