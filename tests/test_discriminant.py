@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from mbpa.experiments.images import discriminant
-from mbpa.experiments.images.discriminant import statistics, with_discriminants
+from mbpa.experiments.images.discriminant import discriminant_layer, statistics
 
 
 def clusters(classes: int = 6, each: int = 200, size: int = 5):
@@ -46,53 +45,34 @@ def test_parts_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(parted.scatter, whole.scatter)
 
 
-def test_new_rows_of_the_true_model_stand_rightly_beside_trained_ones() -> None:
-    """Old rows are the exact ones of the generating model: with scale 1 the new must fit them."""
+def test_the_layer_is_as_good_as_the_true_model_is() -> None:
     keys, labels, means, mixing = clusters(each=4000)
     exact = means @ torch.linalg.inv(mixing.mT @ mixing)
-    head = nn.Linear(5, 6)
-    with torch.no_grad():
-        head.weight.copy_(exact).add_(torch.randn(5))  # what all rows have in common is free
-        head.bias.copy_(-(exact * means).sum(1) / 2).add_(2.0)
-        head.weight[3:], head.bias[3:] = 0, 0
-    grown = with_discriminants(
-        head, statistics(keys, labels, 6), old=3, shrinkage=1e-6, pull=0.0, scale=1.0, offset=0.0
-    )
-    assert torch.equal(grown.weight[:3], head.weight[:3])
-    assert torch.equal(grown.bias[:3], head.bias[:3])
-    right = (grown(keys).argmax(1) == labels).double().mean()
-    bayes = (keys @ exact.mT - (exact * means).sum(1) / 2).argmax(1) == labels
-    assert right > bayes.double().mean() - 0.005
+    layer = discriminant_layer(statistics(keys, labels, 6), shrinkage=1e-6, pull=0.0, scale=1.0)
+    right = (layer(keys).argmax(1) == labels).double().mean()
+    true = (keys @ exact.mT - (exact * means).sum(1) / 2).log_softmax(1)
+    assert right > (true.argmax(1) == labels).double().mean() - 0.005
+    assert (layer(keys).log_softmax(1).exp() - true.exp()).abs().max() < 0.1
 
 
-def test_the_offset_takes_from_new_classes_alone() -> None:
+def test_its_scale_says_how_sure_it_is() -> None:
     keys, labels, _, _ = clusters()
-    head = nn.Linear(5, 6)
-    found, settings = (
-        statistics(keys, labels, 6),
-        {"old": 3, "shrinkage": 0.1, "pull": 1.0, "scale": 0.5},
+    found = statistics(keys, labels, 6)
+    sure, unsure = (
+        discriminant_layer(found, shrinkage=0.1, pull=1.0, scale=scale)(keys)
+        for scale in (1.0, 0.25)
     )
-    plain = with_discriminants(head, found, offset=0.0, **settings)(keys)
-    surer = with_discriminants(head, found, offset=1.5, **settings)(keys)
-    shift = torch.tensor([0.0, 0.0, 0.0, 1.5, 1.5, 1.5]).expand(len(keys), 6)
-    torch.testing.assert_close(plain - surer, shift, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(unsure, 0.25 * sure, atol=1e-4, rtol=1e-4)
 
 
-def test_classes_without_entries_keep_their_rows() -> None:
+def test_classes_without_entries_are_never_the_answer() -> None:
     keys, labels, _, _ = clusters()
-    head = nn.Linear(5, 6)
-    some = (labels != 4) & (labels > 2)  # no old class at all, and not every new one
-    grown = with_discriminants(
-        head,
-        statistics(keys[some], labels[some], 6),
-        old=3,
-        shrinkage=0.1,
-        pull=1.0,
-        scale=1.0,
-        offset=0.0,
+    some = (labels != 4) & (labels > 2)
+    layer = discriminant_layer(
+        statistics(keys[some], labels[some], 6), shrinkage=0.1, pull=1.0, scale=0.1
     )
-    assert torch.equal(grown.weight[[0, 1, 2, 4]], head.weight[[0, 1, 2, 4]])
-    assert not torch.equal(grown.weight[3], head.weight[3])
+    assert set(layer(keys).argmax(1).tolist()) == {3, 5}
+    assert (layer(keys).log_softmax(1)[:, [0, 1, 2, 4]] < -1000).all()
 
 
 def test_one_entry_of_each_class_gives_finite_rows() -> None:

@@ -17,7 +17,7 @@ import mbpa
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.images import INCREMENTAL, NEIGHBOURHOODS, SENSITIVITY, UNBALANCED, run
 from mbpa.experiments.images import task as task_module
-from mbpa.experiments.images.discriminant import statistics, with_discriminants
+from mbpa.experiments.images.discriminant import discriminant_layer, statistics
 from mbpa.experiments.images.incremental import (
     area,
     compared,
@@ -29,7 +29,16 @@ from mbpa.experiments.images.incremental import (
     stream_of,
     subsets,
 )
-from mbpa.experiments.images.methods import METHODS, Kept, Local, Mixed, Scale, Situation, Vote
+from mbpa.experiments.images.methods import (
+    METHODS,
+    Discriminants,
+    Kept,
+    Local,
+    Mixed,
+    Scale,
+    Situation,
+    Vote,
+)
 from mbpa.experiments.images.presets import PRESETS
 from mbpa.experiments.images.task import Task, make_task
 from mbpa.experiments.pictures import Held
@@ -215,7 +224,7 @@ def test_methods_that_share_a_retrieval_answer_as_they_would_alone(task: Task) -
     models = {name: each.model(situation) for name, each in settings.items()}
     together = compared(models, queries, answers)
     for name, model in models.items():
-        alone = model(queries).argmax(1) == answers
+        alone = model(keys=queries).argmax(1) == answers
         assert (together[name] == alone).float().mean() > 0.99
 
 
@@ -313,23 +322,29 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     assert found["mixture"] == mbpa.Mixture(mbpa.Parametric(), vote, weights=(0.7, 0.3))
 
 
-def test_what_keeps_the_old_classes_has_rows_from_the_memory(task: Task) -> None:
+def test_what_keeps_the_old_classes_mixes_two_layers_and_holds_new_classes_back(task: Task) -> None:
     moment = next(iter(moments(task, SMOKE, 1)))
-    situation = situation_of(moment, task)
-    kept = Kept(shrinkage=0.2, pull=3.0, row_scale=0.7, offset=2.0)
-    head, entries = kept.model(situation).head, moment.memory.entries()
-    found = with_discriminants(
-        moment.head,
-        statistics(entries.keys, entries.values, 6),
-        old=task.old,
-        shrinkage=0.2,
-        pull=3.0,
-        scale=0.7,
-        offset=2.0,
+    situation, queries = situation_of(moment, task), task.test[:50]
+    entries = moment.memory.entries()
+    found = statistics(entries.keys, entries.values, 6)
+    settings = {"shrinkage": 0.2, "pull": 3.0, "scale": 0.7}
+    layer = discriminant_layer(found, **settings)
+    local = Local(lr=2.0, steps=3, k=15, bandwidth=0.5)
+    kept = Kept(
+        **settings, lr=2.0, steps=3, k=15, bandwidth=0.5, weight=0.3, offset=2.0, entries=50.0
     )
-    assert torch.equal(head.weight, found.weight)
-    assert torch.equal(head.weight[: task.old], moment.head.weight[: task.old])
-    assert torch.equal(head.bias, found.bias)
+    model = mbpa.MbPA(
+        head=layer, memory=situation.memory, predictor=local.predictor(situation.scale)
+    )
+    adapted = model(keys=queries)
+    trained = moment.head(queries).softmax(1)
+    expected = 0.3 * adapted.exp() + 0.7 * trained
+    surer = torch.cat((torch.zeros(3), 2.0 * 50 / (50 + found.counts[3:])))
+    expected = expected * torch.exp(-surer)
+    said = kept.model(situation)(keys=queries).exp()
+    assert torch.allclose(said, expected / expected.sum(1, keepdim=True), atol=1e-5)
+    only = Discriminants(0.2, 3.0).model(situation)(keys=queries)
+    assert torch.equal(only.argmax(1), layer(queries).argmax(1))
 
 
 def test_rmsprop_starts_where_it_is_told_to() -> None:
@@ -346,7 +361,9 @@ def test_rmsprop_starts_where_it_is_told_to() -> None:
         (lambda: Mixed(weight=1.5), "weight must be between 0 and 1, got 1.5"),
         (lambda: Local(lr=0.0), "lr positive"),
         (lambda: Local(decay=-0.1), "decay and initial_square must not be negative"),
-        (lambda: Kept(row_scale=0.0), "row_scale must be positive"),
+        (lambda: Kept(scale=0.0), "scale and entries must be positive"),
+        (lambda: Kept(pull=-1.0), "pull not negative"),
+        (lambda: Kept(weight=1.0), "weight must be between 0 and 1"),
         (lambda: Kept(k=0), "k must be at least 1"),
     ],
 )

@@ -8,10 +8,11 @@ from typing import Literal
 import mbpa
 from mbpa.experiments.images.methods import (
     METHODS,
+    Discriminants,
     Kept,
     Local,
     Mixed,
-    Rows,
+    Model,
     Settings,
     Situation,
     Vote,
@@ -63,7 +64,7 @@ class ImagesConfig:
     mixture: Mixed = field(default_factory=Mixed)
     rmsprop: Local = field(default_factory=lambda: Local("rmsprop", lr=0.001))
     gradient: Local = field(default_factory=Local)
-    rows: Rows = field(default_factory=Rows)
+    discriminants: Discriminants = field(default_factory=Discriminants)
     kept: Kept = field(default_factory=Kept)
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class ImagesConfig:
         found: Settings = getattr(self, METHODS[method].settings)
         return found
 
-    def models(self, situation: Situation) -> dict[str, mbpa.MbPA]:
+    def models(self, situation: Situation) -> dict[str, Model]:
         """The methods that are compared, in this situation."""
         alone = mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=mbpa.Parametric())
         return {

@@ -1,4 +1,4 @@
-"""Rows of the last layer for classes that it was not trained on, from the memory in closed form.
+"""A last layer from the memory alone, in closed form.
 
 Linear discriminants: with the mean m_c of each class and the covariance S of entries around their
 means, shared by all classes,
@@ -6,9 +6,9 @@ means, shared by all classes,
     w_c = S⁻¹ m_c,    b_c = −½ m_cᵀ S⁻¹ m_c.
 
 Few entries tell little of either, so both begin somewhere: S at a multiple of the identity, which
-counts like `shrinkage · D` entries, and each m_c at the mean of all, which counts like `pull`.
-Such rows are known up to what all have in common, so those of new classes are taken relative to the
-mean of the old classes' and put beside the trained rows relative to the mean of these.
+counts like `shrinkage · D` entries, and each m_c at the mean of all, which counts like `pull`. No
+row was trained, so those of classes the network knows have no head start over new ones (Hayes and
+Kanan 2020 learn from a stream in this way).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 AT_ONCE = 1 << 16  # entries in float64
 LEAST_SPREAD = 1e-3  # of a mean square
+NEVER = -1e4  # the output of a class that there are no entries of
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,35 +67,22 @@ def statistics(keys: Float[Tensor, "M D"], labels: Int[Tensor, "M"], classes: in
     return Statistics(counts, means, scatter)
 
 
-def with_discriminants(
-    head: nn.Linear,
-    found: Statistics,
-    *,
-    old: int,
-    shrinkage: float,
-    pull: float,
-    scale: float,
-    offset: float,
+def discriminant_layer(
+    found: Statistics, *, shrinkage: float, pull: float, scale: float
 ) -> nn.Linear:
-    """The layer with new rows for the classes from `old` on that there are entries of; a copy.
+    """The layer of these discriminants; it never answers with a class that it has not seen.
 
     Args:
         shrinkage: how much the first guess of the covariance counts, in entries a dimension.
         pull: how much the first guess of a mean counts, in entries.
-        scale: of the new rows' outputs, beside those of trained rows.
-        offset: subtracted from the new rows' outputs: how much surer a new class must be.
+        scale: of the outputs. At 1 it would be as sure as normal distributions are, which features
+            are not.
     """
     present = found.counts > 0
-    known = torch.arange(len(present), device=present.device) < old
-    anchors = present & known if (present & known).any() else present
     weight, bias = found.rows(shrinkage, pull)
-    grown = nn.Linear(head.in_features, head.out_features, device=head.weight.device)
+    weight, bias = weight - weight[present].mean(0), bias - bias[present].mean()
+    layer = nn.Linear(weight.shape[1], len(weight), device=weight.device)
     with torch.no_grad():
-        for new, rows, trained, less in (
-            (grown.weight, weight, head.weight, 0.0),
-            (grown.bias, bias, head.bias, offset),
-        ):
-            moved = scale * (rows - rows[anchors].mean(0)) + trained.double()[known].mean(0) - less
-            is_new = (present & ~known).reshape(-1, *(1,) * (rows.ndim - 1))
-            new.copy_(torch.where(is_new, moved.to(new.dtype), trained))
-    return grown.requires_grad_(False)
+        layer.weight.copy_(torch.where(present[:, None], scale * weight, 0))
+        layer.bias.copy_(torch.where(present, scale * bias, NEVER))
+    return layer.requires_grad_(False)

@@ -106,9 +106,9 @@ def incremental_sections(results: Sequence[Result]) -> list[Section]:
     text = (
         f"{data_in_words(scores.config)} A ResNet knows a random half of the classes "
         f"({told(known, 1)}% right on those); then all classes arrive and only the last layer "
-        "learns. All methods have the same memory, and the same layer but for the last two, in "
-        "which the rows of new classes come from the memory in closed form; `rows alone` is that "
-        "layer without adaptation.",
+        "learns. All methods have the same memory, and the same layer but for the last two: "
+        "`discriminants` is a layer computed from the memory in closed form, `MbPA (kept)` adapts "
+        "that one and mixes its answer with the trained layer's, old classes first.",
     )
     figure = Figure(
         "incremental-images",

@@ -16,7 +16,7 @@ from torch.nn import functional
 import mbpa
 from mbpa.errors import ExperimentError
 from mbpa.experiments.images.config import ImagesConfig
-from mbpa.experiments.images.methods import Scale, Situation
+from mbpa.experiments.images.methods import Model, Scale, Situation
 from mbpa.experiments.images.task import Task
 from mbpa.experiments.results import Record, value_of
 
@@ -168,7 +168,7 @@ def areas(records: list[Record]) -> list[Record]:
 
 
 def compared(
-    models: Mapping[Name, mbpa.MbPA], queries: Float[Tensor, "Q D"], answers: Int[Tensor, "Q"]
+    models: Mapping[Name, Model], queries: Float[Tensor, "Q D"], answers: Int[Tensor, "Q"]
 ) -> dict[Name, Bool[Tensor, "Q"]]:
     """Which queries each model gets right."""
     right: dict[Name, list[Tensor]] = {name: [] for name in models}
@@ -179,7 +179,7 @@ def compared(
 
 
 def predictions(
-    models: Mapping[Name, mbpa.MbPA], queries: Float[Tensor, "Q D"]
+    models: Mapping[Name, Model], queries: Float[Tensor, "Q D"]
 ) -> Iterator[tuple[slice, dict[Name, Float[Tensor, "B C"]]]]:
     """What each model says, some queries at a time; one retrieval from the memory they share."""
     k = max(1, *(model.predictor.k for model in models.values()))

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from torch import nn
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
 import mbpa
-from mbpa.experiments.images.discriminant import Statistics, statistics, with_discriminants
+from mbpa.experiments.images.discriminant import Statistics, discriminant_layer, statistics
 
 
 class Scale(NamedTuple):
@@ -49,21 +51,24 @@ class Settings(abc.ABC):
     """What a method can be told, in units of the keys' scale."""
 
     @abc.abstractmethod
+    def model(self, situation: Situation) -> Model:
+        """That predicts in this situation."""
+
+
+class Recalling(Settings):
+    """Of a method that differs from the others in the predictor alone."""
+
+    @abc.abstractmethod
     def predictor(self, scale: Scale) -> mbpa.Predictor:
         """That is told so."""
 
-    def head(self, situation: Situation) -> nn.Linear:
-        """The layer it works on."""
-        return situation.head
-
-    def model(self, situation: Situation) -> mbpa.MbPA:
-        """That predicts in this situation."""
+    def model(self, situation: Situation) -> Model:
         predictor = self.predictor(situation.scale)
-        return mbpa.MbPA(head=self.head(situation), memory=situation.memory, predictor=predictor)
+        return mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=predictor)
 
 
 @dataclass(frozen=True)
-class Vote(Settings):
+class Vote(Recalling):
     """A vote of the neighbours."""
 
     k: int = 50
@@ -81,7 +86,7 @@ class Vote(Settings):
 
 
 @dataclass(frozen=True)
-class Mixed(Settings):
+class Mixed(Recalling):
     """A mixture of the layer's probabilities and a vote's."""
 
     k: int = 50
@@ -102,7 +107,7 @@ class Mixed(Settings):
 
 
 @dataclass(frozen=True)
-class Local(Settings):
+class Local(Recalling):
     """An adaptation to the neighbours."""
 
     rule: Literal["rmsprop", "gradient"] = "gradient"
@@ -136,55 +141,109 @@ class Local(Settings):
 
 
 @dataclass(frozen=True)
-class Rows(Settings):
-    """The rows of new classes from the memory, in closed form (`discriminant`); a new class has to
-    be surer than an old one. Nothing is adapted."""
+class Discriminants(Settings):
+    """A layer from the memory in closed form (`discriminant`); nothing is adapted."""
 
-    shrinkage: float = 1.0
+    shrinkage: float = 0.3
     """How much the first guess of the covariance counts, in entries a dimension."""
-    pull: float = 10.0
+    pull: float = 3.0
     """How much the first guess of a class's mean counts, in entries."""
-    row_scale: float = 0.5
-    """Of the new rows' outputs, beside those of the trained rows."""
-    offset: float = 2.0
-    """By which a new class must be surer."""
 
     def __post_init__(self) -> None:
-        if not (self.shrinkage > 0 and self.row_scale > 0 and math.isfinite(self.offset)):
-            raise ValueError(f"shrinkage and row_scale must be positive, offset finite, got {self}")
-        if not self.pull >= 0:
-            raise ValueError(f"pull must not be negative, got {self.pull}")
+        if not (self.shrinkage > 0 and self.pull >= 0):
+            raise ValueError(f"shrinkage must be positive, pull not negative, got {self}")
 
-    def head(self, situation: Situation) -> nn.Linear:
-        return with_discriminants(
-            situation.head,
-            situation.statistics,
-            old=situation.old,
-            shrinkage=self.shrinkage,
-            pull=self.pull,
-            scale=self.row_scale,
-            offset=self.offset,
+    def model(self, situation: Situation) -> mbpa.MbPA:
+        layer = discriminant_layer(
+            situation.statistics, shrinkage=self.shrinkage, pull=self.pull, scale=1.0
         )
-
-    def predictor(self, scale: Scale) -> mbpa.Predictor:
-        return mbpa.Parametric()
+        return mbpa.MbPA(head=layer, memory=situation.memory, predictor=mbpa.Parametric())
 
 
 @dataclass(frozen=True)
-class Kept(Rows, Local):
-    """An adaptation of the layer with rows from the memory, to keep what the network knew."""
+class Kept(Local):
+    """An adaptation that keeps what the network knew: of the layer from the memory, mixed with the
+    trained one, and a new class must be surer than an old one."""
 
-    lr: float = 1.0
+    lr: float = 3.0
     """Divided by the mean square of a key's length."""
-    bandwidth: float = 0.7
+    k: int = 100
+    """Neighbours."""
+    bandwidth: float = 0.5
     """As that of a vote."""
+    shrinkage: float = 0.3
+    """As that of discriminants."""
+    pull: float = 3.0
+    """As that of discriminants."""
+    scale: float = 0.1
+    """Of the discriminants' outputs."""
+    weight: float = 0.5
+    """Of the adapted layer's probabilities, beside the trained one's."""
+    offset: float = 0.4
+    """How much surer a new class must be that has no entries yet, in logits."""
+    entries: float = 1e9
+    """Of a new class, after which it must be half as much surer."""
 
     def __post_init__(self) -> None:
-        Rows.__post_init__(self)
-        Local.__post_init__(self)
+        super().__post_init__()
+        Discriminants(self.shrinkage, self.pull)  # refuses what these would
+        if not (self.scale > 0 and self.entries > 0 and math.isfinite(self.offset)):
+            raise ValueError(f"scale and entries must be positive, offset finite, got {self}")
+        if not 0 < self.weight < 1:
+            raise ValueError(f"weight must be between 0 and 1, got {self.weight}")
 
-    def predictor(self, scale: Scale) -> mbpa.Adapted:
-        return Local.predictor(self, scale)
+    def model(self, situation: Situation) -> WithTrained:
+        layer = discriminant_layer(
+            situation.statistics, shrinkage=self.shrinkage, pull=self.pull, scale=self.scale
+        )
+        memory, predictor = situation.memory, self.predictor(situation.scale)
+        return WithTrained(
+            adapted=mbpa.MbPA(head=layer, memory=memory, predictor=predictor),
+            trained=mbpa.MbPA(head=situation.head, memory=memory, predictor=mbpa.Parametric()),
+            weight=self.weight,
+            held_back=self.held_back(situation),
+        )
+
+    def held_back(self, situation: Situation) -> Float[Tensor, "C"]:
+        """How much surer each class must be."""
+        counts = situation.statistics.counts
+        less = self.offset / (1 + counts / self.entries)
+        is_new = torch.arange(len(counts), device=counts.device) >= situation.old
+        return torch.where(is_new, less, 0).to(situation.head.weight.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class WithTrained:
+    """A mixture of two models that differ in their layers, some classes held back."""
+
+    adapted: mbpa.MbPA
+    trained: mbpa.MbPA
+    weight: float
+    """Of the adapted one."""
+    held_back: Float[Tensor, "C"]
+
+    @property
+    def predictor(self) -> mbpa.Predictor:
+        """That needs neighbours."""
+        return self.adapted.predictor
+
+    @property
+    def memory(self) -> mbpa.Memory:
+        """Of both."""
+        return self.adapted.memory
+
+    def __call__(
+        self, *, keys: Float[Tensor, "B D"], neighbors: mbpa.Neighbors | None = None
+    ) -> Float[Tensor, "B C"]:
+        said = torch.logaddexp(
+            math.log(self.weight) + self.adapted(keys=keys, neighbors=neighbors),
+            math.log(1 - self.weight) + self.trained(keys=keys),
+        )
+        return (said - self.held_back).log_softmax(1)
+
+
+Model = mbpa.MbPA | WithTrained
+"""What all methods come to."""
 
 
 def _kernel(bandwidth: float, scale: Scale) -> mbpa.kernels.Kernel:
@@ -206,8 +265,8 @@ class Method:
     stages: tuple[Grid, ...] = ()
     """What the search tries, one grid after the other, the rest as it was best so far."""
     keeps_old: bool = False
-    """How the search judges it: by accuracy over all classes, or over the new ones as long as the
-    old ones do not suffer."""
+    """Whether the search asks of it, beside accuracy over all classes, that old ones do not
+    suffer."""
 
 
 NEIGHBOURS: Grid = {"k": (10, 20, 50, 100, 200), "bandwidth": (0.0, 0.3, 0.5, 0.7, 1.0)}
@@ -219,10 +278,13 @@ RMSPROP_STEPS: Grid = {
     "steps": (1, 5, 10, 20),
     "initial_square": (0.0, 1.0),
 }
-OFFSETS = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
-ROWS: Grid = {"row_scale": (0.125, 0.25, 0.5, 1.0), "offset": OFFSETS}
-FIRST_GUESSES: Grid = {"shrinkage": (0.3, 1.0, 3.0), "pull": (3.0, 10.0, 30.0), "offset": OFFSETS}
-KEPT_STEPS: Grid = {"lr": (0.1, 0.3, 1.0, 3.0), "steps": (5, 10), "offset": OFFSETS}
+GUESSES: Grid = {"shrinkage": (0.1, 0.3, 1.0), "pull": (1.0, 3.0, 10.0)}
+OFFSETS = tuple(place / 10 for place in range(13))  # the last of a grid: the rest serves for all
+KEPT_STEPS: Grid = {"scale": (0.05, 0.1, 0.2), "lr": (1.0, 3.0, 10.0), "offset": OFFSETS}
+KEPT_NEIGHBOURS: Grid = {"k": (50, 100, 200), "bandwidth": (0.3, 0.5, 0.7), "offset": OFFSETS}
+KEPT_WEIGHTS: Grid = {"weight": (0.3, 0.4, 0.5, 0.6, 0.7), "offset": OFFSETS}
+KEPT_GUESSES: Grid = {**GUESSES, "offset": OFFSETS}
+LATER: Grid = {"entries": (30.0, 100.0, 300.0, 1e9), "offset": OFFSETS}
 METHODS: dict[str, Method] = {
     "parametric": Method("#1b7837"),
     "memory only": Method("#e08214", "vote", (NEIGHBOURS,)),
@@ -233,11 +295,11 @@ METHODS: dict[str, Method] = {
     "MbPA (gradient)": Method(
         "#67a9cf", "gradient", (GRADIENT_STEPS, NEIGHBOURS, GRADIENT_STEPS, DECAYS)
     ),
-    "rows alone": Method("#b8a1cf", "rows", (ROWS, FIRST_GUESSES, ROWS), keeps_old=True),
+    "discriminants": Method("#b8a1cf", "discriminants", (GUESSES,)),
     "MbPA (kept)": Method(
         "#762a83",
         "kept",
-        (ROWS, FIRST_GUESSES, KEPT_STEPS, NEIGHBOURS, ROWS, DECAYS),
+        (KEPT_STEPS, KEPT_NEIGHBOURS, KEPT_WEIGHTS, KEPT_GUESSES, LATER),
         keeps_old=True,
     ),
 }

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+import mbpa
 from mbpa.experiments import data
 from mbpa.experiments.experiment import BySeed, Context
 from mbpa.experiments.images.config import ImagesConfig
@@ -48,8 +49,8 @@ class NeighbourhoodsConfig(ImagesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.adapting.startswith("MbPA") or self.adapting not in METHODS:
-            known = [name for name in METHODS if name.startswith("MbPA")]
+        known = [name for name, each in METHODS.items() if each.settings in ("rmsprop", "gradient")]
+        if self.adapting not in known:
             raise ValueError(f"adapting must be one of {known}, got {self.adapting!r}")
         if min(self.queries, self.shown) < 1:
             raise ValueError(
@@ -103,7 +104,9 @@ class Gallery:
         self.numbers = {part: numbers(task, part) for part in parts}
         self.shared: Record = {"split": seed, "part": config.part, "epochs": moment.epochs}
         models = config.models(situation_of(moment, task))
-        self.model = models[config.adapting]
+        model = models[config.adapting]
+        assert isinstance(model, mbpa.MbPA), "else the config refuses it"
+        self.model = model
         others = [name for name, model in models.items() if not model.predictor.keys_for]
         self.compared = [*others, config.adapting]
         wanted = {name: models[name] for name in self.compared}

@@ -29,7 +29,7 @@ from mbpa.experiments.images.incremental import (
     stream_of,
     subsets,
 )
-from mbpa.experiments.images.methods import WITH_SETTINGS
+from mbpa.experiments.images.methods import WITH_SETTINGS, Model
 from mbpa.experiments.images.presets import PAPER, QUICK, SMOKE, fields_of
 from mbpa.experiments.images.task import Task, make_task
 from mbpa.experiments.results import Record
@@ -155,7 +155,7 @@ class Study:
     def _by_count(self, moment: Moment) -> list[Record]:
         """Methods with other numbers of neighbours and the same settings otherwise."""
         situation, records = situation_of(moment, self.task), list[Record]()
-        models: dict[tuple[str, int], mbpa.MbPA] = {}
+        models: dict[tuple[str, int], Model] = {}
         for name in WITH_SETTINGS:
             settings: Any = self.config.settings(name)
             for k in self.config.counts if hasattr(settings, "k") else ():
@@ -171,8 +171,8 @@ class Study:
         some = slice(0, self.config.explained)  # in random order
         queries, records = self.queries[some], list[Record]()
         for name, model in self.config.models(situation_of(moment, self.task)).items():
-            if not model.predictor.keys_for:
-                continue  # it adapts nothing
+            if not isinstance(model, mbpa.MbPA) or not model.predictor.keys_for:
+                continue  # it does not adapt the layer that learns
             measured = corrections(model, queries)
             for subset, members in self.groups.items():
                 shared: Record = {"method": name, "subset": subset, **self._shared(moment)}
