@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 import mbpa
 from mbpa.experiments.images.discriminant import Statistics, discriminant_layer, statistics
+from mbpa.experiments.searching import Grid
 
 
 class Scale(NamedTuple):
@@ -248,10 +248,6 @@ Model = mbpa.MbPA | WithTrained
 
 def _kernel(bandwidth: float, scale: Scale) -> mbpa.kernels.Kernel:
     return mbpa.gaussian(bandwidth * scale.near) if bandwidth else mbpa.inverse_distance()
-
-
-Grid = Mapping[str, tuple[float, ...]]
-"""Values of some settings, to be tried in all combinations."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,10 @@ interrupted search tries only the rest.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -32,7 +30,6 @@ from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.images.incremental import moments, scored_part, situation_of
 from mbpa.experiments.images.methods import (
     WITH_SETTINGS,
-    Grid,
     Kept,
     Mixed,
     Settings,
@@ -41,6 +38,7 @@ from mbpa.experiments.images.methods import (
 )
 from mbpa.experiments.images.task import Task, make_task
 from mbpa.experiments.results import Record
+from mbpa.experiments.searching import Notebook, best_of, count
 
 SPLIT = 0
 POINTS = (0.05, 0.1, 0.3, 1.0, 3.0)
@@ -49,7 +47,6 @@ LAYER_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SCORED = 3_000
 MOST_LOST = 1.5
 """Points of accuracy on old classes; half a point less than is aimed at, for the noise."""
-SAVE_EVERY = 10.0  # seconds
 
 
 def searched(config: ImagesConfig) -> ImagesConfig:
@@ -67,12 +64,13 @@ def tune(config: ImagesConfig, context: Context) -> BySeed:
     """Records of all that was tried, and of what was chosen."""
     config = searched(config)
     task = make_task(config, context, SPLIT)
-    with context.bar(_evaluations(), "search", "settings") as bar:
+    grids = [grid for method in WITH_SETTINGS.values() for grid in method.stages]
+    with context.bar(len(LAYER_RATES) + count(grids), "search", "settings") as bar:
         search = Search(task, config, context, bar)
         search.choose_layer_rate()
         for method in WITH_SETTINGS:
             search.choose(method)
-    return {None: search.records}
+    return {None: search.notebook.records}
 
 
 class Score(NamedTuple):
@@ -123,67 +121,56 @@ class Search:
     """Judges settings and writes down what it finds; nothing is judged twice."""
 
     def __init__(self, task: Task, config: ImagesConfig, context: Context, bar: tqdm) -> None:
-        self.task, self.config, self.context, self.bar = task, config, context, bar
+        self.task, self.config, self.bar = task, config, bar
         self.queries, self.answers = scored_part(task, config)
-        self.records: list[Record] = []
-        state = context.workspace.load("search")
-        self._known: dict[str, float] = {} if state is None else state["known"]
-        self._saved = time.monotonic()
-        self._written: set[str] = set()
+        self.notebook = Notebook(context)
         self._snapshots: list[Snapshot] = []
         self._snapshots_lr = math.nan
 
     def choose_layer_rate(self) -> None:
         """The rate with which the last layer alone does best."""
 
-        def accuracy(setting: dict[str, Any]) -> float:
-            return fmean(score.all for score in self._scores(setting["lr"], None))
+        def judge(lr: float) -> float:
+            return fmean(score.all for score in self._scores(lr, None))
 
-        best = self._best("parametric", [{"lr": lr} for lr in LAYER_RATES], accuracy)
-        self.config = replace(self.config, lr=best["lr"])
-        self._note_chosen("lr", best["lr"])
+        rates = {
+            lr: self._worth("parametric", {"lr": lr}, partial(judge, lr)) for lr in LAYER_RATES
+        }
+        best = max(rates, key=lambda lr: rates[lr])
+        self.config = replace(self.config, lr=best)
+        self.notebook.note_chosen("lr", best)
+        self.notebook.save()
 
     def choose(self, method: str) -> None:
         """The settings of a method, stage by stage."""
         field, stages = WITH_SETTINGS[method].settings, WITH_SETTINGS[method].stages
-        best = self.config.settings(method)
 
-        def accuracy(setting: dict[str, Any]) -> float:
-            scores = self._scores(self.config.lr, type(best)(**setting))
+        def judge(settings: Settings) -> float:
+            scores = self._scores(self.config.lr, settings)
             if WITH_SETTINGS[method].keeps_old:
                 short = self.floor - scores[POINTS.index(AIMED)].old
                 if short > 0:
                     return -short
             return fmean(score.all for score in scores)
 
-        for grid in stages:
-            tried = [vars(best) | setting for setting in combinations(grid)]
-            best = type(best)(**self._best(method, tried, accuracy))
+        best = best_of(
+            self.config.settings(method),
+            stages,
+            lambda settings: self._worth(method, vars(settings), partial(judge, settings)),
+        )
         changed: dict[str, Any] = {field: best}
         self.config = replace(self.config, **changed)
-        for name in dict.fromkeys(itertools.chain(*stages)):
-            self._note_chosen(f"{field}.{name}", getattr(best, name))
+        self.notebook.note_all_chosen(field, best, stages)
+        self.notebook.save()
 
-    def _best(
-        self,
-        method: str,
-        settings: Sequence[dict[str, Any]],
-        accuracy: Callable[[dict[str, Any]], float],
-    ) -> dict[str, Any]:
-        """Try all, and give back the one that does best; the first of equals."""
-        found = []
-        for setting in settings:
-            key = repr((method, setting))
-            if key not in self._known:
-                self._known[key] = accuracy(setting)
-                self._save(only_if_late=True)
-            found.append(self._known[key])
-            if key not in self._written:
-                self._written.add(key)
-                self._note_tried(method, setting, found[-1])
-            self.bar.update()
-        self._save()
-        return settings[max(range(len(found)), key=lambda place: found[place])]
+    def _worth(self, method: str, settings: dict[str, Any], judge: Callable[[], float]) -> float:
+        key = repr((method, settings))
+        worth = self.notebook.judged(key, judge)
+        name, value = ("top1", worth) if worth >= 0 else ("shortfall", -worth)
+        tried: Record = {"method": method, **settings, "name": name, "value": value}
+        self.notebook.note_tried(key, [tried])
+        self.bar.update()
+        return worth
 
     @cached_property
     def floor(self) -> float:
@@ -211,27 +198,3 @@ class Search:
             memory = moment.with_capacity(len(moment.memory)).memory  # the stream's goes on growing
             kept = replace(found, head=copy.deepcopy(moment.head), memory=memory)
             yield Snapshot(kept, self.queries, self.answers, most)
-
-    def _note_tried(self, method: str, setting: dict[str, Any], value: float) -> None:
-        name, value = ("top1", value) if value >= 0 else ("shortfall", -value)
-        self.records.append({"method": method, **setting, "name": name, "value": value})
-
-    def _note_chosen(self, setting: str, value: float) -> None:
-        self.records.append({"setting": setting, "name": "chosen", "value": value})
-
-    def _save(self, only_if_late: bool = False) -> None:
-        if only_if_late and time.monotonic() - self._saved < SAVE_EVERY:
-            return
-        self.context.workspace.save("search", {"known": self._known})
-        self._saved = time.monotonic()
-
-
-def combinations(grid: Grid) -> list[dict[str, float]]:
-    """All that a grid holds."""
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-
-
-def _evaluations() -> int:
-    """How many settings there are to try, some of them twice."""
-    grids = [grid for method in WITH_SETTINGS.values() for grid in method.stages]
-    return len(LAYER_RATES) + sum(len(combinations(grid)) for grid in grids)

@@ -6,14 +6,11 @@ config that holds its settings; runs, search and figures follow from that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mbpa.experiments.intents.methods import Parametric, Settings, Untold
 from mbpa.experiments.intents.peers import AdaptiveClassifier, SemanticRouter
-
-Grid = Mapping[str, tuple[float, ...]]
-"""Values of some settings, to be tried in all combinations."""
+from mbpa.experiments.searching import Grid
 
 
 @dataclass(frozen=True)

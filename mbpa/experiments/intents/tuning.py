@@ -10,9 +10,8 @@ search tries only the rest.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from tqdm import tqdm
 import mbpa
 from mbpa import text
 from mbpa.experiments.experiment import BySeed, Context
-from mbpa.experiments.intents.comparison import METHODS, Grid, Method
+from mbpa.experiments.intents.comparison import METHODS, Method
 from mbpa.experiments.intents.config import IntentsConfig
 from mbpa.experiments.intents.incremental import confidences, start_of, taught
 from mbpa.experiments.intents.measures import calibration_error, subsets, top1
@@ -38,6 +37,7 @@ from mbpa.experiments.intents.methods import (
 )
 from mbpa.experiments.intents.task import Task, make_task, read_corpus
 from mbpa.experiments.results import Record
+from mbpa.experiments.searching import Notebook, best_of, count
 
 SPLIT = 0
 SHOTS = (3, 10)
@@ -64,11 +64,12 @@ def tune(config: IntentsConfig, context: Context) -> BySeed:
     for name in config.corpora:
         corpus = read_corpus(name, config.part, config.size, encoder, context)
         situations.append(Situation(make_task(corpus, SPLIT), config))
-    with context.bar(_evaluations(), "search", "settings") as bar:
+    grids = [grid for method in SEARCHED.values() for grid in method.stages]
+    with context.bar(count(grids), "search", "settings") as bar:
         search = Search(situations, config, context, bar)
         for method in SEARCHED:
             search.choose(method)
-    return {None: search.records}
+    return {None: search.notebook.records}
 
 
 class Score(NamedTuple):
@@ -146,27 +147,20 @@ class Search:
     def __init__(
         self, situations: list[Situation], config: IntentsConfig, context: Context, bar: tqdm
     ) -> None:
-        self.situations, self.config, self.context, self.bar = situations, config, context, bar
-        self.records: list[Record] = []
-        kept = context.workspace.load("search")
-        self._known: dict[str, list[list[float]]] = {} if kept is None else kept["known"]
-        self._written: set[str] = set()
+        self.situations, self.config, self.bar = situations, config, bar
+        self.notebook = Notebook(context)
 
     def choose(self, method: str) -> None:
         """The settings of a method, stage by stage."""
         field, stages = _field(SEARCHED[method]), SEARCHED[method].stages
-        best = self.config.settings(method)
-        for grid in stages:
-            tried = [replace(best, **setting) for setting in combinations(grid)]
-            best = max(tried, key=lambda each: self._worth(method, each))  # the first of equals
-            self.context.workspace.save("search", {"known": self._known})
+        best = best_of(self.config.settings(method), stages, partial(self._worth, method))
         changed: dict[str, Any] = {field: best}
-        for name in dict.fromkeys(itertools.chain(*stages)):
-            self._note_chosen(f"{field}.{name}", getattr(best, name))
+        self.notebook.note_all_chosen(field, best, stages)
         if isinstance(best, Trained) and best.on == "everything":
             changed["on_retrained"] = replace(self.config.on_retrained, retraining=best)
-            self._note_chosen("on_retrained.retraining.lr", best.lr)
+            self.notebook.note_chosen("on_retrained.retraining.lr", best.lr)
         self.config = replace(self.config, **changed)
+        self.notebook.save()
 
     def _worth(self, method: str, settings: Settings) -> tuple[float, float]:
         scores = self._scores(method, settings)
@@ -179,7 +173,16 @@ class Search:
             name, value = "new_top1", fmean(score.new for score in scores)
             if short > 0:
                 name, value = "shortfall", short
-        self._note_tried(method, settings, name, value, error)
+        told: Record = {
+            f.name: getattr(settings, f.name)
+            for f in fields(settings)
+            if not isinstance(getattr(settings, f.name), Trained)
+        }
+        tried: list[Record] = [
+            {"method": method, **told, "name": what, "value": number}
+            for what, number in ((name, value), ("calibration_error", error))
+        ]
+        self.notebook.note_tried(repr((method, settings)), tried)
         return -value if name == "shortfall" else value, -error
 
     def _lost(self, scores: list[Score]) -> float:
@@ -190,43 +193,14 @@ class Search:
 
     def _scores(self, method: str, settings: Settings) -> list[Score]:
         """Of each corpus, after each number of examples."""
-        key = repr((method, settings))
-        if key not in self._known:
-            found = [score for each in self.situations for score in each.scores(settings)]
-            self._known[key] = [list(score) for score in found]
-        return [Score(*score) for score in self._known[key]]
 
-    def _note_tried(
-        self, method: str, settings: Settings, name: str, value: float, error: float
-    ) -> None:
-        key = repr((method, settings))
-        if key in self._written:
-            return
-        self._written.add(key)
-        told = {
-            f.name: getattr(settings, f.name)
-            for f in fields(settings)
-            if not isinstance(getattr(settings, f.name), Trained)
-        }
-        shared: Record = {"method": method, **told}
-        self.records.append({**shared, "name": name, "value": value})
-        self.records.append({**shared, "name": "calibration_error", "value": error})
+        def judge() -> list[list[float]]:
+            return [list(score) for each in self.situations for score in each.scores(settings)]
 
-    def _note_chosen(self, setting: str, value: float) -> None:
-        self.records.append({"setting": setting, "name": "chosen", "value": value})
-
-
-def combinations(grid: Grid) -> list[dict[str, Any]]:
-    """All that a grid holds."""
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+        found = self.notebook.judged(repr((method, settings)), judge)
+        return [Score(*score) for score in found]
 
 
 def _field(method: Method) -> str:
     assert isinstance(method.settings, str), "what is searched for is in the config"
     return method.settings
-
-
-def _evaluations() -> int:
-    """How many settings there are to try, some of them twice."""
-    grids = [grid for method in SEARCHED.values() for grid in method.stages]
-    return sum(len(combinations(grid)) for grid in grids)
