@@ -125,6 +125,7 @@ class _Transformer(TextEncoder):
         self._model = model.to(device).eval().requires_grad_(False)
         self.key_dim = int(model.config.hidden_size)
         most = getattr(model.config, "max_position_embeddings", None) or 512
+        most = min(most, self._tokenizer.model_max_length)  # some models keep positions free
         self._most_tokens = int(settings.get("max_seq_length") or most)
         self._lock = threading.Lock()  # a tokenizer must not be used by two threads at once
 

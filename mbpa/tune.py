@@ -149,6 +149,7 @@ def tune(
     asked = _drawn(asked, validation.count("queries", queries), seed, balanced)
     grid = _Grid(tuple(k), tuple(lr), tuple(steps), tuple(decay), tuple(bandwidth), tuple(weight))
     search = _Search(model, grid if predictors is None else _listed(predictors))
+    search.measure(asked)
     for block in _blocks(model, asked, search.k, search.keys_for, progress):
         search.score(*block)
     trials = search.trials(objective)
@@ -173,6 +174,8 @@ def leave_one_out(
         queries: ask about so many at most, drawn at random; default: all.
     """
     predictor = predictor or model.predictor
+    if queries is not None:
+        validation.count("queries", queries)
     predictor.check(model._head.running, model.memory)
     asked = _drawn(_entries(model), queries, seed)
     found = []
@@ -262,9 +265,7 @@ def _blocks(model: MbPA, asked: _Asked, k: int, keys_for: int, progress: bool) -
     memory, extra = model.memory, int(asked.ids is not None)
     k = max(1, k)
     keys_for = keys_for + extra if keys_for else 0
-    key_bytes = memory.key_size * memory.distance_dtype.itemsize
-    rows = max(1, READ_BYTES // (max(1, keys_for) * key_bytes))
-    rows = min(rows, 256)  # for a bar that moves
+    rows = _at_once(model, keys_for)
     starts = range(0, len(asked.keys), rows)
     for start in tqdm(starts, desc="asking", unit="block", file=sys.stderr, disable=not progress):
         part = slice(start, start + rows)
@@ -272,6 +273,12 @@ def _blocks(model: MbPA, asked: _Asked, k: int, keys_for: int, progress: bool) -
         if asked.ids is not None:
             neighbors = without(neighbors, asked.ids[part])
         yield asked.keys[part], asked.values[part], asked.shares[part], neighbors
+
+
+def _at_once(model: MbPA, keys_for: int) -> int:
+    """Queries in a block."""
+    key_bytes = model.memory.key_size * model.memory.distance_dtype.itemsize
+    return min(256, max(1, READ_BYTES // (max(1, keys_for) * key_bytes)))  # for a bar that moves
 
 
 def without(neighbors: Neighbors, ids: Int[Tensor, "B"]) -> Neighbors:
@@ -351,10 +358,22 @@ class _Search:
             predictor.check(model._head.running, model.memory)
         self.k = max(predictor.k for predictor in known)
         self.keys_for = max(predictor.keys_for for predictor in known)
-        self.nearest: float | None = None
+        self.nearest: float | None = None  # the unit of bandwidths
         self.predictors: list[Predictor] = []
         self.sums: list[Tensor] = []
         self.count = 0
+
+    def measure(self, asked: _Asked) -> None:
+        """Find the unit of bandwidths first, where one block does not tell it of all queries."""
+        if isinstance(self.wanted, tuple) or not any(self.wanted.bandwidth):
+            return
+        if len(asked.keys) <= _at_once(self.model, self.keys_for + 1):
+            return
+        found = [
+            _to_nearest(neighbors)
+            for *_, neighbors in _blocks(self.model, asked, self.k, keys_for=0, progress=False)
+        ]
+        self.nearest = _mean(torch.cat(found))
 
     def score(
         self,
@@ -364,7 +383,7 @@ class _Search:
         neighbors: Neighbors,
     ) -> None:
         """Ask everyone about these queries."""
-        self.nearest = self.nearest or _nearest(neighbors)
+        self.nearest = self.nearest or _mean(_to_nearest(neighbors))
         with own_precision(keys):
             context = self.model._context(keys, neighbors)
             for place, (predictor, prediction) in enumerate(self._predictions(context)):
@@ -429,8 +448,12 @@ def _scores(
     return torch.stack([losses, right]) @ shares.double()
 
 
-def _nearest(neighbors: Neighbors) -> float:
-    """The mean distance from a query to its nearest entry elsewhere."""
-    distances = neighbors.distances.masked_fill(neighbors.distances == 0, math.inf).amin(1)
-    distances = distances[distances.isfinite()]
-    return float(distances.sqrt().mean()) if len(distances) else 1.0  # all are in one place
+def _to_nearest(neighbors: Neighbors) -> Float[Tensor, "B"]:
+    """The squared distance from each query to its nearest entry elsewhere, if there is one."""
+    return neighbors.distances.masked_fill(neighbors.distances == 0, math.inf).amin(1)
+
+
+def _mean(squares: Float[Tensor, "Q"]) -> float:
+    """Of distances that there are."""
+    squares = squares[squares.isfinite()]
+    return float(squares.sqrt().mean()) if len(squares) else 1.0  # all are in one place

@@ -25,7 +25,7 @@ from mbpa.errors import RunError
 from mbpa.serve import classifier as classifiers
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.journal import InputError, Journal
+from mbpa.serve.journal import InputError, Journal, JournalError
 from mbpa.serve.taught import SPARE, TaughtMemory
 
 DIM = 16
@@ -445,3 +445,42 @@ def test_keys_of_another_size_are_refused_and_the_journal_is_let_go(untaught, tm
     for _ in range(2):  # were it still open, the second would say so
         with pytest.raises(RunError, match=f"example {id} has a key of 1 numbers"):
             Classifier.load(run)
+
+
+def test_what_the_memory_could_not_take_is_not_acknowledged_again_before_a_start(
+    fresh, monkeypatch
+):
+    classifier = fresh()
+    lesson = [Lesson("new", key=QUERIES[0])]
+    write = TaughtMemory.write
+
+    def once(*given):
+        monkeypatch.setattr(TaughtMemory, "write", write)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(TaughtMemory, "write", once)
+    with pytest.raises(MemoryError):
+        classifier.learn(lesson, request="a")
+    before = said(classifier)
+    for again in ("a", "b", None):
+        with pytest.raises(JournalError, match="could not follow what was written: restart"):
+            classifier.learn(lesson, request=again)
+    with pytest.raises(JournalError):
+        classifier.forget(label="new")
+    assert said(classifier) == before
+    directory = classifier.journal.path.parent
+    classifier.close()
+    with Classifier.load(directory) as restarted:
+        assert restarted.counts.labels["new"] == 1
+        (id,) = restarted.learn(lesson, request="a")
+        assert [each.id for each in restarted.journal.examples() if each.label == "new"] == [id]
+
+
+def test_room_is_made_before_anything_is_promised(fresh, monkeypatch):
+    classifier = fresh()
+    monkeypatch.setattr(classifier, "_make_room", lambda examples: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        classifier.learn([Lesson("new", key=QUERIES[0])])
+    monkeypatch.undo()
+    assert "new" not in classifier.journal.labels()
+    assert classifier.journal.read_only is None

@@ -1,4 +1,4 @@
-"""Rows from the memory: the formula, and what it is for."""
+"""A layer from the memory: the formula, and what it is for."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -283,6 +284,16 @@ def test_a_task_has_the_folders_classes_and_its_pictures_are_checked_once(
     assert torch.equal(again.train, task.train)
     other = make_task(CONFIG, context(folder), 2)
     assert other.train.shape == task.train.shape
+
+
+def test_a_folder_is_known_by_its_files_wherever_it_is(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    here, there = data.imagenet(folder), data.imagenet(tmp_path / "elsewhere")
+    assert here.digest() == there.digest()
+    (tmp_path / "elsewhere/imagenet/val/n01/n01_0.JPEG").rename(
+        tmp_path / "elsewhere/imagenet/val/n02/n01_0.JPEG"
+    )
+    assert data.imagenet(tmp_path / "elsewhere").digest() != here.digest()
 
 
 def test_features_are_known_by_all_they_depend_on(folder: Path) -> None:

@@ -216,6 +216,17 @@ def test_everything_is_measured_at_every_point(task: Task) -> None:
     assert found[0]["value"] == pytest.approx(right)
 
 
+def test_curves_begin_with_what_is_known_before_the_first_entry(task: Task) -> None:
+    records = run_split(task, SMOKE, 1)
+    queries, answers = scored_part(task, SMOKE)
+    known = 100 * float((grown_head(task)(queries).argmax(1) == answers).double().mean())
+    for method in METHODS:
+        first = 0.0 if method in ("memory only", "discriminants") else known
+        (then,) = of(records, name="top1", method=method, subset="all", epochs=0.1)
+        (area,) = of(records, name="auc", method=method, subset="all", epochs=0.1)
+        assert area["value"] == pytest.approx((first + then["value"]) / 2)
+
+
 def test_methods_that_share_a_retrieval_answer_as_they_would_alone(task: Task) -> None:
     queries, answers = scored_part(task, SMOKE)
     moment = next(iter(moments(task, SMOKE, 1)))

@@ -311,6 +311,19 @@ def test_a_huge_body_is_refused(client, is_told):
     assert predict(client, KEYS[0])
 
 
+def test_a_body_that_is_too_long_only_at_its_end_is_refused_at_once(untaught, tmp_path):
+    shutil.copytree(untaught, tmp_path / "run")
+    settings = Settings(body_bytes=100)
+    with (
+        Classifier.load(tmp_path / "run") as classifier,
+        running(create_app(classifier, settings)) as url,
+    ):
+        begin = time.monotonic()
+        answer = httpx.post(f"{url}/learn", content=iter([b" " * 200]), headers=JSON, timeout=60)
+    assert answer.status_code == 413
+    assert time.monotonic() - begin < gate.SLOWEST / 2
+
+
 @pytest.mark.parametrize(("length", "status"), [(100, 408), (9 << 20, 413)])
 def test_a_body_that_does_not_come_is_not_waited_for(
     untaught, tmp_path, monkeypatch, length, status

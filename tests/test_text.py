@@ -117,6 +117,27 @@ def test_an_encoder_in_a_directory_is_read_with_its_own_pooling_and_length(tmp_p
         encoder(str(copy))
 
 
+def test_a_text_is_cut_where_the_tokenizer_says_the_model_ends(tmp_path: Path) -> None:
+    """Models like RoBERTa keep some of their positions free."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(text.directory_of(text.DEFAULT))
+    tokenizer.model_max_length = 12
+    tokenizer.save_pretrained(tmp_path)
+    config = transformers.RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        max_position_embeddings=14,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    transformers.RobertaModel(config).save_pretrained(tmp_path)
+    keys = encoder(str(tmp_path))(["a long sentence " * 20, "a long sentence " * 30])
+    torch.testing.assert_close(keys[0], keys[1])
+
+
 def test_what_is_not_on_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="got 'nobody/has-this'"):
         encoder("nobody/has-this")

@@ -152,6 +152,31 @@ def test_bandwidths_are_in_units_of_the_distance_to_the_nearest_entry() -> None:
     assert kernel.bandwidth == pytest.approx(0.5 * float(distances.amin(1).mean()), rel=1e-9)
 
 
+def test_that_unit_is_of_all_queries_however_many_there_are() -> None:
+    """In the order in which they were written: near ones first, or far ones."""
+    draws = torch.Generator().manual_seed(0)
+    near, far = (s * torch.randn(300, 4, generator=draws).double() for s in (0.01, 10.0))
+    found = []
+    for keys in (torch.cat((near, far)), torch.cat((far, near))):
+        model = make_model(600)
+        model.write(keys, torch.arange(600) % 3)  # in place of what it held
+        result = mbpa.tune(model, k=(5,), steps=(2,), bandwidth=(0.5,), weight=(1.0,))
+        found += [
+            trial.predictor.kernel.bandwidth
+            for trial in result.trials
+            if isinstance(trial.predictor, mbpa.Adapted) and trial.predictor != model.predictor
+        ]
+    distances = torch.cdist(keys, keys) + 1e9 * torch.eye(600)
+    assert found == pytest.approx([0.5 * float(distances.amin(1).mean())] * len(found), rel=1e-6)
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_some_entries_are_at_least_one(count: int) -> None:
+    with pytest.raises(ValueError, match="queries must be at least 1"):
+        leave_one_out(make_model(), queries=count)
+
+
 def test_the_model_changes_only_if_it_is_to_adopt_the_best() -> None:
     model = make_model()
     before, own = model.memory.entries(), model.predictor

@@ -172,8 +172,7 @@ def _process(fabric: Any, job: _Job) -> None:
 
 def _trained(job: _Job, fabric: Any = None) -> ResNet:
     settings, context, name = job.settings, job.context, job.name
-    network = initial_network(settings, job.classes, job.pictures.size, job.seed)
-    network.to(context.device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # a combination that torch has and its stubs lack
+    network = _placed(job)
     optimizer = torch.optim.SGD(
         network.parameters(),
         lr=settings.lr,
@@ -189,8 +188,9 @@ def _trained(job: _Job, fabric: Any = None) -> ResNet:
     if fabric is not None:
         learner = _one_of(fabric, network, optimizer)
     else:
-        size = settings.pixels(job.pictures)
-        learner = Learner(_recorded(network, settings.batch, size, context.device), optimizer)
+        if context.device.type == "cuda" and done < settings.epochs:
+            _record(network, settings.batch, settings.pixels(job.pictures))
+        learner = Learner(network, optimizer)
     last_kept = time.monotonic()
     with context.bar(settings.epochs, f"training {name}", "epochs", initial=done) as bar:
         for epoch in range(done, settings.epochs):
@@ -201,7 +201,15 @@ def _trained(job: _Job, fabric: Any = None) -> ResNet:
                 state: dict[str, Any] = {"epochs": epoch + 1, "network": network.state_dict()}
                 context.workspace.save(name, {**state, "optimizer": optimizer.state_dict()})
                 last_kept = time.monotonic()
-    return network.eval()
+    trained = _placed(job)  # without the memory that recording took
+    trained.load_state_dict(network.state_dict())
+    return trained.eval()
+
+
+def _placed(job: _Job) -> ResNet:
+    network = initial_network(job.settings, job.classes, job.pictures.size, job.seed)
+    network.to(job.context.device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # a combination that torch has and its stubs lack
+    return network
 
 
 def initial_network(settings: Pretraining, classes: int, size: int, seed: int) -> ResNet:
@@ -230,21 +238,18 @@ class Learner:
         self.optimizer.step()
 
 
-def _recorded(network: ResNet, batch: int, size: int, device: torch.device) -> ResNet:
-    """The network, its passes forward and backward as CUDA graphs: a GPU is done with a layer of
+def _record(network: ResNet, batch: int, size: int) -> None:
+    """Have its passes forward and backward as CUDA graphs, in place: a GPU is done with a layer of
     small images sooner than Python has named the next one."""
-    if device.type != "cuda":
-        return network
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    sample = torch.zeros(batch, 3, size, size, device=device)
+    sample = torch.zeros(batch, 3, size, size, device=network.fc.weight.device)
     sample = sample.contiguous(memory_format=torch.channels_last)
     network.train()
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # it is meant to be
     with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch's own thread, new
-        torch.cuda.make_graphed_callables(network, (sample,))  # in place
+        torch.cuda.make_graphed_callables(network, (sample,))
     network.load_state_dict(before)  # recording moved what batch normalisation keeps
-    return network
 
 
 def _one_of(fabric: Any, network: ResNet, optimizer: torch.optim.Optimizer) -> Learner:

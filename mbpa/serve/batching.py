@@ -132,10 +132,6 @@ class Writer:
         self._most, self._waiting = most, 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mbpa-writer")
 
-    @property
-    def waiting(self) -> int:
-        return self._waiting
-
     async def __call__(self, call: Callable[[], Done]) -> Done:
         """What the call returns; `Overloaded` if it cannot wait for its turn.
 

@@ -7,8 +7,9 @@ were taught, what was forgotten, how often it was started.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -258,8 +259,10 @@ class Classifier:
             self._check_room({label for label, _ in named}, len(named))
             keys = self._keys_of(lessons)
             rows = [(*name, as_bytes(key)) for name, key in zip(named, keys.cpu(), strict=True)]
-            ids = self.journal.learn(rows, request, restoring=restoring)
             with self._state:
+                self._make_room(len(rows))  # it may fail, and nothing is promised yet
+            ids = self.journal.learn(rows, request, restoring=restoring)
+            with self._following():
                 self._add(ids, named, keys)
             return ids
 
@@ -278,7 +281,7 @@ class Classifier:
         """
         with self._writing:
             gone = self.journal.forget(list(ids), None if label is None else label.strip())
-            with self._state:
+            with self._following():
                 self._remove(gone)
             return gone
 
@@ -387,6 +390,7 @@ class Classifier:
                 )
             row[:] = key
         named = [(each.label, each.text) for each in found]
+        self._make_room(len(found))
         self._add([each.id for each in found], named, keys.to(self._device))
 
     def _add(
@@ -395,8 +399,6 @@ class Classifier:
         named: Sequence[tuple[str, str | None]],
         keys: Float[Tensor, "N D"],
     ) -> None:
-        if len(self) + len(ids) > self._memory.capacity:  # nothing is ever overwritten
-            self._memory.resize(2 * (len(self) + len(ids)))
         numbers = [self._known.number(label) for label, _ in named]
         entries = self._memory.write(keys, torch.tensor(numbers, dtype=torch.int64)).tolist()
         restored = self.journal.restored
@@ -404,6 +406,22 @@ class Classifier:
             is_trained = id <= self.info.trained_examples or id in restored
             self._known.add(id, Held(label, text, entry, is_trained))
         self._rebind()
+
+    def _make_room(self, examples: int) -> None:
+        """For so many more: nothing is ever overwritten."""
+        if len(self) + examples > self._memory.capacity:
+            self._memory.resize(2 * (len(self) + examples))
+
+    @contextlib.contextmanager
+    def _following(self) -> Iterator[None]:
+        """Do in the memory what the journal has; if that fails, a start does it, and until then
+        nothing more is acknowledged."""
+        try:
+            with self._state:
+                yield
+        except BaseException:
+            self.journal.refuse("the memory could not follow what was written: restart")
+            raise
 
     def _remove(self, ids: Sequence[int]) -> None:
         here = [id for id in ids if id in self._known.examples]

@@ -187,7 +187,8 @@ def _counted(receive: Receive, most: int) -> Receive:
         read += len(message.get("body", b""))
         more = message.get("more_body", False)
         if read > most:
-            await _drained(receive, give_up)
+            if more:
+                await _drained(receive, give_up)
             raise HTTPException(413, f"a body must have at most {most} bytes")
         return message
 

@@ -122,6 +122,11 @@ class Journal:
         """
         return self._database.read_only
 
+    def refuse(self, reason: str) -> None:
+        """Write nothing more, for this reason, until it is opened again."""
+        with self._access:
+            self._database.read_only = self._database.read_only or f"{self.path}: {reason}"
+
     def learn(
         self,
         examples: Sequence[tuple[str, str | None, bytes | None]],

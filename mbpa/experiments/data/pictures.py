@@ -115,10 +115,12 @@ class ImageFolder:
     wnids: tuple[str, ...]
 
     def digest(self) -> str:
-        """Of the names of all files."""
+        """Of the names of all files, wherever the folder is."""
         digest = hashlib.sha256()
-        for path in (*self.train.paths, *self.test.paths):
-            digest.update(f"{path}\0".encode())
+        for part in (self.train, self.test):
+            for path in part.paths:
+                digest.update("/".join(Path(path).parts[-2:]).encode() + b"\0")
+            digest.update(b"\0")
         return digest.hexdigest()
 
 

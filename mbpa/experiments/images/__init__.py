@@ -3,8 +3,7 @@
 After section 4.2, table 1, figures 4 and 5 and the appendix of the paper, which had ImageNet; here
 it is Tiny ImageNet, 40x40 pixels. The network is trained on a random half of the classes and then
 only its last layer learns, from a stream of all classes. The paper's methods use that layer and a
-memory of the same stream, and differ in the predictor alone; ours take some rows of the layer from
-the memory.
+memory of the same stream, and differ in the predictor alone; ours make a layer from the memory.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.nn import functional
 import mbpa
 from mbpa.errors import ExperimentError
 from mbpa.experiments.images.config import ImagesConfig
-from mbpa.experiments.images.methods import Model, Scale, Situation
+from mbpa.experiments.images.methods import METHODS, Model, Scale, Situation
 from mbpa.experiments.images.task import Task
 from mbpa.experiments.results import Record, value_of
 
@@ -123,11 +123,12 @@ def run_split(task: Task, config: ImagesConfig, seed: int) -> list[Record]:
     shared: Record = {"split": seed, "part": config.part}
     start = grown_head(task)(queries).argmax(1) == answers
     nothing = torch.zeros_like(start)  # is what a memory without entries knows
+    from_memory = {name for name, method in METHODS.items() if method.is_memory_alone}
     records: list[Record] = []
     for moment in moments(task, config, seed):
         right = compared(config.models(situation_of(moment, task)), queries, answers)
         records += accuracies(right, groups, {**shared, "epochs": moment.epochs})
-    before = {name: nothing if name == "memory only" else start for name in right}
+    before = {name: nothing if name in from_memory else start for name in right}
     records += areas(accuracies(before, groups, {**shared, "epochs": 0.0}) + records)
     known: Record = {"method": "parametric", "subset": "pre-trained", "epochs": 0.0, **shared}
     known |= {"made_on": task.made_on}

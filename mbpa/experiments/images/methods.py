@@ -260,6 +260,8 @@ class Method:
     """The field of the config that holds them; empty: there are none."""
     stages: tuple[Grid, ...] = ()
     """What the search tries, one grid after the other, the rest as it was best so far."""
+    is_memory_alone: bool = False
+    """Whether it makes no use of the trained layer, and knows nothing before the first entry."""
     keeps_old: bool = False
     """Whether the search asks of it, beside accuracy over all classes, that old ones do not
     suffer."""
@@ -276,14 +278,14 @@ RMSPROP_STEPS: Grid = {
 }
 GUESSES: Grid = {"shrinkage": (0.1, 0.3, 1.0), "pull": (1.0, 3.0, 10.0)}
 OFFSETS = tuple(place / 10 for place in range(13))  # the last of a grid: the rest serves for all
-KEPT_STEPS: Grid = {"scale": (0.05, 0.1, 0.2), "lr": (1.0, 3.0, 10.0), "offset": OFFSETS}
+KEPT_RATES: Grid = {"scale": (0.05, 0.1, 0.2), "lr": (1.0, 3.0, 10.0), "offset": OFFSETS}
 KEPT_NEIGHBOURS: Grid = {"k": (50, 100, 200), "bandwidth": (0.3, 0.5, 0.7), "offset": OFFSETS}
 KEPT_WEIGHTS: Grid = {"weight": (0.3, 0.4, 0.5, 0.6, 0.7), "offset": OFFSETS}
 KEPT_GUESSES: Grid = {**GUESSES, "offset": OFFSETS}
-LATER: Grid = {"entries": (30.0, 100.0, 300.0, 1e9), "offset": OFFSETS}
+KEPT_LATER: Grid = {"entries": (30.0, 100.0, 300.0, 1e9), "offset": OFFSETS}
 METHODS: dict[str, Method] = {
     "parametric": Method("#1b7837"),
-    "memory only": Method("#e08214", "vote", (NEIGHBOURS,)),
+    "memory only": Method("#e08214", "vote", (NEIGHBOURS,), is_memory_alone=True),
     "mixture": Method("#b2182b", "mixture", (NEIGHBOURS, WEIGHTS)),
     "MbPA (RMSprop)": Method(
         "#2166ac", "rmsprop", (RMSPROP_STEPS, NEIGHBOURS, RMSPROP_STEPS, DECAYS)
@@ -291,11 +293,11 @@ METHODS: dict[str, Method] = {
     "MbPA (gradient)": Method(
         "#67a9cf", "gradient", (GRADIENT_STEPS, NEIGHBOURS, GRADIENT_STEPS, DECAYS)
     ),
-    "discriminants": Method("#b8a1cf", "discriminants", (GUESSES,)),
+    "discriminants": Method("#b8a1cf", "discriminants", (GUESSES,), is_memory_alone=True),
     "MbPA (kept)": Method(
         "#762a83",
         "kept",
-        (KEPT_STEPS, KEPT_NEIGHBOURS, KEPT_WEIGHTS, KEPT_GUESSES, LATER),
+        (KEPT_RATES, KEPT_NEIGHBOURS, KEPT_WEIGHTS, KEPT_GUESSES, KEPT_LATER),
         keeps_old=True,
     ),
 }

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -169,7 +170,7 @@ def _imagenet(config: ImagesConfig, context: Context) -> Source:
     )
     counts = train.labels.bincount(minlength=len(folder.wnids))
     _check_counts({folder.wnids[number]: int(counts[number]) for number in chosen.tolist()}, config)
-    _verify(folder.digest(), config, context, train, test)
+    _verify(config, context, train, test)
     return (
         chosen,
         Streamed(train, train.labels.to(context.device), config.size),
@@ -199,9 +200,11 @@ def _check_counts(counts: Mapping[str, int], config: ImagesConfig) -> None:
         )
 
 
-def _verify(digest: str, config: ImagesConfig, context: Context, *parts: data.ImageFiles) -> None:
+def _verify(config: ImagesConfig, context: Context, *parts: data.ImageFiles) -> None:
     """Read all pictures once before the long work; those that were good are not read again."""
-    mark = context.cache / f"verified-{digest[:16]}-{config.classes}"
+    paths = "\0".join(os.path.abspath(path) for part in parts for path in part.paths)
+    digest = hashlib.sha256(paths.encode()).hexdigest()[:16]
+    mark = context.cache / f"verified-{digest}-{config.classes}"
     if mark.exists():
         return
     with context.bar(sum(len(part.paths) for part in parts), "checking", "pictures") as bar:

@@ -100,7 +100,9 @@ class Snapshot:
     def score(self, settings: Settings | None) -> Score:
         """How a method does; without settings, the layer alone."""
         if isinstance(settings, Kept):  # what is held back is subtracted from what is said anyway
-            said = self._said(replace(settings, offset=0.0)) - settings.held_back(self.situation)
+            said = self._said(replace(settings, offset=0.0, entries=1.0)) - settings.held_back(
+                self.situation
+            )
         else:
             said = self._said(settings)
         right, is_old = said.argmax(1) == self.truth, self.truth < self.situation.old

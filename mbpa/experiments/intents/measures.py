@@ -53,14 +53,15 @@ def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> f
     """The median of some repeats, after one that does not count."""
     taken = []
     for _ in range(repeats + 1):
-        _wait(device)
+        wait(device)
         start = time.perf_counter()
         work()
-        _wait(device)
+        wait(device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until all that was asked of it is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -244,6 +244,6 @@ def _logs(found: list[list[tuple[str, float]]], intents: int) -> Float[Tensor, "
     """From names that are labels and their shares, in any order; what is not named has none."""
     shares = torch.zeros(len(found), intents)
     for row, named in zip(shares, found, strict=True):
-        labels: Int[Tensor, "N"] = torch.tensor([int(name) for name, _ in named])
+        labels: Int[Tensor, "N"] = torch.tensor([int(name) for name, _ in named], dtype=torch.int64)
         row[labels] = torch.tensor([share for _, share in named])
     return shares.clamp(min=0).log()
