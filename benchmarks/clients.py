@@ -83,8 +83,11 @@ def served(run: Path) -> Iterator[Server]:
                 break
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
-        process.stdout.close()
+        try:
+            process.wait(30)
+        finally:
+            process.kill()  # if it has not ended by itself
+            process.stdout.close()
 
 
 # Clients

@@ -24,9 +24,11 @@ from torch import Tensor
 from torch.nn import functional
 
 import mbpa
+from benchmarks import tables
 from benchmarks.situations import KINDS, Questions, Situation
 from mbpa.experiments.language.passage import mixed, perplexity, solved_weights
 from mbpa.kernels import neighbor_weights
+from mbpa.memory.neighbors import TENSORS
 
 AT_ONCE = 64  # queries
 WATCHED = 30  # queries of a situation whose neighbours' loss is followed
@@ -45,7 +47,7 @@ def main() -> int:
     arguments = parser.parse_args()
     report: dict[str, Any] = {"torch": str(torch.__version__), "kinds": {}}
     if arguments.out.exists():  # what is not asked for stays
-        report = json.loads(arguments.out.read_text("utf-8"))
+        report = json.loads(arguments.out.read_text("utf-8")) | {"torch": str(torch.__version__)}
     for kind in arguments.only:
         situations = [_fewer(each, arguments.queries) for each in KINDS[kind](arguments.cache)]
         for steps in arguments.steps:
@@ -207,8 +209,7 @@ def _fewer(situation: Situation, most: int) -> Situation:
         chosen = torch.randperm(len(questions.keys), generator=torch.Generator().manual_seed(1))
         chosen = chosen[:most].sort().values
         neighbors = questions.neighbors
-        tensors = "values", "distances", "dots", "mask", "ids", "slots", "keys"
-        fewer = {name: getattr(neighbors, name)[chosen] for name in tensors}
+        fewer = {name: getattr(neighbors, name)[chosen] for name in TENSORS}
         return Questions(
             questions.keys[chosen], questions.answers[chosen], replace(neighbors, **fewer)
         )
@@ -239,21 +240,16 @@ def _mixed(own: dict[str, list[Answers]], validation: list[Answers], test: list[
     return perplexity(mixed(torch.stack([_logs(own["test"]), _logs(test)]), weights))
 
 
-BEGIN, END = "<!-- steps -->\n", "<!-- end of steps -->"
-
-
 def refreshed(page: str, report: dict[str, Any]) -> str:
-    """A document with the table that the results make, between its two markers."""
-    before, found, rest = page.partition(BEGIN)
-    assert found, f"the document has no {BEGIN}"
-    return before + BEGIN + table(report) + rest[rest.index(END) :]
+    """A document with the table that the results make."""
+    return tables.replaced(page, "steps", table(report))
 
 
 def table(report: dict[str, Any]) -> str:
     """Of the comparisons, those with most steps first."""
     head = ["keys", "steps", "queries", "head alone", "fixed step, tuned", '"auto"', "tuned lr"]
     head += ['median rate of "auto"', "neighbours' loss rose"]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows = [head]
     found = [
         (int(steps.split()[0]), kind, each)
         for kind, by_steps in report["kinds"].items()
@@ -266,7 +262,7 @@ def table(report: dict[str, Any]) -> str:
         watched = each["neighbors"]
         rose = f"{watched['rose once'] / 100 * watched['queries']:.0f} of {watched['queries']}"
         rows.append([kind, str(steps), str(each["queries"]), *numbers, *rates, rose])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return tables.markdown(rows)
 
 
 def line(kind: str, steps: int, found: dict[str, Any]) -> str:

@@ -8,10 +8,9 @@ error of each at many inputs that nobody has seen, for several draws of the poin
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ import mbpa
 from mbpa.experiments.experiment import BySeed, Context, Experiment, one_thread
 from mbpa.experiments.illustration_report import sections
 from mbpa.experiments.results import Record
+from mbpa.experiments.searching import Grid, combinations
 
 LEFT, RIGHT = -2.0, 2.0
 """Points and queries lie between these."""
@@ -115,7 +115,7 @@ def tune(config: IllustrationConfig, context: Context) -> BySeed:
     scenes = [_Scene.drawn(config, seed, context.device) for seed in seeds]
     kept = context.workspace.load("errors")
     errors: list[float] = kept["errors"] if kept else []
-    tried = [(method, setting) for method in GRIDS for setting in _settings(method)]
+    tried = [(method, setting) for method in GRIDS for setting in combinations(GRIDS[method])]
     with context.bar(len(tried), "searching", "settings", initial=len(errors)) as bar:
         for method, setting in tried[len(errors) :]:
             predictor = replace(config, **setting).predictors()[method]
@@ -137,7 +137,7 @@ def tune(config: IllustrationConfig, context: Context) -> BySeed:
     return {None: records}
 
 
-GRIDS: dict[str, dict[str, Sequence[float]]] = {
+GRIDS: dict[str, Grid] = {
     "attention": {
         "attention_k": (1, 2, 3, 5, 8),
         "attention_bandwidth": (0.03, 0.05, 0.1, 0.2, 0.4),
@@ -150,11 +150,6 @@ GRIDS: dict[str, dict[str, Sequence[float]]] = {
     },
 }
 """What `tune` tries, by the names of the config's fields."""
-
-
-def _settings(method: str) -> Iterator[dict[str, Any]]:
-    grid = GRIDS[method]
-    return (dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))
 
 
 # One repetition

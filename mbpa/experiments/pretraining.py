@@ -80,6 +80,11 @@ class Pretraining:
             raise ValueError(
                 f"batch must be a multiple of devices, got {self.batch} and {self.devices}"
             )
+        if not (self.lr > 0 and self.weight_decay >= 0 and 0 <= self.label_smoothing < 1):
+            raise ValueError(
+                "lr must be positive, weight_decay not negative, label_smoothing in [0, 1), "
+                f"got {self.lr}, {self.weight_decay} and {self.label_smoothing}"
+            )
         if not (0 <= self.cutmix <= 1 and 0 <= self.colour < 1):
             raise ValueError(
                 f"cutmix and colour must be between 0 and 1, got {self.cutmix} and {self.colour}"

@@ -328,7 +328,7 @@ class Classifier:
             if lesson.text is not None:
                 check_text(lesson.text)
             if lesson.key is not None:
-                self._checked(lesson.key[None])
+                self.check_rows(lesson.key[None].detach().cpu().to(torch.float32).numpy())
             elif lesson.text is None:
                 raise InputError(f"an example of {lesson.label!r} has neither text nor key")
             elif self._encoder is None:

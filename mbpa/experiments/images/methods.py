@@ -81,28 +81,24 @@ class Vote(Recalling):
         if self.k < 1 or self.bandwidth < 0:
             raise ValueError(f"k must be at least 1, bandwidth not negative, got {self}")
 
-    def predictor(self, scale: Scale) -> mbpa.NeighborVote:
+    def predictor(self, scale: Scale) -> mbpa.Predictor:
         return mbpa.NeighborVote(_kernel(self.bandwidth, scale), k=self.k)
 
 
 @dataclass(frozen=True)
-class Mixed(Recalling):
+class Mixed(Vote):
     """A mixture of the layer's probabilities and a vote's."""
 
-    k: int = 50
-    """Neighbours."""
-    bandwidth: float = 0.0
-    """As that of a vote."""
     weight: float = 0.5
     """Of the vote."""
 
     def __post_init__(self) -> None:
-        Vote(self.k, self.bandwidth)  # refuses what a vote would
+        super().__post_init__()
         if not 0 <= self.weight <= 1:
             raise ValueError(f"weight must be between 0 and 1, got {self.weight}")
 
-    def predictor(self, scale: Scale) -> mbpa.Mixture:
-        vote = Vote(self.k, self.bandwidth).predictor(scale)
+    def predictor(self, scale: Scale) -> mbpa.Predictor:
+        vote = super().predictor(scale)
         return mbpa.Mixture(mbpa.Parametric(), vote, weights=(1 - self.weight, self.weight))
 
 

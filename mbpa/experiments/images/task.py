@@ -186,6 +186,8 @@ def _check_counts(counts: Mapping[str, int], config: ImagesConfig) -> None:
             f"got {config.classes}"
         )
     scarcest = min(counts, key=lambda wnid: counts[wnid])
+    if not counts[scarcest]:
+        raise ExperimentError(f"{scarcest} has no training images")
     if config.spared >= counts[scarcest]:
         raise ExperimentError(
             f"held_out must be below {counts[scarcest]}, the training images of {scarcest}, "

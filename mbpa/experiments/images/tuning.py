@@ -31,7 +31,6 @@ from mbpa.experiments.images.incremental import moments, scored_part, situation_
 from mbpa.experiments.images.methods import (
     WITH_SETTINGS,
     Kept,
-    Mixed,
     Settings,
     Situation,
     Vote,
@@ -180,7 +179,7 @@ class Search:
         found = [self._scores(self.config.lr, None)]
         for method in WITH_SETTINGS:
             settings = self.config.settings(method)
-            if isinstance(settings, Vote | Mixed):
+            if isinstance(settings, Vote):
                 found.append(self._scores(self.config.lr, settings))
         return max(scores[POINTS.index(AIMED)].old for scores in found) - MOST_LOST
 
