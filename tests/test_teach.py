@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import random
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,12 +183,42 @@ def test_a_run_is_not_replaced_unless_that_is_asked_for(taught, tmp_path):
     _, made, data = taught
     out = tmp_path / "run"
     teaching.write_taught(made, data, out)
-    with pytest.raises(RunError, match="is not empty: what was taught there would be lost"):
+    with pytest.raises(RunError, match="is a run: what was taught there would be lost"):
         teaching.write_taught(made, data, out)
-    (out / "mark").touch()
+    with Classifier.load(out, text_encoder=WordEncoder()) as classifier:
+        classifier.learn([Lesson("new", "taught since")])
     teaching.write_taught(made, data, out, replace=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-    assert not (out / "mark").exists()
+    with Classifier.load(out, text_encoder=WordEncoder()) as classifier:
+        assert "new" not in classifier.labels
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_what_is_no_part_of_a_run_is_never_deleted(taught, tmp_path, monkeypatch, is_run):
+    _, made, data = taught
+    out = tmp_path / "mine"
+    out.mkdir()
+    if is_run:
+        teaching.write_taught(made, data, out)
+    (out / "notes.txt").write_text("years of work")
+    for asked in (out, Path(".")):
+        monkeypatch.chdir(out)
+        with pytest.raises(RunError, match=r"holds notes\.txt, which is no part of a run"):
+            teaching.write_taught(made, data, asked, replace=True)
+    assert (out / "notes.txt").read_text() == "years of work"
+    (out / "notes.txt").rename(out / "model")
+    if not is_run:
+        with pytest.raises(RunError, match="is not empty, and no run"):
+            teaching.write_taught(made, data, out, replace=True)
+
+
+def test_a_run_may_be_replaced_from_within(taught, tmp_path, monkeypatch):
+    _, made, data = taught
+    teaching.write_taught(made, data, tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    teaching.write_taught(made, data, Path("."), replace=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    Classifier.load(tmp_path / "run", text_encoder=WordEncoder()).close()
 
 
 def test_a_run_that_is_served_is_not_replaced(taught, tmp_path):
@@ -287,3 +319,11 @@ def test_the_rehearsal_asks_for_labels_that_its_head_does_not_know():
     assert len(seen) == 6, "each label has one number"
     is_new = task.answers >= 4
     assert int(is_new.sum()) == int((~is_new).sum())
+
+
+def test_a_workbook_is_to_be_saved_as_csv(tmp_path):
+    path = tmp_path / "intents.xlsx"
+    with zipfile.ZipFile(path, "w") as book:
+        book.writestr("xl/workbook.xml", "<workbook/>")
+    with pytest.raises(RunError, match=r"intents\.xlsx is a workbook: save the sheet as CSV"):
+        read_spreadsheet(path)

@@ -67,7 +67,7 @@ class Query(Message):
     top: Annotated[int, Field(ge=1, le=100)] = 3
     """How many labels to name."""
     threshold: Share | None = None
-    """Confidence below which it abstains; by default the run's, 0: it never does."""
+    """Confidence below which it abstains; by default the run's. With 0 it never abstains."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

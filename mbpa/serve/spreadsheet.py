@@ -72,6 +72,8 @@ def read_spreadsheet(
 
 def _decoded(path: Path, encoding: str | None) -> str:
     data = path.read_bytes()
+    if data[:4] in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # newer and older workbooks
+        raise RunError(f"{path} is a workbook: save the sheet as CSV (UTF-8)")
     chosen = encoding or ENCODINGS[data[:2] in (b"\xff\xfe", b"\xfe\xff")]
     try:
         return data.decode(chosen)

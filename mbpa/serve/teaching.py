@@ -8,6 +8,7 @@ what confidence on an answer is more often right than wrong.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import uuid
@@ -26,7 +27,7 @@ from tqdm import tqdm
 import mbpa
 from mbpa.errors import RunError
 from mbpa.serve.journal import InUseError, Journal, JournalError
-from mbpa.serve.run import JOURNAL, RunInfo, write_run
+from mbpa.serve.run import JOURNAL, MODEL, RUN, RunInfo, write_run
 from mbpa.serve.spreadsheet import Spreadsheet
 from mbpa.text import TextEncoder, embedded
 
@@ -110,13 +111,18 @@ def write_taught(taught: Taught, data: Spreadsheet, out: Path, *, replace: bool 
 
 
 def require_free(out: Path, *, replace: bool) -> None:
-    """Raise `RunError` if a run would be lost by writing another in its place."""
+    """Raise `RunError` if anything would be lost by writing a run there; with `replace` a run may
+    be, and nothing else."""
     if out.exists() and not out.is_dir():
         raise RunError(f"{out} is a file; --out must name a directory")
-    if out.is_dir() and any(out.iterdir()) and not replace:
-        raise RunError(
-            f"{out} is not empty: what was taught there would be lost; --again replaces it"
-        )
+    there = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    foreign = sorted(n for n in there if n not in (RUN, MODEL) and not n.startswith(JOURNAL))
+    if foreign:
+        raise RunError(f"{out} holds {foreign[0]}, which is no part of a run: name another --out")
+    if there and RUN not in there:
+        raise RunError(f"{out} is not empty, and no run: name another --out")
+    if there and not replace:
+        raise RunError(f"{out} is a run: what was taught there would be lost; --again replaces it")
     with _not_served(out):
         pass
 
@@ -138,8 +144,9 @@ def _not_served(out: Path) -> Iterator[None]:
 @contextmanager
 def in_its_place(out: Path, *, replace: bool) -> Iterator[Path]:
     """A new directory that takes the place of `out` if all goes well."""
+    out = Path(os.path.abspath(out))
     require_free(out, replace=replace)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     new = out.with_name(f".{out.name}.{uuid.uuid4().hex}.new")
     try:
         new.mkdir()
@@ -340,6 +347,9 @@ def report(taught: Taught, data: Spreadsheet) -> str:
             ("held out", f"{summary['held_out']} examples"),
             ("accuracy", f"{summary['accuracy']:.1%} (the head alone {alone:.1%})"),
             ("threshold", f"{taught.info.threshold:.2f}: {summary['answered']:.1%} are answered"),
+            ("", "it never abstains: no answer to what was held out is worth refusing")
+            if not taught.info.threshold
+            else ("", ""),
             ("", f"of which {answers:.1%} right" if answers is not None else ""),
         ]
     else:
