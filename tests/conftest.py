@@ -6,6 +6,7 @@ The hook must be in place before anything imports `mbpa`, hence the order below.
 import importlib.util
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -36,6 +37,10 @@ def typechecked(signature: Callable[..., Any]) -> Callable[..., Any]:
         checkers[key] = with_beartype(signature)
     return checkers[key]
 
+
+# In the background of a shell interrupts are ignored, and whatever is started there ignores them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 mbpa_spec = importlib.util.find_spec("mbpa")
 ROOT = Path(mbpa_spec.submodule_search_locations[0])
