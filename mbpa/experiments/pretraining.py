@@ -12,7 +12,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,7 @@ class Pretraining:
     """Of the ResNet: 18, 34 or 50."""
     width: int = 64
     """Channels of its first stage."""
-    epochs: int = 50
+    epochs: int = 75
     batch: int = 256
     lr: float = 0.2
     """Of stochastic gradient descent with momentum 0.9, at its highest: after two epochs, from
@@ -59,6 +59,10 @@ class Pretraining:
     crop_side: float = 6 / 7
     """Pixels across a crop, as a share of those across a whole picture. Fewer take less time, and
     what a crop shows is then as large as it is in whole pictures (Touvron et al. 2019)."""
+    early_crop_side: float = 4 / 7
+    """The same for the first epochs, in which the network learns what needs no fine detail."""
+    early: float = 0.6
+    """Which share of the epochs these are."""
     padding: int = 4
     """Where all is seen of a picture of Tiny ImageNet: by how many pixels it may be moved."""
     colour: float = 0.3
@@ -89,15 +93,19 @@ class Pretraining:
             raise ValueError(
                 f"cutmix and colour must be between 0 and 1, got {self.cutmix} and {self.colour}"
             )
-        for name in ("smallest_crop", "crop_side"):
+        if not 0 <= self.early <= 1:
+            raise ValueError(f"early must be between 0 and 1, got {self.early}")
+        for name in ("smallest_crop", "crop_side", "early_crop_side"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
 
-    def pixels(self, pictures: Pictures) -> int:
-        """Across what is seen of a picture in training."""
+    def pixels(self, pictures: Pictures, epoch: int) -> int:
+        """Across what is seen of a picture in an epoch of training."""
         if self.smallest_crop == 1 and isinstance(pictures, Held):
             return pictures.size  # moved, not cropped
-        return max(1, round(self.crop_side * pictures.size))
+        is_early = epoch < round(self.early * self.epochs)
+        side = self.early_crop_side if is_early else self.crop_side
+        return max(1, round(side * pictures.size))
 
 
 def pretrained(
@@ -177,38 +185,44 @@ def _process(fabric: Any, job: _Job) -> None:
 
 def _trained(job: _Job, fabric: Any = None) -> ResNet:
     settings, context, name = job.settings, job.context, job.name
-    network = _placed(job)
-    optimizer = torch.optim.SGD(
-        network.parameters(),
-        lr=settings.lr,
-        momentum=0.9,
-        weight_decay=settings.weight_decay,
-        nesterov=True,
-    )
-    kept, done = context.workspace.load(name), 0
-    if kept is not None:
-        network.load_state_dict(kept["network"])
-        optimizer.load_state_dict(kept["optimizer"])
-        done = kept["epochs"]
-    if fabric is not None:
-        learner = _one_of(fabric, network, optimizer)
-    else:
-        if context.device.type == "cuda" and done < settings.epochs:
-            _record(network, settings.batch, settings.pixels(job.pictures))
-        learner = Learner(network, optimizer)
+    kept: dict[str, Any] = context.workspace.load(name) or {"epochs": 0}
+    done, learner, seen = kept["epochs"], _learner(job, fabric, kept), 0
     last_kept = time.monotonic()
     with context.bar(settings.epochs, f"training {name}", "epochs", initial=done) as bar:
         for epoch in range(done, settings.epochs):
+            size = settings.pixels(job.pictures, epoch)
+            if learner.records and size != seen:
+                learner, seen = _learner(job, fabric, learner.state(epoch)), size
+                _record(learner.own, settings.batch, size)
             _epoch(learner, settings, job.pictures, job.seed, epoch)
             bar.update()
             due = (epoch + 1) % KEPT_EVERY == 0 or epoch + 1 == settings.epochs
             if learner.share.rank == 0 and (due or time.monotonic() - last_kept > KEPT_AFTER):
-                state: dict[str, Any] = {"epochs": epoch + 1, "network": network.state_dict()}
-                context.workspace.save(name, {**state, "optimizer": optimizer.state_dict()})
+                context.workspace.save(name, learner.state(epoch + 1))
                 last_kept = time.monotonic()
     trained = _placed(job)  # without the memory that recording took
-    trained.load_state_dict(network.state_dict())
+    trained.load_state_dict(learner.own.state_dict())
     return trained.eval()
+
+
+def _learner(job: _Job, fabric: Any, kept: Mapping[str, Any]) -> Learner:
+    """One that goes on from a state; without one, from the beginning."""
+    network = _placed(job)
+    optimizer = torch.optim.SGD(
+        network.parameters(),
+        lr=job.settings.lr,
+        momentum=0.9,
+        weight_decay=job.settings.weight_decay,
+        nesterov=True,
+    )
+    if "network" in kept:
+        network.load_state_dict(kept["network"])
+        optimizer.load_state_dict(kept["optimizer"])
+    if fabric is None:
+        return Learner(network, network, optimizer, records=job.context.device.type == "cuda")
+    share = Share(fabric.global_rank, fabric.world_size)
+    # The wrapped network averages the gradients of all in `backward`.
+    return Learner(network, fabric.setup(network), optimizer, fabric.backward, share)
 
 
 def _placed(job: _Job) -> ResNet:
@@ -228,11 +242,14 @@ def initial_network(settings: Pretraining, classes: int, size: int, seed: int) -
 class Learner:
     """A network that learns from its share of every batch."""
 
+    own: ResNet
     network: nn.Module
     """As it is called; its parameters are the optimiser's."""
     optimizer: torch.optim.Optimizer
     backward: Callable[[Tensor], None] = Tensor.backward
     share: Share = WHOLE
+    records: bool = False
+    """Whether its passes are recorded as CUDA graphs, anew for every size of pictures."""
 
     def learn(self, loss: Float[Tensor, ""], rate: float) -> None:
         """A step, with the mean gradient of all shares."""
@@ -241,6 +258,11 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         self.backward(loss)
         self.optimizer.step()
+
+    def state(self, epochs: int) -> dict[str, Any]:
+        """That `_learner` goes on from, after so many epochs."""
+        network, optimizer = self.own.state_dict(), self.optimizer.state_dict()
+        return {"epochs": epochs, "network": network, "optimizer": optimizer}
 
 
 def _record(network: ResNet, batch: int, size: int) -> None:
@@ -257,12 +279,6 @@ def _record(network: ResNet, batch: int, size: int) -> None:
     network.load_state_dict(before)  # recording moved what batch normalisation keeps
 
 
-def _one_of(fabric: Any, network: ResNet, optimizer: torch.optim.Optimizer) -> Learner:
-    """One of several that average their gradients: the wrapped network does it in `backward`."""
-    share = Share(fabric.global_rank, fabric.world_size)
-    return Learner(fabric.setup(network), optimizer, fabric.backward, share)
-
-
 def _epoch(
     learner: Learner, settings: Pretraining, pictures: Pictures, seed: int, epoch: int
 ) -> None:
@@ -277,7 +293,7 @@ def _epoch(
         draws,
         padding=settings.padding,
         smallest_crop=settings.smallest_crop,
-        size=settings.pixels(pictures),
+        size=settings.pixels(pictures, epoch),
         share=learner.share,
     )
     for place, (images, labels) in enumerate(arriving):
@@ -313,24 +329,32 @@ def features_of(
     most: int = 1000,
     tick: Callable[[int], object] = lambda count: None,
     mirrored: bool = False,
+    shrunk: float = 1.0,
 ) -> Float[Tensor, "N D"]:
     """What the last layer sees of each picture, in float32.
 
     Args:
         most: pictures at a time.
-        mirrored: the mean of what it sees of the picture and of its mirror image.
         tick: told how many are done, again and again.
+        mirrored: the mean of what it sees of the picture and of its mirror image.
+        shrunk: the mean over the picture and the picture shrunk to this share of its side.
     """
     device = pictures.labels.device
     found = torch.empty(len(pictures.labels), network.feature_size, device=device)
     done = 0
     for part in pictures.in_order(most):
         with in_half(device):
-            inputs = normalised(part).contiguous(memory_format=torch.channels_last)
-            seen = network.features(inputs)
+            views = [normalised(part)]
+            if shrunk < 1:
+                side = max(1, round(shrunk * pictures.size))
+                views.append(functional.interpolate(views[0], (side, side), mode="bilinear"))
             if mirrored:
-                seen = (seen + network.features(inputs.flip(3))) / 2
-            found[done : done + len(part)] = seen
+                views += [view.flip(3) for view in views]
+            seen = [
+                network.features(view.contiguous(memory_format=torch.channels_last))
+                for view in views
+            ]
+            found[done : done + len(part)] = torch.stack(seen).mean(0)
         done += len(part)
         tick(len(part))
     return found

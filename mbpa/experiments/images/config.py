@@ -43,6 +43,9 @@ class ImagesConfig:
     """That take part, chosen at random; half of them are known."""
     mirrored: bool = True
     """Whether features are the mean over an image and its mirror image."""
+    shrunk: float = 6 / 7
+    """Features are also the mean over the image and the image shrunk to this share of its side; 1:
+    they are not."""
     held_out: int = 50
     """Training images of each class that are scored where `part` is validation, and not trained on
     then."""

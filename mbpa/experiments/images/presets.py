@@ -25,6 +25,7 @@ SMOKE = ImagesConfig(
     seeds=(1,),
     enlarged=0,
     mirrored=False,
+    shrunk=1.0,
     classes=6,
     held_out=100,
     scored=120,
@@ -41,6 +42,7 @@ QUICK = replace(
     pretraining=Pretraining(width=16, epochs=12, batch=128, **LIGHT),
     enlarged=0,
     mirrored=False,
+    shrunk=1.0,
     points=(0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0),
     lr=3.0,  # an epoch has a tenth of the steps
     capacity=10_000,

@@ -96,7 +96,7 @@ def _read(path: Path, device: torch.device) -> Task | None:
 
 def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
     """Of all that the features depend on."""
-    names = "dataset", "size", "enlarged", "mirrored", "classes", "spared"
+    names = "dataset", "size", "enlarged", "mirrored", "shrunk", "classes", "spared"
     told: dict[str, Any] = {name: getattr(config, name) for name in names} | {
         "seed": seed,
         "format": FORMAT,
@@ -121,8 +121,12 @@ def _computed(config: ImagesConfig, context: Context, seed: int) -> Task:
     network = pretrained(config.pretraining, known, old, seed, context, f"split-{seed}")
     labels, test_labels = (placed(part.labels, classes) for part in (everything, test))
     with context.bar(len(labels) + len(test_labels), "features", "pictures") as bar:
-        features = features_of(network, everything, tick=bar.update, mirrored=config.mirrored)
-        test_features = features_of(network, test, tick=bar.update, mirrored=config.mirrored)
+        features, test_features = (
+            features_of(
+                network, part, tick=bar.update, mirrored=config.mirrored, shrunk=config.shrunk
+            )
+            for part in (everything, test)
+        )
     with torch.no_grad():
         familiar = test_labels < old
         right = network.fc(test_features[familiar]).argmax(1) == test_labels[familiar]
