@@ -234,6 +234,25 @@ def test_it_learns_from_altered_pictures(tmp_path: Path) -> None:
     assert (network(normalised(test.images)).argmax(1) == test.labels).float().mean() > 0.9
 
 
+def test_crops_are_smaller_in_the_first_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Pretraining(width=4, epochs=5, batch=96, early=0.6, crop_side=0.75)
+    seen: list[tuple[int, int]] = []
+    real = ResNet.features
+
+    def watched(network: ResNet, images: Tensor) -> Tensor:
+        seen.append((images.shape[2], images.shape[3]))
+        return real(network, images)
+
+    monkeypatch.setattr(ResNet, "features", watched)
+    pretrained(settings, pictures(), 2, 3, context(tmp_path), "split")
+    assert seen == [(9, 9)] * 3 + [(12, 12)] * 2  # 4/7 and 3/4 of 16 pixels
+    for wrong in ({"early": 1.5}, {"early_crop_side": 0.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            replace(settings, **wrong)
+
+
 def test_pictures_are_enlarged_once_and_only_if_they_are_smaller() -> None:
     some = pictures(6)
     larger = some.enlarged(24)
@@ -263,6 +282,10 @@ def test_it_learns_and_its_features_are_what_the_last_layer_sees(tmp_path: Path)
     other = features_of(network, replace(test, images=test.images.flip(3)))
     assert torch.allclose(both, (found + other) / 2, atol=1e-5)
     assert not torch.allclose(both, found, atol=1e-3)
+    shrunk = features_of(network, test, shrunk=0.75)
+    small = functional.interpolate(normalised(test.images), (12, 12), mode="bilinear")
+    assert torch.allclose(shrunk, (found + network.features(small)) / 2, atol=1e-5)
+    assert not torch.allclose(shrunk, found, atol=1e-3)
 
 
 @pytest.mark.gpu
@@ -272,10 +295,11 @@ def test_it_learns_on_a_gpu_in_half_precision_and_goes_on(tmp_path: Path) -> Non
     train, test = (
         Held(p.images.to(device), p.labels.to(device)) for p in (pictures(), pictures(seed=1))
     )
-    settings = replace(TINY, epochs=8, padding=1)
+    moved = replace(TINY, epochs=8, padding=1)
+    altered = Pretraining(width=4, epochs=12, batch=16, lr=0.05, smallest_crop=0.6)  # two sizes
     place = replace(context(tmp_path / "work"), device=device)
-    for _ in range(2):  # the second finds what the first has kept
-        network = pretrained(settings, train, 2, 3, place, "split")
+    for name, settings in (("moved", moved), ("altered", altered), ("moved", moved)):
+        network = pretrained(settings, train, 2, 3, place, name)  # at last, what was kept
         found = features_of(network, test)
         assert (found.dtype, found.device.type) == (torch.float32, "cuda")
         assert (network.fc(found).argmax(1) == test.labels).float().mean() > 0.9
