@@ -18,8 +18,8 @@ LAYERS = [
     {"predictors"},
     {"checkpoint", "explanation", "spec"},
     {"model"},
-    {"stream", "tune"},
-    {"testing", "text"},
+    {"stream", "tune", "embedding"},
+    {"testing", "text", "image"},
     {"experiments", "serve"},
     {"explorer"},
     {"cli"},
@@ -83,7 +83,7 @@ def test_the_core_imports_little_besides_torch() -> None:
         roots = {other.split(".")[0] for other in imported(tree)}
         if "fused" in name:  # imported only where there is Triton
             roots -= {"triton"}
-        if name == "text":  # imported only when an encoder is made
+        if name == "embedding":  # imported only when an encoder is made
             roots -= {"transformers", "huggingface_hub"}
         assert roots <= LIGHT | {"mbpa"} | set(sys.stdlib_module_names), name
 
