@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import random
+import re
+import resource
 import zipfile
 from pathlib import Path
 
@@ -287,8 +289,34 @@ def test_bad_data_ends_the_command_with_a_line(tmp_path, capsys):
     assert printed.startswith("mbpa: ")
     assert "no column 'text'" in printed
     assert printed.count("\n") == 1
-    assert cli.main(["teach", str(tmp_path / "none.csv")]) == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_files_that_are_not_there_or_cannot_be_written_are_named_in_a_line(tmp_path, capsys):
+    (tmp_path / "data.csv").write_text(GOOD)
+    (tmp_path / "file").write_text("mine")
+    options = ["--no-progress", "--cache", str(tmp_path / "cache"), "--out"]
+    none, below = tmp_path / "none.csv", tmp_path / "file" / "run"
+    assert cli.main(["teach", str(none), *options, str(tmp_path / "run")]) == 2
+    assert cli.main(["teach", str(tmp_path / "data.csv"), *options, str(below)]) == 2
+    assert cli.main(["teach", str(tmp_path / "data.csv"), *options, "/proc/mbpa/run"]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == f"mbpa: {none} cannot be read: No such file or directory"
+    assert second == f"mbpa: {below} cannot be written (Not a directory): name another --out"
+    assert re.fullmatch(r"mbpa: /proc/mbpa/run cannot be written \(.*\): name another --out", third)
+
+
+def test_a_disk_that_fails_at_the_end_is_told_in_a_line(taught, tmp_path):
+    _, made, data = taught
+    (tmp_path / "full").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(RunError, match=r"run cannot be written \(.*\): name another --out"):
+            teaching.write_taught(made, data, tmp_path / "full" / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "full").iterdir())
 
 
 def test_a_run_describes_itself(taught):

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
+from mbpa import image, text
 from mbpa.checkpoint import load_checkpoint, save_checkpoint
+from mbpa.embedding import Encoder
 from mbpa.errors import CheckpointError, RunError
 from mbpa.serve.journal import Journal
 from mbpa.spec import build, describe
 
-FORMAT = 1
+FORMATS = {"texts": 1, "images": 2}  # what knows of texts alone cannot read the others
 RUN, MODEL, JOURNAL = "run.json", "model", "journal.sqlite"
 
 
@@ -44,9 +46,15 @@ class RunInfo:
     """Of the encoder."""
     summary: dict[str, Any] | None = None
     """How it was made and what it reached; for people to read."""
+    takes: Literal["texts", "images"] = "texts"
+    """What the encoder is of."""
 
     def write(self, directory: Path) -> None:
-        content = {"format": FORMAT, "mbpa": mbpa.__version__, **vars(self)}
+        told = dict(vars(self))
+        format = FORMATS[told["takes"]]
+        if format == 1:
+            del told["takes"]
+        content = {"format": format, "mbpa": mbpa.__version__, **told}
         text = json.dumps(content, indent=1, ensure_ascii=False)
         (directory / RUN).write_text(text + "\n", encoding="utf-8")
 
@@ -55,7 +63,7 @@ class RunInfo:
         path = directory / RUN
         try:
             content = json.loads(path.read_text("utf-8"))
-            if content.pop("format") != FORMAT:
+            if content.pop("format") not in FORMATS.values():
                 raise RunError(f"{path} was written by a newer mbpa: upgrade mbpa")
             content.pop("mbpa")
             labels = tuple(content.pop("labels"))
@@ -73,10 +81,11 @@ def write_run(
     info: RunInfo,
     head: nn.Linear,
     predictor: mbpa.Predictor,
-    examples: Iterable[tuple[str, str | None]],
+    examples: Iterable[tuple[str, str | bytes | None]],
     keys: Float[Tensor, "N D"],
 ) -> None:
-    """Make a run directory of a trained head and its examples, (label, text) and key each."""
+    """Make a run directory of a trained head and its examples, (label, text or picture) and key
+    each."""
     directory.mkdir(parents=True, exist_ok=True)
     save_checkpoint(
         directory / MODEL,
@@ -84,8 +93,8 @@ def write_run(
         description={"predictor": describe(predictor)},
     )
     rows = [
-        (label, text, as_bytes(key))
-        for (label, text), key in zip(examples, keys.cpu(), strict=True)
+        (label, said, as_bytes(key))
+        for (label, said), key in zip(examples, keys.cpu(), strict=True)
     ]
     with Journal(directory / JOURNAL) as journal:
         journal.learn(rows)
@@ -106,6 +115,19 @@ def read_model(
     except (CheckpointError, KeyError, RuntimeError, ValueError) as error:
         raise RunError(f"the model in {directory} cannot be used: {error}") from error
     return head, predictor
+
+
+def read_encoder(info: RunInfo, device: str | torch.device) -> Encoder[Any] | None:
+    """The encoder that a run was made with; `None` if it takes keys only.
+
+    Raises:
+        ValueError: it is not on this machine.
+    """
+    if info.encoder is None:
+        return None
+    if info.takes == "images":
+        return image.encoder(info.encoder, device=device)
+    return text.encoder(info.encoder, device=device)
 
 
 def as_bytes(key: Float[Tensor, "D"]) -> bytes:

@@ -1,4 +1,4 @@
-"""From labelled texts to a run directory: embed, train a head, fill the memory, tune, write.
+"""From labelled texts or pictures to a run: embed, train a head, fill the memory, tune, write.
 
 How to adapt is chosen in a rehearsal of what the run is for. A third of the labels are kept from a
 head, three examples of each are put beside what it knows, and the rule that serves these labels and
@@ -8,11 +8,12 @@ what confidence on an answer is more often right than wrong.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,12 @@ from torch.nn import functional
 from tqdm import tqdm
 
 import mbpa
+from mbpa.embedding import Encoder, embedded
 from mbpa.errors import RunError
+from mbpa.serve.album import Album
 from mbpa.serve.journal import InUseError, Journal, JournalError
 from mbpa.serve.run import JOURNAL, MODEL, RUN, RunInfo, write_run
 from mbpa.serve.spreadsheet import Spreadsheet
-from mbpa.text import TextEncoder, embedded
 
 HELD_OUT = 0.1  # share of each label's examples
 SHOTS = 3  # examples of a label that is new, in the rehearsal
@@ -61,8 +63,8 @@ class Taught:
 
 
 def teach(
-    data: Spreadsheet,
-    encoder: TextEncoder,
+    data: Spreadsheet | Album,
+    encoder: Encoder[Any],
     *,
     cache: Path | None = None,
     training: Training | None = None,
@@ -76,9 +78,9 @@ def teach(
     """
     training = training or Training()
     with tqdm(
-        total=len(data.texts), desc="embedding", file=sys.stderr, disable=not progress
+        total=len(data.items), desc="embedding", file=sys.stderr, disable=not progress
     ) as bar:
-        keys = embedded(encoder, data.texts, cache, bar.update)
+        keys = embedded(encoder, data.items, cache, bar.update)
     names = tuple(sorted(set(data.labels)))
     places = {name: place for place, name in enumerate(names)}
     labels = torch.tensor([places[label] for label in data.labels])
@@ -99,20 +101,44 @@ def teach(
         encoder=encoder.name,
         fingerprint=encoder.fingerprint,
         summary=summary,
+        takes="images" if isinstance(data, Album) else "texts",
     )
     return Taught(info, head, predictor, keys)
 
 
-def write_taught(taught: Taught, data: Spreadsheet, out: Path, *, replace: bool = False) -> None:
+def write_taught(
+    taught: Taught, data: Spreadsheet | Album, out: Path, *, replace: bool = False
+) -> None:
     """Write a run directory, which is there as a whole or not at all."""
-    with in_its_place(out, replace=replace) as directory:
-        examples = zip(data.labels, data.texts, strict=True)
+    items: Sequence[str | bytes] = data.items
+    with _writable(out), in_its_place(out, replace=replace) as directory:
+        examples = zip(data.labels, items, strict=True)
         write_run(directory, taught.info, taught.head, taught.predictor, examples, taught.keys)
 
 
 def require_free(out: Path, *, replace: bool) -> None:
-    """Raise `RunError` if anything would be lost by writing a run there; with `replace` a run may
-    be, and nothing else."""
+    """Raise `RunError` if nothing can be written there, or if anything would be lost by writing a
+    run; with `replace` a run may be, and nothing else."""
+    with _writable(out):
+        _check_free(out, replace)
+        above = next(each for each in Path(os.path.abspath(out)).parents if each.exists())
+        if not above.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    """What the disk says of it, in a line."""
+    try:
+        yield
+    except (OSError, JournalError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"{out} cannot be written ({why}): name another --out") from error
+
+
+def _check_free(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
         raise RunError(f"{out} is a file; --out must name a directory")
     there = {path.name for path in out.iterdir()} if out.is_dir() else set()
@@ -333,13 +359,19 @@ def break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) -> floa
     return float(levels[lowest]) if lowest else 0.0
 
 
-def report(taught: Taught, data: Spreadsheet) -> str:
+def report(taught: Taught, data: Spreadsheet | Album) -> str:
     """What came of it, in a few lines."""
     summary, rule = taught.info.summary or {}, taught.predictor
+    what = ("pictures", "pictures") if isinstance(data, Album) else ("texts", "rows")
+    strays = data.strays if isinstance(data, Album) else 0
     lines = [
-        ("examples", f"{len(data.texts)} of {summary['labels']} labels"),
-        ("left out", f"{data.duplicates} duplicate rows" if data.duplicates else ""),
-        ("note", f"{data.contradictions} texts have several labels" * bool(data.contradictions)),
+        ("examples", f"{len(data.items)} of {summary['labels']} labels"),
+        ("left out", f"{data.duplicates} duplicate {what[1]}" if data.duplicates else ""),
+        ("", f"{strays} files that are no pictures" if strays else ""),
+        (
+            "note",
+            f"{data.contradictions} {what[0]} have several labels" * bool(data.contradictions),
+        ),
     ]
     if "accuracy" in summary:
         alone, answers = summary["accuracy_of_the_head_alone"], summary["accuracy_of_answers"]
