@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 import mbpa
 from mbpa.device import Rates
 from mbpa.errors import RunError
+from mbpa.rows import NewRows
 from mbpa.serve.answers import Answer, Lesson, NearExample, Reason, check_label, check_text
 from mbpa.serve.journal import Example, InputError, Journal
 from mbpa.serve.known import Counts, Held, Known
 from mbpa.serve.run import JOURNAL, RunInfo, as_bytes, from_bytes, read_model
-from mbpa.serve.taught import TaughtMemory
+from mbpa.serve.taught import TaughtMemory, TaughtRows
 from mbpa.split import grow
 from mbpa.text import TextEncoder, encoder
 
@@ -49,17 +51,20 @@ class Classifier:
         predictor: mbpa.Predictor,
         journal: Journal,
         text_encoder: TextEncoder | None = None,
+        rows: NewRows | None = None,
     ) -> None:
         self.info = info
         self.threshold = info.threshold
         self.journal = journal
         self._encoder = text_encoder
         self._head, self._predictor = head, predictor
+        self._rows = None if rows is None else TaughtRows(rows)
         self._engine = mbpa.Engine(store_bytes=0, rates=RATES)  # kept rows would tell of the past
         self._device = head.weight.device
         self._writing = threading.RLock()  # what the journal gets, the memory gets in that order
         self._state = threading.RLock()
         self._known = Known()
+        self._places = {label: row for row, label in enumerate(info.labels)}
         self._trained_labels: tuple[str, ...] = ()
         self._new_labels: tuple[str, ...] = ()
         self._counts = Counts({}, (), 0, 0, 0)  # another after each change: readers need no lock
@@ -86,7 +91,7 @@ class Classifier:
         """
         root = Path(directory)
         info = RunInfo.read(root)
-        head, predictor = read_model(root, info, device)
+        head, predictor, rows = read_model(root, info, device)
         if text_encoder is None and info.encoder is not None:
             try:
                 text_encoder = encoder(info.encoder, device=device)
@@ -99,7 +104,7 @@ class Classifier:
             )
         journal = Journal(root / JOURNAL)
         try:
-            return cls(info, head, predictor, journal, text_encoder)
+            return cls(info, head, predictor, journal, text_encoder, rows)
         except BaseException:
             journal.close()
             raise
@@ -305,9 +310,10 @@ class Classifier:
         if not (norms < 1e15).all():
             raise InputError("keys must be finite numbers below 1e15")
         off = np.abs(norms - 1)
-        if self.info.encoder is not None and len(rows) and off.max() > 1e-2:
+        has_norm = self.info.encoder is not None or self._rows is not None
+        if has_norm and len(rows) and off.max() > 1e-2:
             worst = norms[off.argmax()]
-            raise InputError(f"keys must have norm 1, as the encoder's have, got {worst:.3g}")
+            raise InputError(f"keys must have norm 1, as the run's own have, got {worst:.3g}")
 
     def _checked(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
         self.check_rows(keys.detach().cpu().to(torch.float32).numpy())
@@ -401,11 +407,17 @@ class Classifier:
     ) -> None:
         numbers = [self._known.number(label) for label, _ in named]
         entries = self._memory.write(keys, torch.tensor(numbers, dtype=torch.int64)).tolist()
-        restored = self.journal.restored
-        for id, (label, text), entry in zip(ids, named, entries, strict=True):
+        restored, taught = self.journal.restored, []
+        for place, (id, (label, text), entry) in enumerate(zip(ids, named, entries, strict=True)):
             is_trained = id <= self.info.trained_examples or id in restored
-            self._known.add(id, Held(label, text, entry, is_trained))
-        self._rebind()
+            held = Held(label, text, entry, is_trained)
+            self._known.add(id, held)
+            if self._counts_for_a_row(held):
+                taught.append(place)
+        labels = [named[place][0] for place in taught]
+        if self._rows is not None and labels:
+            self._rows.add(labels, keys[torch.tensor(taught, device=keys.device)])
+        self._rebind(labels)
 
     def _make_room(self, examples: int) -> None:
         """For so many more: nothing is ever overwritten."""
@@ -425,15 +437,31 @@ class Classifier:
 
     def _remove(self, ids: Sequence[int]) -> None:
         here = [id for id in ids if id in self._known.examples]
+        held = [self._known.examples[id] for id in here]
+        taught = [each for each in held if self._counts_for_a_row(each)]
+        labels = [each.label for each in taught]
+        if self._rows is not None and labels:
+            self._rows.remove(labels, self._memory.keys_of(each.entry for each in taught))
         self._memory.delete(self._known.remove(id) for id in here)
-        self._rebind()
+        self._rebind(labels)
 
-    def _rebind(self) -> None:
-        """Head, labels and columns as the examples that are there want them."""
+    def _counts_for_a_row(self, held: Held) -> bool:
+        """Whether it would count, if its label had a row from examples: a trained row is there as
+        long as any example that it was trained with."""
+        return not held.is_trained or held.label not in self._places
+
+    def _rebind(self, changed: Iterable[str]) -> None:
+        """Head, labels and columns as the examples that are there want them.
+
+        Args:
+            changed: labels whose rows are not what they were, if they have one from examples.
+        """
         trained, new = self._known.split(self.info.labels)
         if (trained, new) != (self._trained_labels, self._new_labels):
             self._trained_labels, self._new_labels = trained, new
             self._model = self._bound()
+        elif self._model is not None:
+            self._put_rows(self._model.head, changed)
         self._memory.columns = self._known.columns(self._labels).to(self._device)
         self._counts = Counts(
             labels={label: self._known.counts[label] for label in self._labels},
@@ -448,9 +476,24 @@ class Classifier:
         if not self._labels:
             return None
         head = grow(self._trained_head(), len(self._labels)).requires_grad_(False)
+        self._put_rows(head, self._new_labels)
         return mbpa.MbPA(
             head=head, memory=self._memory, predictor=self._predictor, engine=self._engine
         )
+
+    def _put_rows(self, head: nn.Module, labels: Iterable[str]) -> None:
+        """Of those of these labels that the head was not trained with, as their examples say."""
+        rows, new = self._rows, set(self._new_labels)
+        here = sorted(new.intersection(labels))
+        if rows is None or not here:
+            return
+        assert isinstance(head, nn.Linear)
+        first = len(self._trained_labels)
+        places = torch.tensor([first + bisect_left(self._new_labels, label) for label in here])
+        with torch.no_grad():
+            weights = torch.stack([rows.weight(label) for label in here])
+            head.weight[places] = weights.to(self._device)
+            head.bias[places] = rows.bias.to(self._device)
 
     @property
     def _labels(self) -> tuple[str, ...]:
@@ -459,8 +502,7 @@ class Classifier:
 
     def _trained_head(self) -> nn.Linear:
         """The rows that were trained, for the labels that are left; a row of zeros if none is."""
-        places = {label: row for row, label in enumerate(self.info.labels)}
-        rows = [places[label] for label in self._trained_labels]
+        rows = [self._places[label] for label in self._trained_labels]
         head = nn.Linear(self.key_dim, max(1, len(rows)), device=self._device)
         with torch.no_grad():
             for own, trained in ((head.weight, self._head.weight), (head.bias, self._head.bias)):
