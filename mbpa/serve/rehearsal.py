@@ -45,9 +45,14 @@ START = Manner(reach=0.0, offset=0.0, lr="auto", steps=20)
 Grid = Mapping[str, Sequence[Any]]
 GRIDS: tuple[Grid, ...] = (
     {"lr": ("auto", 10.0)},  # what adaptation does by itself
-    {"reach": (0.5, 0.75, 1.0), "offset": (0.0, 1.0, 2.0, 3.0), "lr": (1.0, 3.0), "steps": (5,)},
+    {
+        "reach": (0.5, 0.75, 1.0, 1.5),
+        "offset": (0.0, 1.0, 2.0, 3.0),
+        "lr": (1.0, 3.0),
+        "steps": (5,),
+    },
     {"k": (10, 20, 50), "bandwidth": (0.0, 0.25, 0.5, 1.0)},
-    {"offset": (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)},
+    {"offset": tuple(half / 2 for half in range(-2, 11))},
 )
 """Tried one after the other, the rest as it was best so far."""
 
