@@ -64,7 +64,6 @@ class Classifier:
         self._writing = threading.RLock()  # what the journal gets, the memory gets in that order
         self._state = threading.RLock()
         self._known = Known()
-        self._places = {label: row for row, label in enumerate(info.labels)}
         self._trained_labels: tuple[str, ...] = ()
         self._new_labels: tuple[str, ...] = ()
         self._counts = Counts({}, (), 0, 0, 0)  # another after each change: readers need no lock
@@ -407,16 +406,13 @@ class Classifier:
     ) -> None:
         numbers = [self._known.number(label) for label, _ in named]
         entries = self._memory.write(keys, torch.tensor(numbers, dtype=torch.int64)).tolist()
-        restored, taught = self.journal.restored, []
-        for place, (id, (label, text), entry) in enumerate(zip(ids, named, entries, strict=True)):
+        restored = self.journal.restored
+        for id, (label, text), entry in zip(ids, named, entries, strict=True):
             is_trained = id <= self.info.trained_examples or id in restored
-            held = Held(label, text, entry, is_trained)
-            self._known.add(id, held)
-            if self._counts_for_a_row(held):
-                taught.append(place)
-        labels = [named[place][0] for place in taught]
-        if self._rows is not None and labels:
-            self._rows.add(labels, keys[torch.tensor(taught, device=keys.device)])
+            self._known.add(id, Held(label, text, entry, is_trained))
+        labels = [label for label, _ in named]
+        if self._rows is not None:
+            self._rows.add(labels, keys)
         self._rebind(labels)
 
     def _make_room(self, examples: int) -> None:
@@ -437,24 +433,18 @@ class Classifier:
 
     def _remove(self, ids: Sequence[int]) -> None:
         here = [id for id in ids if id in self._known.examples]
-        held = [self._known.examples[id] for id in here]
-        taught = [each for each in held if self._counts_for_a_row(each)]
-        labels = [each.label for each in taught]
-        if self._rows is not None and labels:
-            self._rows.remove(labels, self._memory.keys_of(each.entry for each in taught))
-        self._memory.delete(self._known.remove(id) for id in here)
+        labels = [self._known.examples[id].label for id in here]
+        entries = [self._known.remove(id) for id in here]
+        if self._rows is not None:
+            self._rows.remove(labels, self._memory.keys_of(entries))
+        self._memory.delete(entries)
         self._rebind(labels)
-
-    def _counts_for_a_row(self, held: Held) -> bool:
-        """Whether it would count, if its label had a row from examples: a trained row is there as
-        long as any example that it was trained with."""
-        return not held.is_trained or held.label not in self._places
 
     def _rebind(self, changed: Iterable[str]) -> None:
         """Head, labels and columns as the examples that are there want them.
 
         Args:
-            changed: labels whose rows are not what they were, if they have one from examples.
+            changed: labels that have other examples than before.
         """
         trained, new = self._known.split(self.info.labels)
         if (trained, new) != (self._trained_labels, self._new_labels):
@@ -502,7 +492,8 @@ class Classifier:
 
     def _trained_head(self) -> nn.Linear:
         """The rows that were trained, for the labels that are left; a row of zeros if none is."""
-        rows = [self._places[label] for label in self._trained_labels]
+        places = {label: row for row, label in enumerate(self.info.labels)}
+        rows = [places[label] for label in self._trained_labels]
         head = nn.Linear(self.key_dim, max(1, len(rows)), device=self._device)
         with torch.no_grad():
             for own, trained in ((head.weight, self._head.weight), (head.bias, self._head.bias)):
