@@ -13,7 +13,7 @@ LAYERS = [
     {"errors"},
     {"device"},
     {"sharing"},
-    {"memory", "split"},
+    {"memory", "rows", "split"},
     {"kernels", "rules", "adaptation", "modules"},
     {"predictors"},
     {"checkpoint", "explanation", "spec"},

@@ -32,7 +32,7 @@ from servers import Server, running
 
 import mbpa
 from benchmarks import journal as journal_benchmark
-from benchmarks import mislabelled, serving_tables
+from benchmarks import mislabelled, new_labels, serving_tables
 from mbpa import cli
 from mbpa.serve import gate
 from mbpa.serve.batching import Batcher, Overloaded
@@ -527,9 +527,10 @@ def _drawn_cases(
     [
         ("serving.md", "serving.json", serving_tables.refreshed),
         ("serving.md", "journal.json", journal_benchmark.refreshed),
+        ("serving.md", "new_labels.json", new_labels.refreshed),
         ("explorer.md", "mislabelled.json", mislabelled.refreshed),
     ],
-    ids=["serving", "journal", "mislabelled"],
+    ids=["serving", "journal", "new labels", "mislabelled"],
 )
 def test_the_numbers_in_the_documents_are_those_of_the_benchmarks(document, results, refreshed):
     page = (ROOT / "docs" / document).read_text("utf-8")

@@ -100,7 +100,7 @@ def answer(reason: Reason, threshold: float, asked: str | None = None) -> str:
         f'<div class="number">{percent(after)}<div class="quiet">{percent(before)}</div></div>'
         for label, before, after in found
     )
-    legend = "thin and grey: the trained head alone · coloured: adapted to the memories below"
+    legend = "thin and grey: the head alone · coloured: adapted to the memories below"
     body = (
         f'{_verdict(reason, threshold, colour)}<div class="bars">{bars}</div>'
         f'<div class="quiet" style="margin-top: 12px">{legend} · '

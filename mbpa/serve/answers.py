@@ -67,8 +67,8 @@ class Reason:
 
     answer: Answer
     before: tuple[tuple[str, float], ...]
-    """What the trained head alone would say: the most probable labels; taught ones it knows
-    nothing of."""
+    """What the head alone would say: the most probable labels. Of taught ones it knows the row that
+    their examples give, if the run has such."""
     neighbors: tuple[NearExample, ...]
     change: float
     """‖θˣ − θ‖: how far the head's parameters moved for this query."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ from mbpa.device import Rates
 from mbpa.embedding import Encoder
 from mbpa.errors import RunError
 from mbpa.image import ImageEncoder
+from mbpa.rows import NewRows
 from mbpa.serve.answers import Answer, Lesson, NearExample, Reason, check_label, check_text
 from mbpa.serve.journal import Example, InputError, Journal, Row
 from mbpa.serve.known import Counts, Held, Known
@@ -34,7 +36,7 @@ from mbpa.serve.run import (
     read_encoder,
     read_model,
 )
-from mbpa.serve.taught import TaughtMemory
+from mbpa.serve.taught import TaughtMemory, TaughtRows
 from mbpa.split import grow
 from mbpa.text import TextEncoder
 
@@ -59,12 +61,14 @@ class Classifier:
         predictor: mbpa.Predictor,
         journal: Journal,
         encoder: Encoder[Any] | None = None,
+        rows: NewRows | None = None,
     ) -> None:
         self.info = info
         self.threshold = info.threshold
         self.journal = journal
         self._encoder = encoder
         self._head, self._predictor = head, predictor
+        self._rows = None if rows is None else TaughtRows(rows)
         self._engine = mbpa.Engine(store_bytes=0, rates=RATES)  # kept rows would tell of the past
         self._device = head.weight.device
         self._writing = threading.RLock()  # what the journal gets, the memory gets in that order
@@ -98,7 +102,7 @@ class Classifier:
         """
         root = Path(directory)
         info = RunInfo.read(root)
-        head, predictor = read_model(root, info, device)
+        head, predictor, rows = read_model(root, info, device)
         encoder: Encoder[Any] | None = text_encoder or image_encoder
         if encoder is None:
             try:
@@ -112,7 +116,7 @@ class Classifier:
             )
         journal = Journal(root / JOURNAL)
         try:
-            return cls(info, head, predictor, journal, encoder)
+            return cls(info, head, predictor, journal, encoder, rows)
         except BaseException:
             journal.close()
             raise
@@ -342,9 +346,10 @@ class Classifier:
         if not (norms < 1e15).all():
             raise InputError("keys must be finite numbers below 1e15")
         off = np.abs(norms - 1)
-        if self.info.encoder is not None and len(rows) and off.max() > 1e-2:
+        has_norm = self.info.encoder is not None or self._rows is not None
+        if has_norm and len(rows) and off.max() > 1e-2:
             worst = norms[off.argmax()]
-            raise InputError(f"keys must have norm 1, as the encoder's have, got {worst:.3g}")
+            raise InputError(f"keys must have norm 1, as the run's own have, got {worst:.3g}")
 
     def _checked(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
         self.check_rows(keys.detach().cpu().to(torch.float32).numpy())
@@ -448,7 +453,10 @@ class Classifier:
         for id, (label, text), entry in zip(ids, named, entries, strict=True):
             is_trained = id <= self.info.trained_examples or id in restored
             self._known.add(id, Held(label, text, entry, is_trained))
-        self._rebind()
+        labels = [label for label, _ in named]
+        if self._rows is not None:
+            self._rows.add(labels, keys)
+        self._rebind(labels)
 
     def _make_room(self, examples: int) -> None:
         """For so many more: nothing is ever overwritten."""
@@ -468,15 +476,25 @@ class Classifier:
 
     def _remove(self, ids: Sequence[int]) -> None:
         here = [id for id in ids if id in self._known.examples]
-        self._memory.delete(self._known.remove(id) for id in here)
-        self._rebind()
+        labels = [self._known.examples[id].label for id in here]
+        entries = [self._known.remove(id) for id in here]
+        if self._rows is not None:
+            self._rows.remove(labels, self._memory.keys_of(entries))
+        self._memory.delete(entries)
+        self._rebind(labels)
 
-    def _rebind(self) -> None:
-        """Head, labels and columns as the examples that are there want them."""
+    def _rebind(self, changed: Iterable[str]) -> None:
+        """Head, labels and columns as the examples that are there want them.
+
+        Args:
+            changed: labels that have other examples than before.
+        """
         trained, new = self._known.split(self.info.labels)
         if (trained, new) != (self._trained_labels, self._new_labels):
             self._trained_labels, self._new_labels = trained, new
             self._model = self._bound()
+        elif self._model is not None:
+            self._put_rows(self._model.head, changed)
         self._memory.columns = self._known.columns(self._labels).to(self._device)
         self._counts = Counts(
             labels={label: self._known.counts[label] for label in self._labels},
@@ -491,9 +509,24 @@ class Classifier:
         if not self._labels:
             return None
         head = grow(self._trained_head(), len(self._labels)).requires_grad_(False)
+        self._put_rows(head, self._new_labels)
         return mbpa.MbPA(
             head=head, memory=self._memory, predictor=self._predictor, engine=self._engine
         )
+
+    def _put_rows(self, head: nn.Module, labels: Iterable[str]) -> None:
+        """Of those of these labels that the head was not trained with, as their examples say."""
+        rows, new = self._rows, set(self._new_labels)
+        here = sorted(new.intersection(labels))
+        if rows is None or not here:
+            return
+        assert isinstance(head, nn.Linear)
+        first = len(self._trained_labels)
+        places = torch.tensor([first + bisect_left(self._new_labels, label) for label in here])
+        with torch.no_grad():
+            weights = torch.stack([rows.weight(label) for label in here])
+            head.weight[places] = weights.to(self._device)
+            head.bias[places] = rows.bias.to(self._device)
 
     @property
     def _labels(self) -> tuple[str, ...]:
