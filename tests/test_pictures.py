@@ -449,6 +449,7 @@ def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path
         visitor = Visitor(opened.new_page(), url)  # which leads to the page
         _asks_teaches_and_undoes(visitor, classifier, files)
         _reviews(visitor, classifier)
+        _drops_what_is_no_picture(visitor, tmp_path / "broken.png")
     gc.collect()  # here, where what is left open is no error
     assert (tmp_path / "uploads").exists()
     assert not [path for path in (tmp_path / "uploads").rglob("*") if path.is_file()]
@@ -469,12 +470,6 @@ def _asks_teaches_and_undoes(visitor: Visitor, classifier: Classifier, files) ->
     classifier.forget(ids)
     enough = [answer.label for answer in answers].index("eight")  # that three are enough for
     asked = files["eight"][3 + enough]
-    broken = asked.with_name("broken.png")
-    broken.write_bytes(b"no picture")
-    drop(visitor, "Picture", broken)
-    page.get_by_text("A picture must be a PNG").wait_for()
-    page.locator(".drop").get_by_role("button", name="Clear").click()
-    page.locator("#answer").get_by_text("Drop a picture").wait_for()
     drop(visitor, "Picture", asked)
     page.locator("#answer .bars").wait_for()
     before = visitor.everything
@@ -510,3 +505,12 @@ def _reviews(visitor: Visitor, classifier: Classifier) -> None:
     assert len(classifier) == count - 1
     visitor.press("Undo", "Undone: Forgot one")
     assert len(classifier) == count
+
+
+def _drops_what_is_no_picture(visitor: Visitor, path: Path) -> None:
+    path.write_bytes(b"no picture")
+    visitor.page.get_by_role("tab", name="Ask and teach").click()
+    visitor.page.locator(".drop").get_by_role("button", name="Clear").click()
+    visitor.page.locator("#answer").get_by_text("Drop a picture").wait_for()
+    drop(visitor, "Picture", path)
+    visitor.page.get_by_text("A picture must be a PNG").wait_for()
