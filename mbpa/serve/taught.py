@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
@@ -84,8 +85,8 @@ class TaughtRows:
 
     def __init__(self, made: NewRows) -> None:
         self._made = replace(made, direction=made.direction.double(), weight=made.weight.double())
-        self._none = torch.zeros(len(made.direction), dtype=torch.int64)
-        self._sums: dict[str, Int[Tensor, "D"]] = {}
+        self._none = np.zeros(len(made.direction), np.int64)
+        self._sums: dict[str, Int[np.ndarray, "D"]] = {}
         self._weights: dict[str, Float[Tensor, "D"]] = {}
 
     @property
@@ -97,7 +98,7 @@ class TaughtRows:
         """Computed when it is first asked for after a change, by itself: in a batch with others it
         might be rounded otherwise."""
         if label not in self._weights:
-            total = self._sums.get(label, self._none).double()
+            total = torch.from_numpy(self._sums.get(label, self._none)).double()
             self._weights[label] = self._made.weights(total[None])[0].float()
         return self._weights[label]
 
@@ -110,14 +111,15 @@ class TaughtRows:
         self._count(labels, keys, -1)
 
     def _count(self, labels: Sequence[str], keys: Float[Tensor, "N D"], sign: int) -> None:
+        given = keys.cpu().numpy()  # torch would share so little work among threads, and wait
         places = defaultdict(list)
         for place, label in enumerate(labels):
             places[label].append(place)
         for label, rows in places.items():
             total = self._sums.get(label, self._none)
-            for part in torch.tensor(rows, device=keys.device).split(AT_ONCE):
-                numbers = (keys[part].cpu().double() * FINENESS).round().long()
-                total = total + sign * numbers.sum(0)
+            for start in range(0, len(rows), AT_ONCE):
+                part = np.multiply(given[rows[start : start + AT_ONCE]], FINENESS, dtype=np.float64)
+                total = total + sign * part.round().astype(np.int64).sum(0)
             if total.any():
                 self._sums[label] = total
             else:
