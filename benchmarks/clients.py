@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import mbpa
+from mbpa.rows import NewRows, label_sums
 from mbpa.serve.run import RunInfo, write_run
 
 EXAMPLES, LABELS, DIM = 15_000, 150, 384
@@ -44,7 +45,9 @@ def make_run(directory: Path) -> None:
         key_dim=DIM, labels=names, trained_examples=EXAMPLES, threshold=0.5, encoder=None
     )
     examples = [(names[number], None) for number in numbers.tolist()]
-    write_run(directory, info, head, PREDICTOR, examples, keys)
+    sums = label_sums(keys, numbers, LABELS)
+    rows = NewRows.around(head.weight, head.bias, sums, scale=15.0, offset=1.0)
+    write_run(directory, info, head, PREDICTOR, examples, keys, rows)
 
 
 def near(places: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

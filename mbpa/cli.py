@@ -224,25 +224,29 @@ class Data(Command):
 
 @dataclass(frozen=True)
 class Teach(Command):
-    """Make a classifier from a spreadsheet: a CSV or JSONL file of texts and labels.
+    """Make a classifier from a spreadsheet of texts and labels, or from a folder of pictures.
 
-    Embeds the texts, trains a head, fills the memory, and tunes; `mbpa serve` starts what it wrote.
+    Embeds them, trains a head, fills the memory, and tunes; `mbpa serve` starts what it wrote.
     """
 
     after_interrupt: ClassVar[str] = "run the same command again: what was embedded is kept"
 
     data: tyro.conf.Positional[Path]
-    """The file: JSONL if its name ends in .jsonl, else CSV with a header."""
+    """The file: JSONL if its name ends in .jsonl, else CSV with a header. Or a folder, with a
+    sub-folder of pictures for each label."""
     out: Path = Path("run")
     """Directory of the run."""
     text: str = "text"
     """Name of the column of texts."""
     label: str = "label"
     """Name of the column of labels; if there is one other column, that."""
+    image: str | None = None
+    """Name of a column of paths to pictures, which are then taught in place of texts."""
     encoding: str | None = None
     """Of the file, such as cp1252; by default UTF-8."""
     encoder: str | None = None
-    """Text encoder: a directory or a name of Hugging Face; by default a packaged MiniLM."""
+    """A directory or a name of Hugging Face; by default a packaged MiniLM for texts, and for
+    pictures "edges", a plain one that needs no weights."""
     cache: Path = Path("~/.cache/mbpa/embeddings")
     """Where embeddings are kept for the next time."""
     again: bool = False
@@ -253,20 +257,12 @@ class Teach(Command):
     """Show progress bars on standard error."""
 
     def run(self) -> int:
-        import torch
-
-        from mbpa import text
-        from mbpa.serve import spreadsheet, teaching
+        from mbpa.serve import teaching
 
         start = time.perf_counter()
         teaching.require_free(self.out, replace=self.again)
-        data = spreadsheet.read_spreadsheet(
-            self.data, text=self.text, label=self.label, encoding=self.encoding
-        )
-        has_gpu = torch.cuda.is_available()
-        device = self.device if self.device != "auto" else "cuda" if has_gpu else "cpu"
         try:
-            encoder = text.encoder(self.encoder or text.DEFAULT, device=device)
+            data, encoder = self._given()
         except ValueError as error:
             raise RunError(str(error)) from error
         cache = self.cache.expanduser()
@@ -276,6 +272,25 @@ class Teach(Command):
         print(f"wrote {self.out} in {time.perf_counter() - start:.1f} s\n")
         print(f"next: mbpa serve {self.out}, or with a page to it: mbpa explore {self.out}")
         return 0
+
+    def _given(self) -> tuple[Any, Any]:
+        """The examples, and the encoder for them."""
+        import torch
+
+        from mbpa import image, text
+        from mbpa.serve import album, spreadsheet
+
+        has_gpu = torch.cuda.is_available()
+        device = self.device if self.device != "auto" else "cuda" if has_gpu else "cpu"
+        columns: dict[str, Any] = {"label": self.label, "encoding": self.encoding}
+        if self.data.is_dir() or self.image is not None:
+            encoder = image.encoder(self.encoder or image.DEFAULT, device=device)
+            pictures = album.read_album(
+                self.data, column=self.image or "image", progress=self.progress, **columns
+            )
+            return pictures, encoder
+        data = spreadsheet.read_spreadsheet(self.data, text=self.text, **columns)
+        return data, text.encoder(self.encoder or text.DEFAULT, device=device)
 
 
 @dataclass(frozen=True)
@@ -289,7 +304,10 @@ class Serve(Command):
     port: int = 8000
     """Port to listen on; 0: any free one, which is printed."""
     token: str | None = None
-    """Asked of every request but /health, as a bearer token; by default $MBPA_TOKEN, or none."""
+    """A password of your choice: requests must then carry the header `Authorization: Bearer
+    TOKEN`, all but those for /health and /docs, and the page asks for it. By default the value of
+    the environment variable MBPA_TOKEN, which lists of processes do not show; without either,
+    nobody is asked for one."""
     threshold: float | None = None
     """Confidence below which it abstains; by default the one that was fitted."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

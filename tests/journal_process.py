@@ -74,7 +74,7 @@ CALLS: list[Callable[[Any], list[int]]] = [
     lambda j: j.learn(
         [("a", "text two", None), ("b", None, b"4444"), ("a", "3" * 5000, None)], "2"
     ),
-    lambda j: j.learn([("c", "4" * 5000, None), ("b", "text five", b"1234")], request="long"),
+    lambda j: j.learn([("c", b"4" * 5000, None), ("b", "text five", b"1234")], request="long"),
     lambda j: j.forget(label="a"),
     lambda j: j.learn([("a", "text six", None)], request="last", restoring=True),
 ]
@@ -82,7 +82,9 @@ CALLS: list[Callable[[Any], list[int]]] = [
 
 def contents(taught: Any) -> list[list[Any]]:
     return [
-        [e.id, e.label, e.text, e.key and e.key.decode()] + ["back"] * (e.id in taught.restored)
+        [e.id, e.label, e.text or (e.image and e.image.decode()), e.key and e.key.decode()]
+        + ["picture"] * (e.image is not None)
+        + ["back"] * (e.id in taught.restored)
         for e in taught.examples()
     ]
 

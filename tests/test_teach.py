@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import random
+import re
+import resource
 import zipfile
 from pathlib import Path
 
@@ -16,10 +18,13 @@ from runs import WordEncoder
 import mbpa
 from mbpa import cli
 from mbpa.errors import RunError
-from mbpa.serve import teaching
+from mbpa.serve import rehearsal, teaching
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
+from mbpa.serve.rehearsal import Choice, Rehearsal
+from mbpa.serve.run import read_model
 from mbpa.serve.spreadsheet import read_spreadsheet
+from mbpa.split import grow
 
 GOOD = "text,label\nhow are you,greeting\nring me,call\n"
 
@@ -177,6 +182,8 @@ def test_teaching_twice_gives_the_same(taught, tmp_path):
     again = teaching.teach(data, WordEncoder())
     assert torch.equal(again.head.weight, made.head.weight)
     assert (again.predictor, again.info) == (made.predictor, made.info)
+    assert (again.rows.scale, again.rows.offset) == (made.rows.scale, made.rows.offset)
+    assert torch.equal(again.rows.direction, made.rows.direction)
 
 
 def test_a_run_is_not_replaced_unless_that_is_asked_for(taught, tmp_path):
@@ -287,8 +294,34 @@ def test_bad_data_ends_the_command_with_a_line(tmp_path, capsys):
     assert printed.startswith("mbpa: ")
     assert "no column 'text'" in printed
     assert printed.count("\n") == 1
-    assert cli.main(["teach", str(tmp_path / "none.csv")]) == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_files_that_are_not_there_or_cannot_be_written_are_named_in_a_line(tmp_path, capsys):
+    (tmp_path / "data.csv").write_text(GOOD)
+    (tmp_path / "file").write_text("mine")
+    options = ["--no-progress", "--cache", str(tmp_path / "cache"), "--out"]
+    none, below = tmp_path / "none.csv", tmp_path / "file" / "run"
+    assert cli.main(["teach", str(none), *options, str(tmp_path / "run")]) == 2
+    assert cli.main(["teach", str(tmp_path / "data.csv"), *options, str(below)]) == 2
+    assert cli.main(["teach", str(tmp_path / "data.csv"), *options, "/proc/mbpa/run"]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == f"mbpa: {none} cannot be read: No such file or directory"
+    assert second == f"mbpa: {below} cannot be written (Not a directory): name another --out"
+    assert re.fullmatch(r"mbpa: /proc/mbpa/run cannot be written \(.*\): name another --out", third)
+
+
+def test_a_disk_that_fails_at_the_end_is_told_in_a_line(taught, tmp_path):
+    _, made, data = taught
+    (tmp_path / "full").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(RunError, match=r"run cannot be written \(.*\): name another --out"):
+            teaching.write_taught(made, data, tmp_path / "full" / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "full").iterdir())
 
 
 def test_a_run_describes_itself(taught):
@@ -317,8 +350,70 @@ def test_the_rehearsal_asks_for_labels_that_its_head_does_not_know():
     place = {tuple(key): int(label) for key, label in zip(keys.tolist(), labels, strict=True)}
     seen = {(place[tuple(key.tolist())], int(number)) for key, number in pairs}
     assert len(seen) == 6, "each label has one number"
-    is_new = task.answers >= 4
-    assert int(is_new.sum()) == int((~is_new).sum())
+    assert task.answers.bincount().tolist() == [2, 2, 2, 2, 12, 12], "all that are left"
+
+
+def confusable_task() -> Rehearsal:
+    """Labels that overlap."""
+    draws = torch.Generator().manual_seed(0)
+    labels = torch.arange(900) % 18
+    places = torch.nn.functional.normalize(torch.randn(18, 8, generator=draws), dim=1)
+    keys = places[labels] + 0.35 * torch.randn(900, 8, generator=draws)
+    keys = torch.nn.functional.normalize(keys, dim=1)
+    held = teaching.held_out(labels, draws, 0.25)
+    task = teaching.rehearsal(keys, labels, held, teaching.Training(), draws)
+    assert task is not None
+    return task
+
+
+def shares_by_hand(task: Rehearsal, choice: Choice) -> tuple[float, float]:
+    """Of new and of old labels: what a model says that has the rows and the predictor."""
+    old = task.head.out_features
+    directions = []
+    for label in range(task.classes):
+        mean = task.keys[task.labels == label].mean(0)
+        directions.append(mean / mean.norm())
+    middle, weight = torch.stack(directions[:old]).mean(0), task.head.weight
+    away = torch.stack(directions[:old]) - middle
+    scale = (weight - weight.mean(0)).norm(dim=1).mean() / away.norm(dim=1).mean()
+    head = grow(task.head, task.classes).requires_grad_(False)
+    for label in range(old, task.classes):
+        out = choice.reach * scale * (directions[label] - middle)
+        head.weight[label] = weight.mean(0) + out
+        head.bias[label] = task.head.bias.mean() + choice.offset
+    memory = mbpa.ExactMemory(len(task.keys), task.keys.shape[1])
+    model = mbpa.MbPA(head=head, memory=memory, predictor=choice.predictor)
+    model.write(keys=task.keys, values=task.labels)
+    right = (model(keys=task.queries).argmax(1) == task.answers).double()
+    return float(right[task.answers >= old].mean()), float(right[task.answers < old].mean())
+
+
+def test_rehearsals_choose_for_new_labels_as_long_as_old_ones_are_kept(monkeypatch):
+    task = confusable_task()
+    monkeypatch.setattr(rehearsal, "MOST_LOST", 0.02)
+    choice = rehearsal.choose([task])
+    new, old = shares_by_hand(task, choice)
+    assert (choice.score.new, choice.score.old) == pytest.approx((new, old), abs=0.005)
+    is_old = task.answers < task.head.out_features
+    alone = (task.head(task.queries).argmax(1) == task.answers)[is_old].double().mean()
+    assert float(alone) - choice.score.old <= 0.02
+    monkeypatch.setattr(rehearsal, "MOST_LOST", 1.0)
+    careless = rehearsal.choose([task])
+    assert careless.score.new > choice.score.new
+    assert careless.score.old < choice.score.old
+
+
+def test_rows_of_new_labels_are_kept_in_the_run(taught, tmp_path):
+    run, made, data = taught
+    kept = read_model(run, made.info, "cpu").rows
+    assert (kept.scale, kept.offset) == (made.rows.scale, made.rows.offset)
+    assert kept.scale > 0
+    for name in ("direction", "weight", "bias"):
+        assert torch.equal(getattr(kept, name), getattr(made.rows, name))
+    torch.testing.assert_close(kept.weight, made.head.weight.mean(0))
+    before = dataclasses.replace(made, rows=None)
+    teaching.write_taught(before, data, tmp_path / "run")
+    assert read_model(tmp_path / "run", made.info, "cpu").rows is None
 
 
 def test_a_workbook_is_to_be_saved_as_csv(tmp_path):

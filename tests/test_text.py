@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mbpa import text
+from mbpa import embedding, text
 from mbpa.errors import MissingExtraError
 from mbpa.text import TextEncoder, embedded, encoder
 
@@ -172,7 +172,7 @@ def test_a_damaged_file_is_embedded_anew(tmp_path: Path) -> None:
     expected = embedded(Counting(), ["ab", "c"], tmp_path)
     (shard,) = tmp_path.rglob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-7])
-    with pytest.warns(UserWarning, match="is damaged, its texts are embedded anew"):
+    with pytest.warns(UserWarning, match="is damaged, what it held is embedded anew"):
         again = embedded(Counting(), ["ab", "c"], tmp_path)
     assert torch.equal(again, expected)
     last = Counting()
@@ -181,7 +181,7 @@ def test_a_damaged_file_is_embedded_anew(tmp_path: Path) -> None:
 
 
 def test_many_may_fill_a_cache_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "AT_ONCE", 7)
+    monkeypatch.setattr(embedding, "AT_ONCE", 7)
     texts = [chr(97 + n % 26) * (1 + n // 26) for n in range(100)]
     expected, wrong = Counting()(texts), []
 

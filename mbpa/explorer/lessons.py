@@ -7,11 +7,13 @@ trained row of its label if there was one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from mbpa import image
 from mbpa.serve import messages
-from mbpa.serve.answers import Lesson, Reason, check_label, check_text
+from mbpa.serve.answers import Lesson, Reason, check_label, check_text, kept_pictures
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import InputError
 from mbpa.serve.service import Service
@@ -41,25 +43,37 @@ class Desk:
     def classifier(self) -> Classifier:
         return self._service.classifier
 
-    async def ask(self, text: str) -> Reason:
-        """The answer and why."""
-        check_text(text)
-        query = messages.Query(texts=[text], top=SHOWN)
-        (reason,) = await self._service.ask(query, wants_reasons=True)
+    async def read(self, files: Sequence[bytes]) -> list[bytes]:
+        """Pictures that a visitor gives, as they are kept."""
+        return await self._service.reader(lambda: kept_pictures(files))
+
+    async def ask(self, item: str | bytes) -> Reason:
+        """The answer to a text, or to a picture that was `read`, and why."""
+        if self.classifier.takes is None:
+            raise InputError("this run takes embeddings only: it was made without a text encoder")
+        if isinstance(item, str):
+            check_text(item)
+        (reason,) = await self._service.answers((item,), None, SHOWN, wants_reasons=True)
         assert isinstance(reason, Reason)
         return reason
 
-    async def teach(self, label: str, lines: str) -> Deed:
-        """Examples of a label, one a line."""
-        label, texts = label.strip(), examples_in(lines)
+    async def teach(self, label: str, given: str | Sequence[bytes]) -> Deed:
+        """Examples of a label: texts, one a line, or files of pictures."""
+        label = label.strip()
         check_label(label)
-        if not texts:
+        items: Sequence[str | bytes] = examples_in(given) if isinstance(given, str) else given
+        if not items:
             raise InputError("give at least one example")
-        if len(texts) > messages.MOST_EXAMPLES:
+        if len(items) > messages.MOST_EXAMPLES:
             raise InputError(
-                f"give at most {messages.MOST_EXAMPLES} examples at a time, got {len(texts)}"
+                f"give at most {messages.MOST_EXAMPLES} examples at a time, got {len(items)}"
             )
-        lessons = [Lesson(label, text) for text in texts]
+        if not isinstance(given, str):
+            items = list(dict.fromkeys(await self.read(given)))
+        lessons = [
+            Lesson(label, item) if isinstance(item, str) else Lesson(label, image=item)
+            for item in items
+        ]
         is_new = label not in self.classifier.labels
         ids = await self._service.writer(lambda: self.classifier.learn(lessons))
         examples = "1 example" if len(ids) == 1 else f"{len(ids)} examples"
@@ -112,6 +126,22 @@ def examples_in(lines: str) -> list[str]:
     return list(dict.fromkeys(line.strip() for line in lines.splitlines() if line.strip()))
 
 
+def thumbnails(classifier: Classifier, ids: Iterable[int], side: int = 96) -> dict[int, str]:
+    """Small pictures of examples, as addresses that hold them; none if the run is not of
+    pictures."""
+    if classifier.takes != "images":
+        return {}
+    found = ((id, classifier.image(id)) for id in ids)
+    return {
+        id: address(image.thumbnail(picture, side)) for id, picture in found if picture is not None
+    }
+
+
+def address(picture: bytes) -> str:
+    """Of a picture that a page holds in itself."""
+    return f"data:{image.media_type(picture)};base64,{base64.b64encode(picture).decode()}"
+
+
 def lesson_of(classifier: Classifier, id: int) -> Lesson:
     """An example as it would be taught, its key included; `InputError` if it is not there."""
     found: Sequence[int]
@@ -119,4 +149,5 @@ def lesson_of(classifier: Classifier, id: int) -> Lesson:
     texts = {each.id: each for each in classifier.examples()}
     if id not in texts or id not in found:
         raise InputError(f"example {id} is not there any more")
-    return Lesson(texts[id].label, texts[id].text, keys[list(found).index(id)])
+    key = keys[list(found).index(id)]
+    return Lesson(texts[id].label, texts[id].text, key, classifier.image(id))

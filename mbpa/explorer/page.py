@@ -17,21 +17,25 @@ from fastapi import FastAPI
 
 from mbpa.errors import MissingExtraError
 from mbpa.explorer import pictures, review
-from mbpa.explorer.lessons import Deed, Desk
+from mbpa.explorer.lessons import Deed, Desk, address, thumbnails
 from mbpa.explorer.pictures import Map
 from mbpa.explorer.review import Opinion
+from mbpa.serve.answers import MOST_FILE
 from mbpa.serve.batching import Overloaded
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import InputError, JournalError
 
 try:
     import gradio as gr
+
+    from mbpa.explorer.forms import Pictures, Sentences
 except ImportError as error:
     raise MissingExtraError("the page", extra="explore") from error
 
 PATH = "/explore"
 LISTED = 30  # examples of a review list
 MOST_SESSIONS = 1000  # whose deeds are remembered
+UPLOADED = 86_400  # seconds that a picture may be asked about again after it was dropped
 _ON: dict[str, Any] = {"api_visibility": "private", "concurrency_limit": None}
 _QUIETLY: dict[str, Any] = {**_ON, "show_progress": "hidden"}
 Done = TypeVar("Done")
@@ -41,7 +45,7 @@ _BESIDE: dict[str, Any] = {"scale": 0, "min_width": 120, "size": "md", "elem_cla
 STYLE = (
     pictures.STYLE
     + """
-.gradio-container {max-width: 1240px !important; margin: 0 auto !important}
+.gradio-container {width: 100% !important; max-width: 1240px !important; margin: 0 auto !important}
 footer {display: none !important}
 .block.card {border: 1px solid var(--border-color-primary); border-radius: var(--radius-lg);
   padding: 6px; background: var(--block-background-fill)}
@@ -49,6 +53,8 @@ footer {display: none !important}
 .beside {align-self: center; overflow-wrap: anywhere}
 #said {align-self: center; text-align: right}
 .list * {font-family: var(--font) !important}
+.block.drop {border: 1px dashed var(--border-color-primary) !important}
+.list img {width: 48px; height: 48px; object-fit: contain; border-radius: 4px}
 """
 )
 
@@ -59,6 +65,7 @@ def mount(app: FastAPI, classifier: Classifier) -> FastAPI:
     os.environ.setdefault("GRADIO_ANALYTICS_CACHE_FREQUENCY", str(10**9))
     service = app.state.service
     assert service.classifier is classifier
+    app.state.home = PATH
     token = service.settings.token
     system = ("ui-sans-serif", "system-ui", "sans-serif")
     theme = gr.themes.Default(
@@ -80,7 +87,7 @@ def mount(app: FastAPI, classifier: Classifier) -> FastAPI:
         footer_links=[],
         run_history=False,
         show_error=True,
-        max_file_size=1,  # there is nothing to upload
+        max_file_size=MOST_FILE if classifier.takes == "images" else 1,
         ssr_mode=False,
         pwa=False,
         mcp_server=False,
@@ -139,10 +146,13 @@ class _Page:
 
     def __init__(self, desk: Desk) -> None:
         self.desk, self._map = desk, Map(desk.classifier)
+        self._form = Pictures() if desk.classifier.takes == "images" else Sentences()
         self.settled: set[int] = set()
         """Examples that somebody has found right."""
         self._sessions: dict[str, _Session] = {}
-        with gr.Blocks(title="mbpa explorer", analytics_enabled=False) as self.blocks:
+        with gr.Blocks(
+            title="mbpa explorer", analytics_enabled=False, delete_cache=(UPLOADED // 24, UPLOADED)
+        ) as self.blocks:
             with gr.Row():
                 with gr.Column(scale=4, min_width=300):
                     self._title = gr.HTML(elem_id="title", apply_default_css=False)
@@ -169,10 +179,10 @@ class _Page:
         """What `done` gives values for."""
         return [self._said, self._undo, self._title, self._correct, *self._shown]
 
-    async def done(self, session: _Session, said: str, sentence: str) -> Updates:
-        """The page after a deed; the sentence is asked again, so that one sees what it did."""
+    async def done(self, session: _Session, said: str, query: Any) -> Updates:
+        """The page after a deed; what was asked is asked again, so that one sees what it did."""
         try:
-            shown = await self._look(sentence)
+            shown = await self._look(query)
         except gr.Error:  # the deed is done all the same, and can be undone
             shown = (gr.skip(),) * len(self._shown)
         return (
@@ -183,18 +193,25 @@ class _Page:
             *shown,
         )
 
+    @property
+    def shows_pictures(self) -> bool:
+        return isinstance(self._form, Pictures)
+
+    async def thumbnails(self, found: list[Opinion], side: int = 96) -> dict[int, str]:
+        """Of the examples that these are about."""
+        ids = [each.example.id for each in found]
+        return await asyncio.to_thread(thumbnails, self.desk.classifier, ids, side)
+
     def _lay_out_asking(self) -> None:
         with gr.Row():
             with gr.Column(scale=5):
-                with gr.Row():
-                    self.sentence = gr.Textbox(
-                        label="Sentence", placeholder="Type a sentence", scale=5, autofocus=True
-                    )
-                    self._ask = gr.Button("Ask", variant="primary", **_BESIDE)
+                self._form.lay_out_query(_BESIDE)
                 self._answer = _card("answer")
                 with gr.Row():
                     self._correct = gr.Dropdown(
-                        label="Wrong? This sentence is", allow_custom_value=True, value=None
+                        label=f"Wrong? This {self._form.noun} is",
+                        allow_custom_value=True,
+                        value=None,
                     )
                     self._teach_it = gr.Button("Correct it", **_BESIDE)
                 self._memories = _card("memories")
@@ -202,46 +219,49 @@ class _Page:
                 self._picture = _card("map")
                 with gr.Group():
                     self._label = gr.Textbox(label="Teach a label", placeholder="new or known")
-                    self._lines = gr.Textbox(
-                        label="Examples, one a line", lines=4, max_lines=12, placeholder="…"
-                    )
+                    self._form.lay_out_examples()
                 self._teach = gr.Button("Teach", variant="primary")
 
     @property
     def _shown(self) -> list[Any]:
         return [self._answer, self._memories, self._picture]
 
+    @property
+    def query(self) -> Any:
+        """The component that holds what is asked."""
+        return self._form.query
+
     def _connect(self) -> None:
-        asking = [self.sentence.submit, self._ask.click]
-        gr.on(asking, self._asked, self.sentence, self._shown, **_QUIETLY)
-        inputs, outputs = [self.sentence, self._label, self._lines], self.after_deed
-        self._teach.click(self._taught, inputs, [*outputs, self._lines], **_QUIETLY)
-        self._teach_it.click(self._corrected, [self.sentence, self._correct], outputs, **_QUIETLY)
-        self._undo.click(self._undone, self.sentence, outputs, **_QUIETLY)
-        self.blocks.load(self._opened, self.sentence, outputs, **_QUIETLY)
+        gr.on(self._form.asking, self._asked, self.query, self._shown, **_QUIETLY)
+        outputs, examples = self.after_deed, self._form.examples
+        inputs = [self.query, self._label, examples]
+        self._teach.click(self._taught, inputs, [*outputs, examples], **_QUIETLY)
+        self._teach_it.click(self._corrected, [self.query, self._correct], outputs, **_QUIETLY)
+        self._undo.click(self._undone, self.query, outputs, **_QUIETLY)
+        self.blocks.load(self._opened, self.query, outputs, **_QUIETLY)
 
-    async def _opened(self, sentence: str, request: gr.Request) -> Updates:
-        return await self.done(self.session(request), "", sentence)
+    async def _opened(self, query: Any, request: gr.Request) -> Updates:
+        return await self.done(self.session(request), "", query)
 
-    async def _asked(self, sentence: str) -> Updates:
-        if not sentence.strip():
+    async def _asked(self, query: Any) -> Updates:
+        if isinstance(query, str) and not query.strip():
             raise _refusal("type a sentence first")
-        return await self._look(sentence)
+        return await self._look(query)
 
-    async def _taught(self, sentence: str, label: str, lines: str, request: gr.Request) -> Updates:
-        session, deed = self.session(request), await _told(self.desk.teach(label, lines))
+    async def _taught(self, query: Any, label: str, given: Any, request: gr.Request) -> Updates:
+        session, deed = self.session(request), await _told(self.desk.teach(label, given or ""))
         session.deeds.append(deed)
-        return (*await self.done(session, deed.said, sentence), "")
+        return (*await self.done(session, deed.said, query), self._form.nothing)
 
-    async def _corrected(self, sentence: str, label: str | None, request: gr.Request) -> Updates:
+    async def _corrected(self, query: Any, label: str | None, request: gr.Request) -> Updates:
         if not label:
             raise _refusal("say which label it is")
-        one_line = " ".join(sentence.split())
-        session, deed = self.session(request), await _told(self.desk.teach(label, one_line))
+        example = self._form.as_example(query)
+        session, deed = self.session(request), await _told(self.desk.teach(label, example))
         session.deeds.append(deed)
-        return await self.done(session, deed.said, sentence)
+        return await self.done(session, deed.said, query)
 
-    async def _undone(self, sentence: str, request: gr.Request) -> Updates:
+    async def _undone(self, query: Any, request: gr.Request) -> Updates:
         session = self.session(request)
         if not session.deeds:
             raise _refusal("there is nothing to undo")
@@ -251,20 +271,28 @@ class _Page:
         except gr.Error:
             session.deeds.append(deed)
             raise
-        return await self.done(session, f"Undone: {deed.said}", sentence)
+        return await self.done(session, f"Undone: {deed.said}", query)
 
-    async def _look(self, sentence: str) -> Updates:
-        """The answer, its memories and the map; without a sentence, the map alone."""
-        if not sentence.strip():
-            hint = "Type a sentence, and see what it is taken for and why."
-            if not self.desk.classifier.takes_texts:
-                hint = "This run takes embeddings only: ask it over HTTP."
-            quiet = f'<div class="mbpa quiet">{hint}</div>'
+    async def _look(self, query: Any) -> Updates:
+        """The answer, its memories and the map; without a query, the map alone."""
+        item = await _told(self._form.item(self.desk, query))
+        if item is None:
+            quiet = f'<div class="mbpa quiet">{self._hint}</div>'
             return quiet, "", await asyncio.to_thread(self._map.around)
-        reason = await _told(self.desk.ask(sentence))
-        picture = await asyncio.to_thread(self._map.around, sentence, reason)
-        threshold = self.desk.classifier.threshold
-        return pictures.answer(reason, threshold), pictures.memories(reason), picture
+        reason = await _told(self.desk.ask(item))
+        thumbs = await asyncio.to_thread(
+            thumbnails, self.desk.classifier, [near.id for near in reason.neighbors]
+        )
+        drawn = await asyncio.to_thread(self._map.around, item, reason, thumbs)
+        asked = address(item) if isinstance(item, bytes) else None
+        shown = pictures.answer(reason, self.desk.classifier.threshold, asked)
+        return shown, pictures.memories(reason, thumbs), drawn
+
+    @property
+    def _hint(self) -> str:
+        if self.desk.classifier.takes is None:
+            return "This run takes embeddings only: ask it over HTTP."
+        return f"{self._form.hint}, and see what it is taken for and why."
 
 
 class _Review:
@@ -282,6 +310,7 @@ class _Review:
                     wrap=True,
                     show_label=False,
                     column_widths=["52%", "19%", "19%", "10%"],
+                    datatype=["html" if page.shows_pictures else "str", "str", "str", "str"],
                     max_height=640,
                     buttons=[],
                     elem_classes="list",
@@ -304,10 +333,10 @@ class _Review:
         tab.select(self._found, None, shown, **_ON)
         self._list.select(self._picked, None, choice, **_QUIETLY)
         self._right.click(self._kept, None, shown, **_QUIETLY)
-        sentence, outputs = self._page.sentence, [*shown, *self._page.after_deed]
-        self._others.click(self._agreed, sentence, outputs, **_QUIETLY)
-        self._rename.click(self._renamed, [sentence, self._label], outputs, **_QUIETLY)
-        self._drop.click(self._dropped, sentence, outputs, **_QUIETLY)
+        query, outputs = self._page.query, [*shown, *self._page.after_deed]
+        self._others.click(self._agreed, query, outputs, **_QUIETLY)
+        self._rename.click(self._renamed, [query, self._label], outputs, **_QUIETLY)
+        self._drop.click(self._dropped, query, outputs, **_QUIETLY)
 
     async def _found(self, request: gr.Request) -> Updates:
         """Ask the examples about each other; a matter of seconds, in a thread of its own."""
@@ -315,22 +344,26 @@ class _Review:
         queue = [each for each in self._order(found) if each.example.id not in self._page.settled]
         session = self._page.session(request)
         session.queues[self._title], session.chosen = queue[:LISTED], 0
-        return self._listed(session)
+        return await self._listed(session)
 
-    def _listed(self, session: _Session) -> Updates:
+    async def _listed(self, session: _Session) -> Updates:
         """The list and the example that is chosen."""
+        queue = session.queues.get(self._title, [])
+        thumbs = await self._page.thumbnails(queue)
         table = [
             (
-                each.example.text or f"example {each.example.id}",
+                pictures.shown(each.example.id, None, thumbs)
+                if each.example.id in thumbs
+                else each.example.text or f"example {each.example.id}",
                 each.example.label,
                 each.label,
                 f"{each.share:.0%}",
             )
-            for each in session.queues.get(self._title, ())
+            for each in queue
         ]
-        return (table, *self._choice(session))
+        return (table, *await self._choice(session))
 
-    def _choice(self, session: _Session) -> Updates:
+    async def _choice(self, session: _Session) -> Updates:
         """The example that is chosen, and what may be said of it."""
         queue = session.queues.get(self._title, [])
         if not queue:
@@ -340,7 +373,7 @@ class _Review:
         opinion = queue[session.chosen]
         agrees = opinion.label == opinion.example.label
         return (
-            pictures.opinion(opinion),
+            pictures.opinion(opinion, await self._page.thumbnails([opinion], side=320)),
             gr.Button("It is …" if agrees else f"It is {opinion.label}", interactive=not agrees),
             gr.Dropdown(choices=sorted(self._page.desk.classifier.labels), value=None),
         )
@@ -348,37 +381,35 @@ class _Review:
     async def _picked(self, event: gr.SelectData, request: gr.Request) -> Updates:
         session = self._page.session(request)
         session.chosen = event.index[0]
-        return self._choice(session)
+        return await self._choice(session)
 
     async def _kept(self, request: gr.Request) -> Updates:
         session, opinion = self._at(request)
         self._page.settled.add(opinion.example.id)
         session.settle(self._title, opinion)
-        return self._listed(session)
+        return await self._listed(session)
 
-    async def _agreed(self, sentence: str, request: gr.Request) -> Updates:
-        return await self._renamed(sentence, self._at(request)[1].label, request)
+    async def _agreed(self, query: Any, request: gr.Request) -> Updates:
+        return await self._renamed(query, self._at(request)[1].label, request)
 
-    async def _renamed(self, sentence: str, label: str | None, request: gr.Request) -> Updates:
+    async def _renamed(self, query: Any, label: str | None, request: gr.Request) -> Updates:
         if not label:
             raise _refusal("say which label it is")
         session, opinion = self._at(request)
         deed = await _told(self._page.desk.relabel(opinion.example.id, label))
         self._page.settled.update(deed.added)
-        return await self._after(session, opinion, deed, sentence)
+        return await self._after(session, opinion, deed, query)
 
-    async def _dropped(self, sentence: str, request: gr.Request) -> Updates:
+    async def _dropped(self, query: Any, request: gr.Request) -> Updates:
         session, opinion = self._at(request)
         deed = await _told(self._page.desk.forget(opinion.example.id))
-        return await self._after(session, opinion, deed, sentence)
+        return await self._after(session, opinion, deed, query)
 
-    async def _after(
-        self, session: _Session, opinion: Opinion, deed: Deed, sentence: str
-    ) -> Updates:
+    async def _after(self, session: _Session, opinion: Opinion, deed: Deed, query: Any) -> Updates:
         session.deeds.append(deed)
         session.settle(self._title, opinion)
-        page = await self._page.done(session, deed.said, sentence)
-        return (*self._listed(session), *page)
+        page = await self._page.done(session, deed.said, query)
+        return (*await self._listed(session), *page)
 
     def _at(self, request: gr.Request) -> tuple[_Session, Opinion]:
         """Who asks, and the example that they look at."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float
@@ -23,6 +24,8 @@ OTHER = "#98a1b3"
 BARS, MEMORIES = 5, 6  # shown of an answer
 MOST_POINTS = 10_000  # of the map; of larger memories evenly drawn
 WIDTH, HEIGHT, MARGIN = 520.0, 360.0, 14.0  # of the map
+THUMB = 26.0  # a side of a picture on the map
+NONE: Mapping[int, str] = MappingProxyType({})  # thumbnails of a run of texts
 
 STYLE = """
 .mbpa {font-size: 15px; line-height: 1.45}
@@ -48,6 +51,13 @@ STYLE = """
 .mbpa .chip {display: inline-flex; align-items: baseline; overflow-wrap: break-word}
 .mbpa td .chip {min-width: 150px}
 .mbpa .dot {flex: none; width: 9px; height: 9px; border-radius: 9px; margin-right: 7px}
+.mbpa img {display: block; border-radius: 4px; object-fit: contain; background: #8882}
+.mbpa.asked {display: flex; gap: 18px}
+.mbpa.asked > div {flex: 1; min-width: 0}
+.mbpa.asked > img {flex: none; width: 120px; height: 120px}
+.mbpa td img {width: 44px; height: 44px}
+.mbpa td:has(img) ~ td, .mbpa td:has(img) {vertical-align: middle}
+.mbpa img.large {width: 160px; height: 160px}
 .mbpa svg {width: 100%; height: auto; display: block}
 .mbpa svg text {fill: var(--body-text-color); font-size: 12px}
 """
@@ -77,8 +87,8 @@ def rows(reason: Reason) -> list[tuple[str, float, float]]:
     return [(label, *shares[label]) for label in sorted(shown, key=lambda name: -shares[name][1])]
 
 
-def answer(reason: Reason, threshold: float) -> str:
-    """The verdict, and bars before and after adaptation."""
+def answer(reason: Reason, threshold: float, asked: str | None = None) -> str:
+    """The verdict, and bars before and after adaptation; beside the picture asked about."""
     found = rows(reason)
     if not found:
         return '<div class="mbpa">There is no label yet: teach one.</div>'
@@ -90,12 +100,16 @@ def answer(reason: Reason, threshold: float) -> str:
         f'<div class="number">{percent(after)}<div class="quiet">{percent(before)}</div></div>'
         for label, before, after in found
     )
-    legend = "thin and grey: the trained head alone · coloured: adapted to the memories below"
-    return (
-        f'<div class="mbpa">{_verdict(reason, threshold, colour)}<div class="bars">{bars}</div>'
+    legend = "thin and grey: the head alone · coloured: adapted to the memories below"
+    body = (
+        f'{_verdict(reason, threshold, colour)}<div class="bars">{bars}</div>'
         f'<div class="quiet" style="margin-top: 12px">{legend} · '
-        f"the head moved by ‖θˣ − θ‖ = {reason.change:.3g}</div></div>"
+        f"the head moved by ‖θˣ − θ‖ = {reason.change:.3g}</div>"
     )
+    if asked is None:
+        return f'<div class="mbpa">{body}</div>'
+    picture = f'<img src="{escape(asked)}" alt="your picture"/>'
+    return f'<div class="mbpa asked">{picture}<div>{body}</div></div>'
 
 
 def _verdict(reason: Reason, threshold: float, colour: Mapping[str, str]) -> str:
@@ -115,13 +129,13 @@ def _verdict(reason: Reason, threshold: float, colour: Mapping[str, str]) -> str
     )
 
 
-def memories(reason: Reason) -> str:
+def memories(reason: Reason, thumbs: Mapping[int, str] = NONE) -> str:
     """The examples that took part, the weightiest first."""
     if not reason.neighbors:
         return '<div class="mbpa quiet">No memory took part.</div>'
     colour = colours(reason)
     near = sorted(reason.neighbors, key=lambda each: -each.weight)
-    body = "".join(_memory(each, colour.get(each.label, OTHER)) for each in near[:MEMORIES])
+    body = "".join(_memory(each, colour.get(each.label, OTHER), thumbs) for each in near[:MEMORIES])
     more = len(near) - MEMORIES
     rest = f'<div class="quiet" style="padding-top: 6px">and {more} more</div>' if more > 0 else ""
     head = (
@@ -131,13 +145,20 @@ def memories(reason: Reason) -> str:
     return f'<div class="mbpa"><table><tr>{head}</tr>{body}</table>{rest}</div>'
 
 
-def _memory(near: NearExample, colour: str) -> str:
+def _memory(near: NearExample, colour: str, thumbs: Mapping[int, str]) -> str:
     return (
-        f"<tr><td>{shown_text(near.id, near.text)}</td>"
+        f"<tr><td>{shown(near.id, near.text, thumbs)}</td>"
         f"<td>{_chip(near.label, colour)}</td>"
         f'<td class="number">{percent(near.weight)}</td>'
         f'<td class="number">{near.distance:.2f}</td></tr>'
     )
+
+
+def shown(id: int, text: str | None, thumbs: Mapping[int, str], kind: str = "small") -> str:
+    """Of an example, its picture or its text."""
+    if id in thumbs:
+        return f'<img class="{kind}" src="{escape(thumbs[id])}" alt="example {id}"/>'
+    return shown_text(id, text, most=110 if kind == "small" else 600)
 
 
 def shown_text(id: int, text: str | None, most: int = 110) -> str:
@@ -207,17 +228,22 @@ class Map:
         self._labels: dict[int, str] = {}
         self._lock = threading.Lock()
 
-    def around(self, text: str | None = None, reason: Reason | None = None) -> str:
-        """The map, with a query and its neighbours if there is one."""
+    def around(
+        self,
+        item: str | bytes | None = None,
+        reason: Reason | None = None,
+        thumbs: Mapping[int, str] = NONE,
+    ) -> str:
+        """The map, with a query, a text or a picture, and its neighbours if there is one."""
         with self._lock:
             self._look()
             if self._plane is None or not self._places:
                 return '<div class="mbpa quiet">The memory is empty.</div>'
             query = None
-            if reason is not None and text is not None:
-                key = self._classifier.encode([text])
+            if reason is not None and item is not None:
+                key = self._classifier.encode([item])
                 query = tuple(self._plane(key)[0].tolist())
-            return drawn(self._places, self._labels, query, reason)
+            return drawn(self._places, self._labels, query, reason, thumbs)
 
     def _look(self) -> None:
         """Learn what has come and gone."""
@@ -239,6 +265,7 @@ def drawn(
     labels: Mapping[int, str],
     query: Sequence[float] | None,
     reason: Reason | None,
+    thumbs: Mapping[int, str] = NONE,
 ) -> str:
     """The picture: all examples pale, in the colours of the answer; those that took part clear."""
     colour = colours(reason) if reason is not None else {}
@@ -255,11 +282,11 @@ def drawn(
         if points
     ]
     if reason is not None and query is not None:
-        parts += _neighborhood(places, query, reason, colour)
+        parts += _neighborhood(places, query, reason, colour, thumbs)
     size = f'viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}"'
     return (
         f'<div class="mbpa"><svg {size} role="img" aria-label="Map of the memory">'
-        f"{''.join(parts)}</svg>{_legend(colour)}</div>"
+        f"{''.join(parts)}</svg>{_legend(colour, _asked(thumbs))}</div>"
     )
 
 
@@ -268,12 +295,13 @@ def _neighborhood(
     query: Sequence[float],
     reason: Reason,
     colour: Mapping[str, str],
+    thumbs: Mapping[int, str],
 ) -> list[str]:
     near = [each for each in reason.neighbors if each.id in places]
     most = max((each.weight for each in near), default=1.0) or 1.0
     x, y = query
     lines, dots = [], []
-    for each in near:
+    for each in sorted(near, key=lambda each: each.weight):  # the weightiest on top
         ink = colour.get(each.label, OTHER)
         a, b = places[each.id]
         share = each.weight / most
@@ -282,26 +310,42 @@ def _neighborhood(
             f'<path d="M{x:.1f} {y:.1f}L{a:.1f} {b:.1f}" stroke="{ink}" '
             f'stroke-opacity="{0.15 + 0.45 * share:.2f}"/>'
         )
+        if each.id in thumbs:
+            dots.append(_pinned(a, b, ink, thumbs[each.id], title))
+            continue
         dots.append(
             f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{3 + 3 * share:.1f}" fill="{ink}" '
             f'stroke="var(--background-fill-primary)">{title}</circle>'
         )
     sign = (
         f'<circle class="query" cx="{x:.1f}" cy="{y:.1f}" r="7" fill="var(--body-text-color)" '
-        'stroke="var(--background-fill-primary)" stroke-width="2"><title>your sentence</title>'
-        "</circle>"
+        'stroke="var(--background-fill-primary)" stroke-width="2">'
+        f"<title>{_asked(thumbs)}</title></circle>"
     )
     return [*lines, *dots, sign]
 
 
-def _legend(colour: Mapping[str, str]) -> str:
+def _pinned(x: float, y: float, ink: str, address: str, title: str) -> str:
+    """A small picture on the map, in a frame of its label's colour."""
+    box = f'x="{x - THUMB / 2:.1f}" y="{y - THUMB / 2:.1f}" width="{THUMB}" height="{THUMB}"'
+    return (
+        f'<g>{title}<image {box} href="{escape(address)}"/>'
+        f'<rect {box} fill="none" stroke="{ink}" stroke-width="2"/></g>'
+    )
+
+
+def _asked(thumbs: Mapping[int, str]) -> str:
+    return "your picture" if thumbs else "your sentence"
+
+
+def _legend(colour: Mapping[str, str], asked: str) -> str:
     if not colour:
         return '<div class="quiet">every point an example; near ones are alike</div>'
-    inks = {"your sentence": "var(--body-text-color)"} | dict(colour)
+    inks = {asked: "var(--body-text-color)"} | dict(colour)
     return f'<div class="quiet chips">{"".join(_chip(*named) for named in inks.items())}</div>'
 
 
-def opinion(found: Opinion) -> str:
+def opinion(found: Opinion, thumbs: Mapping[int, str] = NONE) -> str:
     """An example, and what the others say of it."""
     example = found.example
     says = (
@@ -312,7 +356,7 @@ def opinion(found: Opinion) -> str:
     )
     return (
         f'<div class="mbpa"><div style="font-size: 17px; margin-bottom: 8px">'
-        f"{shown_text(example.id, example.text, most=600)}</div>"
+        f"{shown(example.id, example.text, thumbs, 'large')}</div>"
         f'<div class="quiet">labelled</div><b>{breakable(example.label)}</b>'
         f'<div style="margin-top: 8px">{says}</div></div>'
     )

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
+from mbpa import image
 from mbpa.serve.journal import InputError
 
 MOST_TEXT, MOST_LABEL = 10_000, 200  # characters
+MOST_FILE = 6_000_000  # bytes of a picture: in base64 one fits into a request
+MOST_PIXELS = 2 * image.MOST_PIXELS  # of the pictures of a call together
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """An example to be taught: a label, and a text, its key, or both (the key counts)."""
+    """An example to be taught: a label, and a text or picture, its key, or both (the key then
+    counts)."""
 
     label: str
     text: str | None = None
     key: Float[Tensor, "D"] | None = None
+    image: bytes | None = None
+    """A picture as `mbpa.image.kept` gives it, in place of a text."""
+
+    @property
+    def said(self) -> str | bytes | None:
+        """The text or the picture."""
+        return self.text if self.image is None else self.image
 
 
 @dataclass(frozen=True)
@@ -55,8 +67,8 @@ class Reason:
 
     answer: Answer
     before: tuple[tuple[str, float], ...]
-    """What the trained head alone would say: the most probable labels; taught ones it knows
-    nothing of."""
+    """What the head alone would say: the most probable labels. Of taught ones it knows the row that
+    their examples give, if the run has such."""
     neighbors: tuple[NearExample, ...]
     change: float
     """‖θˣ − θ‖: how far the head's parameters moved for this query."""
@@ -78,6 +90,35 @@ def check_label(label: str) -> None:
     if len(label) > MOST_LABEL:
         raise InputError(f"a label must have at most {MOST_LABEL} characters, got {len(label)}")
     _check_characters("a label", label, allowed="")
+
+
+def kept_pictures(files: Sequence[bytes]) -> list[bytes]:
+    """Files that somebody sent, as they are kept; `InputError` for what cannot be.
+
+    For a thread of its own: a large one takes a quarter of a second.
+    """
+    for number, file in enumerate(files, 1):
+        if len(file) > MOST_FILE:
+            raise InputError(
+                f"{_place(number, files)}a picture must have at most {MOST_FILE:,} bytes, "
+                f"got {len(file):,}"
+            )
+    total = sum(map(image.pixels_of, files))
+    if len(files) > 1 and total > MOST_PIXELS:
+        raise InputError(
+            f"pictures must have at most {MOST_PIXELS:,} pixels together, got {total:,}"
+        )
+    pictures = []
+    for number, file in enumerate(files, 1):
+        try:
+            pictures.append(image.kept(file))
+        except image.PictureError as error:
+            raise InputError(f"{_place(number, files)}{error}") from error
+    return pictures
+
+
+def _place(number: int, files: Sequence[bytes]) -> str:
+    return f"picture {number} of {len(files)}: " if len(files) > 1 else ""
 
 
 def _check_characters(what: str, text: str, allowed: str) -> None:

@@ -128,9 +128,9 @@ def _answer(batch: list[_Waiting[Any, Any]], results: list[Any]) -> None:
 class Writer:
     """Runs calls one after the other in a thread of its own; a few may wait."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, name: str = "mbpa-writer") -> None:
         self._most, self._waiting = most, 0
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mbpa-writer")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def __call__(self, call: Callable[[], Done]) -> Done:
         """What the call returns; `Overloaded` if it cannot wait for its turn.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -20,18 +21,29 @@ from torch import Tensor, nn
 
 import mbpa
 from mbpa.device import Rates
+from mbpa.embedding import Encoder
 from mbpa.errors import RunError
+from mbpa.image import ImageEncoder
+from mbpa.rows import NewRows
 from mbpa.serve.answers import Answer, Lesson, NearExample, Reason, check_label, check_text
-from mbpa.serve.journal import Example, InputError, Journal
+from mbpa.serve.journal import Example, InputError, Journal, Row
 from mbpa.serve.known import Counts, Held, Known
-from mbpa.serve.run import JOURNAL, RunInfo, as_bytes, from_bytes, read_model
-from mbpa.serve.taught import TaughtMemory
+from mbpa.serve.run import (
+    JOURNAL,
+    RunInfo,
+    as_bytes,
+    from_bytes,
+    read_encoder,
+    read_model,
+)
+from mbpa.serve.taught import TaughtMemory, TaughtRows
 from mbpa.split import grow
-from mbpa.text import TextEncoder, encoder
+from mbpa.text import TextEncoder
 
 # Fixed, not measured: another start must not choose another way to compute the same.
 RATES = Rates(operations=2.0**36, bytes=2.0**33, call=2.0**-19)
 SHOWN = 3  # labels an answer names
+REPLAYED = 1000  # examples that are read at a time
 MOST_EXAMPLES, MOST_LABELS, MOST_NEW_LABELS = 1_000_000, 10_000, 100  # the last in one call
 
 
@@ -48,13 +60,15 @@ class Classifier:
         head: nn.Linear,
         predictor: mbpa.Predictor,
         journal: Journal,
-        text_encoder: TextEncoder | None = None,
+        encoder: Encoder[Any] | None = None,
+        rows: NewRows | None = None,
     ) -> None:
         self.info = info
         self.threshold = info.threshold
         self.journal = journal
-        self._encoder = text_encoder
+        self._encoder = encoder
         self._head, self._predictor = head, predictor
+        self._rows = None if rows is None else TaughtRows(rows)
         self._engine = mbpa.Engine(store_bytes=0, rates=RATES)  # kept rows would tell of the past
         self._device = head.weight.device
         self._writing = threading.RLock()  # what the journal gets, the memory gets in that order
@@ -74,11 +88,13 @@ class Classifier:
         *,
         device: str | torch.device = "cpu",
         text_encoder: TextEncoder | None = None,
+        image_encoder: ImageEncoder | None = None,
     ) -> Self:
         """The classifier in a run directory.
 
         Args:
-            text_encoder: used in place of the run's own, which it must be another copy of.
+            text_encoder, image_encoder: used in place of the run's own, which it must be another
+                copy of.
 
         Raises:
             RunError: there is none, it is damaged, or made with another encoder than is here.
@@ -86,20 +102,21 @@ class Classifier:
         """
         root = Path(directory)
         info = RunInfo.read(root)
-        head, predictor = read_model(root, info, device)
-        if text_encoder is None and info.encoder is not None:
+        head, predictor, rows = read_model(root, info, device)
+        encoder: Encoder[Any] | None = text_encoder or image_encoder
+        if encoder is None:
             try:
-                text_encoder = encoder(info.encoder, device=device)
+                encoder = read_encoder(info, device)
             except ValueError as error:
                 raise RunError(f"{root} cannot be used: {error}") from error
-        if text_encoder is not None and text_encoder.fingerprint != info.fingerprint:
+        if encoder is not None and encoder.fingerprint != info.fingerprint:
             raise RunError(
                 f"{root} was made with the encoder {info.encoder}, whose files have changed since: "
                 "teach it anew"
             )
         journal = Journal(root / JOURNAL)
         try:
-            return cls(info, head, predictor, journal, text_encoder)
+            return cls(info, head, predictor, journal, encoder, rows)
         except BaseException:
             journal.close()
             raise
@@ -131,8 +148,9 @@ class Classifier:
         return self._counts.examples
 
     @property
-    def takes_texts(self) -> bool:
-        return self._encoder is not None
+    def takes(self) -> str | None:
+        """What it can be asked about, "texts" or "images"; `None`: keys only."""
+        return None if self._encoder is None else self._encoder.takes
 
     @property
     def key_dim(self) -> int:
@@ -154,6 +172,7 @@ class Classifier:
             "change": counts.change,
             "read_only": self.journal.read_only,
             "threshold": self.threshold,
+            "takes": self.takes,
             "encoder": self.info.encoder,
             "key_dim": self.key_dim,
         }
@@ -168,6 +187,11 @@ class Classifier:
             if label is None or each.label == label
         ]
 
+    def image(self, id: int) -> bytes | None:
+        """The picture of an example, if it is there and one of a picture."""
+        found = self.journal.example(id)
+        return None if found is None else found.image
+
     def entries(self) -> tuple[list[int], Float[Tensor, "M D"]]:
         """Ids and keys of everything in the memory."""
         with self._state:
@@ -176,29 +200,41 @@ class Classifier:
 
     # Answering
 
-    def encode(self, texts: Sequence[str]) -> Float[Tensor, "B D"]:
-        """Keys of texts."""
+    def encode(self, items: Sequence[str | bytes]) -> Float[Tensor, "B D"]:
+        """Keys of texts, or of pictures as `mbpa.image.kept` gives them."""
         if self._encoder is None:
             raise InputError("this run takes keys only: it was made without a text encoder")
-        for text in texts:
-            check_text(text)
-        return self._encoder(texts).to(self._device)
+        for item in items:
+            self.check_item(item)
+        return self._encoder(items).to(self._device)
+
+    def check_takes(self, what: str) -> None:
+        """`InputError` if it cannot be asked about "texts" or "images"."""
+        if self.takes is not None and what != self.takes:
+            raise InputError(f"this run takes {self.takes}, not {what}")
+
+    def check_item(self, item: str | bytes) -> None:
+        """`InputError` for what this run cannot be asked about."""
+        self.check_takes("texts" if isinstance(item, str) else "images")
+        if isinstance(item, str):
+            check_text(item)
 
     def predict(
         self,
-        texts: Sequence[str] | None = None,
+        items: Sequence[str | bytes] | None = None,
         *,
         keys: Float[Tensor, "B D"] | None = None,
         top: int = SHOWN,
         threshold: float | None = None,
     ) -> list[Answer]:
-        """An answer for each of the texts, or of the keys that `encode` gave.
+        """An answer for each of the texts or pictures, or of the keys that `encode` gave.
 
         Args:
+            items: texts, or pictures as `mbpa.image.kept` gives them: what the run `takes`.
             top: how many labels an answer names.
             threshold: of confidence, below which it abstains; by default the run's.
         """
-        keys = self._queries(texts, keys)
+        keys = self._queries(items, keys)
         with self._state:
             labels = self._labels
             logs = self._model(keys=keys) if self._model else keys.new_empty(len(keys), 0)
@@ -206,14 +242,14 @@ class Classifier:
 
     def explain(
         self,
-        texts: Sequence[str] | None = None,
+        items: Sequence[str | bytes] | None = None,
         *,
         keys: Float[Tensor, "B D"] | None = None,
         top: int = SHOWN,
         threshold: float | None = None,
     ) -> list[Reason]:
         """The same answers, with what they come from."""
-        keys = self._queries(texts, keys)
+        keys = self._queries(items, keys)
         with self._state:
             labels = self._labels
             if self._model is None:
@@ -258,7 +294,10 @@ class Classifier:
                     return ids
             self._check_room({label for label, _ in named}, len(named))
             keys = self._keys_of(lessons)
-            rows = [(*name, as_bytes(key)) for name, key in zip(named, keys.cpu(), strict=True)]
+            rows: list[Row] = [
+                (label, each.said, as_bytes(key))
+                for (label, _), each, key in zip(named, lessons, keys.cpu(), strict=True)
+            ]
             with self._state:
                 self._make_room(len(rows))  # it may fail, and nothing is promised yet
             ids = self.journal.learn(rows, request, restoring=restoring)
@@ -288,12 +327,14 @@ class Classifier:
     # Inside
 
     def _queries(
-        self, texts: Sequence[str] | None, keys: Float[Tensor, "B D"] | None
+        self,
+        items: Sequence[str | bytes] | None,
+        keys: Float[Tensor, "B D"] | None,
     ) -> Float[Tensor, "B D"]:
-        if (texts is None) == (keys is None):
+        if (items is None) == (keys is None):
             raise ValueError("give texts or keys=, one of the two")
-        if texts is not None:
-            return self.encode(texts)
+        if items is not None:
+            return self.encode(items)
         assert keys is not None
         return self._checked(keys)
 
@@ -305,9 +346,10 @@ class Classifier:
         if not (norms < 1e15).all():
             raise InputError("keys must be finite numbers below 1e15")
         off = np.abs(norms - 1)
-        if self.info.encoder is not None and len(rows) and off.max() > 1e-2:
+        has_norm = self.info.encoder is not None or self._rows is not None
+        if has_norm and len(rows) and off.max() > 1e-2:
             worst = norms[off.argmax()]
-            raise InputError(f"keys must have norm 1, as the encoder's have, got {worst:.3g}")
+            raise InputError(f"keys must have norm 1, as the run's own have, got {worst:.3g}")
 
     def _checked(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
         self.check_rows(keys.detach().cpu().to(torch.float32).numpy())
@@ -325,21 +367,25 @@ class Classifier:
     def _check_lessons(self, lessons: Sequence[Lesson]) -> None:
         for lesson in lessons:
             check_label(lesson.label)
-            if lesson.text is not None:
-                check_text(lesson.text)
+            if lesson.said is not None:
+                self.check_item(lesson.said)
             if lesson.key is not None:
                 self.check_rows(lesson.key[None].detach().cpu().to(torch.float32).numpy())
-            elif lesson.text is None:
+            elif lesson.said is None:
                 raise InputError(f"an example of {lesson.label!r} has neither text nor key")
             elif self._encoder is None:
                 raise InputError("this run takes keys only: it was made without a text encoder")
 
     def _keys_of(self, lessons: Sequence[Lesson]) -> Float[Tensor, "N D"]:
-        """Of those without one, that of the text."""
-        texts = [each.text for each in lessons if each.key is None and each.text is not None]
-        found = iter(self.encode(texts) if texts else ())
+        """Of those without one, that of the text or picture."""
+        found = iter(self._encoded(lessons))
         keys = [next(found) if each.key is None else each.key for each in lessons]
         return torch.stack([key.to(self._device, torch.float32) for key in keys])
+
+    def _encoded(self, given: Sequence[Lesson] | Sequence[Example]) -> Iterable[Tensor]:
+        """Keys of those that have none."""
+        items: list[Any] = [each.said for each in given if each.key is None]
+        return self.encode(items) if items else ()
 
     def _answers(
         self, labels: tuple[str, ...], logs: Float[Tensor, "B C"], top: int, threshold: float | None
@@ -376,22 +422,24 @@ class Classifier:
         return tuple(near), 0.0 if why.change is None else float(why.change[0])
 
     def _replay(self) -> None:
-        """Fill the memory from the journal."""
-        found = list(self.journal.examples())
-        missing = [each.text for each in found if each.key is None and each.text is not None]
-        encoded = iter(self.encode(missing) if missing else ())
-        keys = torch.empty(len(found), self.key_dim)
-        for row, each in zip(keys.numpy(), found, strict=True):
-            key = next(encoded).cpu().numpy() if each.key is None else from_bytes(each.key)
-            if key.shape != row.shape:
-                raise RunError(
-                    f"{self.journal.path}: example {each.id} has a key of {len(key)} numbers, "
-                    f"the run's have {self.key_dim}"
-                )
-            row[:] = key
-        named = [(each.label, each.text) for each in found]
-        self._make_room(len(found))
-        self._add([each.id for each in found], named, keys.to(self._device))
+        """Fill the memory from the journal; a part at a time, since pictures are large."""
+        keys = torch.empty(len(self.journal), self.key_dim)
+        ids: list[int] = []
+        named: list[tuple[str, str | None]] = []
+        while found := list(self.journal.examples(ids[-1] if ids else 0, REPLAYED)):
+            encoded = iter(self._encoded(found))
+            for row, each in zip(keys[len(ids) :].numpy(), found, strict=False):
+                key = next(encoded).cpu().numpy() if each.key is None else from_bytes(each.key)
+                if key.shape != row.shape:
+                    raise RunError(
+                        f"{self.journal.path}: example {each.id} has a key of {len(key)} numbers, "
+                        f"the run's have {self.key_dim}"
+                    )
+                row[:] = key
+            ids += [each.id for each in found]
+            named += [(each.label, each.text) for each in found]
+        self._make_room(len(ids))
+        self._add(ids, named, keys.to(self._device))
 
     def _add(
         self,
@@ -405,7 +453,10 @@ class Classifier:
         for id, (label, text), entry in zip(ids, named, entries, strict=True):
             is_trained = id <= self.info.trained_examples or id in restored
             self._known.add(id, Held(label, text, entry, is_trained))
-        self._rebind()
+        labels = [label for label, _ in named]
+        if self._rows is not None:
+            self._rows.add(labels, keys)
+        self._rebind(labels)
 
     def _make_room(self, examples: int) -> None:
         """For so many more: nothing is ever overwritten."""
@@ -425,15 +476,25 @@ class Classifier:
 
     def _remove(self, ids: Sequence[int]) -> None:
         here = [id for id in ids if id in self._known.examples]
-        self._memory.delete(self._known.remove(id) for id in here)
-        self._rebind()
+        labels = [self._known.examples[id].label for id in here]
+        entries = [self._known.remove(id) for id in here]
+        if self._rows is not None:
+            self._rows.remove(labels, self._memory.keys_of(entries))
+        self._memory.delete(entries)
+        self._rebind(labels)
 
-    def _rebind(self) -> None:
-        """Head, labels and columns as the examples that are there want them."""
+    def _rebind(self, changed: Iterable[str]) -> None:
+        """Head, labels and columns as the examples that are there want them.
+
+        Args:
+            changed: labels that have other examples than before.
+        """
         trained, new = self._known.split(self.info.labels)
         if (trained, new) != (self._trained_labels, self._new_labels):
             self._trained_labels, self._new_labels = trained, new
             self._model = self._bound()
+        elif self._model is not None:
+            self._put_rows(self._model.head, changed)
         self._memory.columns = self._known.columns(self._labels).to(self._device)
         self._counts = Counts(
             labels={label: self._known.counts[label] for label in self._labels},
@@ -448,9 +509,24 @@ class Classifier:
         if not self._labels:
             return None
         head = grow(self._trained_head(), len(self._labels)).requires_grad_(False)
+        self._put_rows(head, self._new_labels)
         return mbpa.MbPA(
             head=head, memory=self._memory, predictor=self._predictor, engine=self._engine
         )
+
+    def _put_rows(self, head: nn.Module, labels: Iterable[str]) -> None:
+        """Of those of these labels that the head was not trained with, as their examples say."""
+        rows, new = self._rows, set(self._new_labels)
+        here = sorted(new.intersection(labels))
+        if rows is None or not here:
+            return
+        assert isinstance(head, nn.Linear)
+        first = len(self._trained_labels)
+        places = torch.tensor([first + bisect_left(self._new_labels, label) for label in here])
+        with torch.no_grad():
+            weights = torch.stack([rows.weight(label) for label in here])
+            head.weight[places] = weights.to(self._device)
+            head.bias[places] = rows.bias.to(self._device)
 
     @property
     def _labels(self) -> tuple[str, ...]:
@@ -468,9 +544,9 @@ class Classifier:
         return head
 
 
-def _as_given(lessons: Sequence[Lesson]) -> list[tuple[str, str | None, bytes | None]]:
+def _as_given(lessons: Sequence[Lesson]) -> list[Row]:
     """As the journal would keep them, without the keys that texts are yet to get."""
     return [
-        (each.label.strip(), each.text, None if each.key is None else as_bytes(each.key.cpu()))
+        (each.label.strip(), each.said, None if each.key is None else as_bytes(each.key.cpu()))
         for each in lessons
     ]

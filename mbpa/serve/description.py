@@ -23,7 +23,27 @@ td, th {text-align: left; vertical-align: baseline; padding: .25rem 1rem .25rem 
 th {font-weight: 400; opacity: .7}
 td:first-child {width: 11rem}
 """
+PICTURE = (  # of one pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAsTj2FAAAAABJRU5ErkJggg=="
+)
 _KINDS = {"integer": "whole number", "string": "text", "boolean": "true or false"}
+
+
+def fit(openapi: dict[str, Any], takes: str | None) -> None:
+    """Describe what this run takes, texts or pictures, and not what another would."""
+    unused = {"texts", "text"} if takes == "images" else {"images", "image"}
+    schemas = openapi["components"]["schemas"]
+    for name in ("Query", "Why", "Taught"):
+        schema = schemas[name]
+        schema["properties"] = {
+            field: told for field, told in schema["properties"].items() if field not in unused
+        }
+        choice = "anyOf" if name == "Taught" else "oneOf"
+        schema[choice] = [each for each in schema[choice] if not unused & set(each["required"])]
+    if takes == "images":
+        schemas["Query"]["examples"] = schemas["Why"]["examples"] = [{"images": [PICTURE]}]
+        schemas["Lessons"]["examples"] = [{"examples": [{"label": "dot", "image": PICTURE}]}]
+        schemas["Forgetting"]["examples"] = [{"label": "dot"}]
 
 
 def page(openapi: dict[str, Any], url: str) -> str:
@@ -94,12 +114,23 @@ def _listed(
     for name, field in schema.get("properties", {}).items():
         where = (*within, name)
         told = [field.get("description", "")]
+        kind = _kind(field, schemas)
         if "default" in field and field["default"] is not None:
             told.append(f"By default {json.dumps(field['default'])}.")
-        yield ".".join(where), _kind(field, schemas), " ".join(filter(None, told))
+        elif name not in schema.get("required", ()):  # to send null is to leave it out
+            kind = kind.removesuffix(" or null")
+            if name not in _alternatives(schema):
+                told.insert(0, "Optional.")
+        yield ".".join(where), kind, " ".join(filter(None, told))
         inner = _resolved(_innermost(field), schemas)
         if inner.get("properties"):
             yield from _listed(inner, schemas, where)
+
+
+def _alternatives(schema: dict[str, Any]) -> set[str]:
+    """Fields of which one is needed."""
+    choices = [*schema.get("oneOf", ()), *schema.get("anyOf", ())]
+    return {name for each in choices for name in each.get("required", ())}
 
 
 def _kind(field: dict[str, Any], schemas: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import torch
 from mbpa.errors import MissingExtraError, RunError
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import JournalError
+from mbpa.serve.run import RunInfo
 
 try:
     import uvicorn
@@ -47,14 +48,14 @@ def serve(
         path: of the page to be named when it is ready.
 
     Raises:
-        RunError: it cannot be served.
-        OSError: nothing can listen there.
+        RunError: it cannot be served, or nothing can listen there.
     """
     settings = settings or Settings()
     if "OMP_NUM_THREADS" not in os.environ:  # one core is for reading requests and writing answers
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     if threshold is not None and not 0 <= threshold <= 1:
         raise RunError(f"threshold must be between 0 and 1, got {threshold}")
+    RunInfo.read(directory)  # what is wrong with the run is told first, and at once
     listener = _listening(host, port)
     with listener:
         chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device
@@ -80,7 +81,10 @@ def _listening(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise RunError(f"cannot listen on {host}, port {port}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"cannot listen on {host}, port {port} ({why}): name another with --port, or 0 for any"
+        ) from error
     return listener
 
 

@@ -80,6 +80,10 @@ class InputError(ValueError):
     """What was asked for cannot be; the message is for whoever asked. Other errors are ours."""
 
 
+Row = tuple[str, str | bytes | None, bytes | None]
+"""An example to be written: its label; its text, or the file of its picture; its key."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One taught example. ``key`` is an embedding: float32, little-endian."""
@@ -88,6 +92,13 @@ class Example:
     label: str
     text: str | None
     key: bytes | None
+    image: bytes | None = None
+    """The file of its picture, if that is what it is of; then there is no text."""
+
+    @property
+    def said(self) -> str | bytes | None:
+        """The text or the picture."""
+        return self.text if self.image is None else self.image
 
 
 class Journal:
@@ -129,15 +140,15 @@ class Journal:
 
     def learn(
         self,
-        examples: Sequence[tuple[str, str | None, bytes | None]],
+        examples: Sequence[Row],
         request: str | None = None,
         *,
         restoring: bool = False,
     ) -> list[int]:
-        """Write examples (label, text, key), all or none, and return their ids once durable.
+        """Write examples, all or none, and return their ids once durable.
 
         Args:
-            examples: each with a text, a key, or both.
+            examples: each with a text or picture, a key, or both.
             request: names the call. Given again with the same examples it returns the same ids
                 and writes nothing, even if they were forgotten since; the newest
                 ``REMEMBERED_REQUESTS`` names are remembered.
@@ -165,9 +176,7 @@ class Journal:
             self._database.shorten_log()
         return ids
 
-    def repeated(
-        self, examples: Sequence[tuple[str, str | None, bytes | None]], request: str
-    ) -> list[int] | None:
+    def repeated(self, examples: Sequence[Row], request: str) -> list[int] | None:
         """The ids of an earlier call with this name and these examples; None if there was none.
 
         A text may come without the key it was written with: embedded again it might differ in
@@ -217,7 +226,15 @@ class Journal:
             rows = self._database.rows(
                 f"{_SELECT} id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit
             )
-        return (Example(*row) for row in rows)
+        return (_example(*row) for row in rows)
+
+    def example(self, id: int) -> Example | None:
+        """The example with this id, if it is there."""
+        if not 0 < id < 2**63:
+            return None
+        with self._access, self._database.reading():
+            rows = self._database.rows(f"{_SELECT} id = ?", id)
+        return _example(*rows[0]) if rows else None
 
     @property
     def restored(self) -> frozenset[int]:
@@ -259,9 +276,7 @@ class Journal:
             marks = rows("SELECT id FROM restored") if has_marks else []
             self._restored = frozenset(id for (id,) in marks)
 
-    def _insert(
-        self, examples: Sequence[tuple[str, str | None, bytes | None]], request: str | None
-    ) -> list[int]:
+    def _insert(self, examples: Sequence[Row], request: str | None) -> list[int]:
         rows = self._database.rows
         ((last,),) = rows("SELECT last FROM counters")
         ids = list(range(last + 1, last + 1 + len(examples)))
@@ -281,9 +296,7 @@ class Journal:
         for id in ids:
             self._database.rows("INSERT INTO restored VALUES (?)", id)
 
-    def _remembered(
-        self, examples: Sequence[tuple[str, str | None, bytes | None]], request: str | None
-    ) -> list[int] | None:
+    def _remembered(self, examples: Sequence[Row], request: str | None) -> list[int] | None:
         """The ids of an earlier call with this name; what was not forgotten of it must agree."""
         call = self._database.rows("SELECT first, count FROM requests WHERE name = ?", request)
         if not call:
@@ -481,22 +494,28 @@ class _Database:
                 self._fail(error)
 
 
-def _is_same(
-    given: tuple[str, str | None, bytes | None], kept: tuple[str, str | None, bytes | None]
-) -> bool:
-    is_text_alone = given[1] is not None and given[2] is None
-    return tuple(given[:2]) == kept[:2] and (is_text_alone or given[2] == kept[2])
+def _example(id: int, label: str, said: str | bytes | None, key: bytes | None) -> Example:
+    """Texts and files share a column: what is text for SQLite is one."""
+    if isinstance(said, bytes):
+        return Example(id, label, None, key, said)
+    return Example(id, label, said, key)
 
 
-def _validate(label: str, text: str | None, key: bytes | None) -> None:
+def _is_same(given: Row, kept: Row) -> bool:
+    has_no_key_yet = given[1] is not None and given[2] is None
+    return tuple(given[:2]) == kept[:2] and (has_no_key_yet or given[2] == kept[2])
+
+
+def _validate(label: str, said: str | bytes | None, key: bytes | None) -> None:
     if not label:
         raise ValueError("label must not be empty")
-    if text is None and key is None:
+    if said is None and key is None:
         raise ValueError(f"an example of {label!r} must have a text or a key")
     if key is not None and (not key or len(key) % 4):
         raise ValueError(f"key must hold float32 numbers of 4 bytes, got {len(key)} bytes")
     try:
-        size = len(label.encode()) + len((text or "").encode()) + len(key or b"")
+        told = said if isinstance(said, bytes) else (said or "").encode()
+        size = len(label.encode()) + len(told) + len(key or b"")
     except UnicodeEncodeError as error:
         raise ValueError(f"label and text must be Unicode without surrogates: {error}") from error
     if size > _LARGEST_EXAMPLE:

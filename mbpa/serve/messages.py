@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from mbpa.serve.answers import MOST_LABEL, MOST_TEXT, Answer, NearExample, Reason
+from mbpa.serve.answers import MOST_FILE, MOST_LABEL, MOST_TEXT, Answer, NearExample, Reason
 
 MOST_QUERIES, MOST_EXPLAINED, MOST_EXAMPLES, MOST_IDS = 256, 16, 256, 10_000  # a call
 
@@ -29,6 +29,14 @@ Label = Annotated[
     str,
     Field(min_length=1, max_length=MOST_LABEL, json_schema_extra=_written(r"\x00-\x1f\x7f-\x9f")),
 ]
+Picture = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=4 * MOST_FILE // 3 + 100,
+        json_schema_extra={"contentEncoding": "base64"},
+    ),
+]
 Embedding = Annotated[list[FiniteFloat], Field(min_length=1, max_length=65_536)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Id = Annotated[int, Field(ge=1, le=2**62)]
@@ -42,7 +50,7 @@ class Message(BaseModel):
 
 def _one_of(message: BaseModel, *names: str) -> None:
     if sum(getattr(message, name) is not None for name in names) != 1:
-        raise ValueError(f"give {' or '.join(names)}, one of the two")
+        raise ValueError(f"give one of these: {', '.join(names)}")
 
 
 def _given(name: str, kind: str) -> dict[str, Any]:
@@ -51,16 +59,18 @@ def _given(name: str, kind: str) -> dict[str, Any]:
 
 
 class Query(Message):
-    """Texts, or embeddings that the run's encoder gave."""
+    """What the run was made from, texts or pictures, or embeddings that its encoder gave."""
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [_given("texts", "array"), _given("embeddings", "array")],
+            "oneOf": [_given(name, "array") for name in ("texts", "images", "embeddings")],
             "examples": [{"texts": ["one salami pizza for tonight"]}],
         }
     )
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MOST_QUERIES)] | None = None
+    images: Annotated[list[Picture], Field(min_length=1, max_length=MOST_QUERIES)] | None = None
+    """Files of pictures, in base64."""
     embeddings: Annotated[list[Embedding], Field(min_length=1, max_length=MOST_QUERIES)] | None = (
         None
     )
@@ -71,8 +81,19 @@ class Query(Message):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        _one_of(self, "texts", "embeddings")
+        _one_of(self, "texts", "images", "embeddings")
         return self
+
+
+class Why(Query):
+    """As for `/predict`, fewer at a time."""
+
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MOST_EXPLAINED)] | None = None
+    images: Annotated[list[Picture], Field(min_length=1, max_length=MOST_EXPLAINED)] | None = None
+    """Files of pictures, in base64."""
+    embeddings: (
+        Annotated[list[Embedding], Field(min_length=1, max_length=MOST_EXPLAINED)] | None
+    ) = None
 
 
 class Probability(Message):
@@ -114,20 +135,30 @@ class Explanations(Message):
 
 
 class Taught(Message):
-    """A label, and a text or its embedding; with both, the embedding counts."""
+    """A label, and a text or picture or its embedding; with both, the embedding counts."""
 
     model_config = ConfigDict(
-        json_schema_extra={"anyOf": [_given("text", "string"), _given("embedding", "array")]}
+        json_schema_extra={
+            "anyOf": [
+                _given("text", "string"),
+                _given("image", "string"),
+                _given("embedding", "array"),
+            ]
+        }
     )
 
     label: Label
     text: Text | None = None
+    image: Picture | None = None
+    """The file of a picture, in base64."""
     embedding: Embedding | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        if self.text is None and self.embedding is None:
-            raise ValueError("give text or embedding")
+        if self.text is None and self.image is None and self.embedding is None:
+            raise ValueError("give text, image or embedding")
+        if self.text is not None and self.image is not None:
+            raise ValueError("give text or image, not both")
         return self
 
 
@@ -197,6 +228,8 @@ class Stats(Message):
     """Raised by every write."""
     read_only: str | None
     threshold: float
+    takes: str | None
+    """"texts" or "images"; `null`: embeddings only."""
     encoder: str | None
     key_dim: int
     waiting: int

@@ -1,7 +1,7 @@
 """A run directory: what `mbpa teach` makes and a classifier starts from.
 
 RUN/run.json         what it is: encoder, trained labels, threshold
-RUN/model/           the trained head and the predictor, a checkpoint
+RUN/model/           the trained head, the predictor, how rows of new labels are made; a checkpoint
 RUN/journal.sqlite   every example: those it was made from, and those taught since
 """
 
@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
+from mbpa import image, text
 from mbpa.checkpoint import load_checkpoint, save_checkpoint
+from mbpa.embedding import Encoder
 from mbpa.errors import CheckpointError, RunError
+from mbpa.rows import NewRows
 from mbpa.serve.journal import Journal
 from mbpa.spec import build, describe
 
-FORMAT = 1
+FORMATS = {"texts": 1, "images": 2}  # what knows of texts alone cannot read the others
 RUN, MODEL, JOURNAL = "run.json", "model", "journal.sqlite"
+ROWS, MIDDLE = "rows", ("direction", "weight", "bias")  # in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,15 @@ class RunInfo:
     """Of the encoder."""
     summary: dict[str, Any] | None = None
     """How it was made and what it reached; for people to read."""
+    takes: Literal["texts", "images"] = "texts"
+    """What the encoder is of."""
 
     def write(self, directory: Path) -> None:
-        content = {"format": FORMAT, "mbpa": mbpa.__version__, **vars(self)}
+        told = dict(vars(self))
+        format = FORMATS[told["takes"]]
+        if format == 1:
+            del told["takes"]
+        content = {"format": format, "mbpa": mbpa.__version__, **told}
         text = json.dumps(content, indent=1, ensure_ascii=False)
         (directory / RUN).write_text(text + "\n", encoding="utf-8")
 
@@ -55,7 +65,7 @@ class RunInfo:
         path = directory / RUN
         try:
             content = json.loads(path.read_text("utf-8"))
-            if content.pop("format") != FORMAT:
+            if content.pop("format") not in FORMATS.values():
                 raise RunError(f"{path} was written by a newer mbpa: upgrade mbpa")
             content.pop("mbpa")
             labels = tuple(content.pop("labels"))
@@ -73,29 +83,44 @@ def write_run(
     info: RunInfo,
     head: nn.Linear,
     predictor: mbpa.Predictor,
-    examples: Iterable[tuple[str, str | None]],
+    examples: Iterable[tuple[str, str | bytes | None]],
     keys: Float[Tensor, "N D"],
+    rows: NewRows | None = None,
 ) -> None:
-    """Make a run directory of a trained head and its examples, (label, text) and key each."""
+    """Make a run directory of a trained head and its examples, (label, text or picture) and
+    key each.
+
+    Args:
+        rows: how those of new labels are made, of keys of unit norm; by default they are zero.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(
-        directory / MODEL,
-        tensors={"head": dict(head.state_dict())},
-        description={"predictor": describe(predictor)},
-    )
-    rows = [
-        (label, text, as_bytes(key))
-        for (label, text), key in zip(examples, keys.cpu(), strict=True)
+    tensors = {"head": dict(head.state_dict())}
+    description = {"predictor": describe(predictor)}
+    if rows is not None:
+        tensors[ROWS] = {name: getattr(rows, name).detach() for name in MIDDLE}
+        description[ROWS] = {"scale": rows.scale, "offset": rows.offset}
+    save_checkpoint(directory / MODEL, tensors=tensors, description=description)
+    written = [
+        (label, said, as_bytes(key))
+        for (label, said), key in zip(examples, keys.cpu(), strict=True)
     ]
     with Journal(directory / JOURNAL) as journal:
-        journal.learn(rows)
+        journal.learn(written)
     info.write(directory)
 
 
-def read_model(
-    directory: Path, info: RunInfo, device: str | torch.device
-) -> tuple[nn.Linear, mbpa.Predictor]:
-    """The trained head and the predictor of a run."""
+class Model(NamedTuple):
+    """What is in `model/`."""
+
+    head: nn.Linear
+    """On the device that was asked for."""
+    predictor: mbpa.Predictor
+    rows: NewRows | None
+    """On the CPU; `None` in runs that were made before there were any."""
+
+
+def read_model(directory: Path, info: RunInfo, device: str | torch.device) -> Model:
+    """The model of a run."""
     try:
         saved = load_checkpoint(directory / MODEL)
         head = nn.Linear(info.key_dim, len(info.labels), device=device)
@@ -103,9 +128,26 @@ def read_model(
         predictor = build(saved.description["predictor"])
         if not isinstance(predictor, mbpa.Predictor):
             raise ValueError(f"{predictor!r} is no predictor")
-    except (CheckpointError, KeyError, RuntimeError, ValueError) as error:
+        rows = None
+        if ROWS in saved.description:
+            direction, weight, bias = (saved.tensors[ROWS][name] for name in MIDDLE)
+            rows = NewRows(direction, weight, bias, **saved.description[ROWS])
+    except (CheckpointError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise RunError(f"the model in {directory} cannot be used: {error}") from error
-    return head, predictor
+    return Model(head, predictor, rows)
+
+
+def read_encoder(info: RunInfo, device: str | torch.device) -> Encoder[Any] | None:
+    """The encoder that a run was made with; `None` if it takes keys only.
+
+    Raises:
+        ValueError: it is not on this machine.
+    """
+    if info.encoder is None:
+        return None
+    if info.takes == "images":
+        return image.encoder(info.encoder, device=device)
+    return text.encoder(info.encoder, device=device)
 
 
 def as_bytes(key: Float[Tensor, "D"]) -> bytes:

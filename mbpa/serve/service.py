@@ -7,24 +7,28 @@ nothing and is answered with a line in JSON.
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import binascii
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 from jaxtyping import Float
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import mbpa
+from mbpa import image
 from mbpa.serve import description, messages
-from mbpa.serve.answers import Answer, Lesson, Reason, check_label, check_text
+from mbpa.serve.answers import Answer, Lesson, Reason, check_label, check_text, kept_pictures
 from mbpa.serve.batching import Batcher, Overloaded, Writer
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.gate import Gate, Metrics, Settings
@@ -45,16 +49,16 @@ FAILED: dict[int | str, dict[str, Any]] = {
 }
 PATHS = {
     *("/predict", "/learn", "/explain", "/forget"),
-    *("/labels", "/stats", "/health", "/metrics", "/docs", "/openapi.json"),
+    *("/labels", "/stats", "/health", "/metrics", "/", "/docs", "/openapi.json"),
 }
 log = logging.getLogger("mbpa.serve")
 
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """Queries of one request: texts or keys."""
+    """Queries of one request: texts or pictures, or keys."""
 
-    texts: tuple[str, ...]
+    items: tuple[str | bytes, ...]
     rows: Float[np.ndarray, "B D"] | None
     top: int
     threshold: float | None
@@ -62,7 +66,7 @@ class _Asked:
 
     @property
     def size(self) -> int:
-        return len(self.texts) if self.rows is None else len(self.rows)
+        return len(self.items) if self.rows is None else len(self.rows)
 
 
 class Service:
@@ -81,24 +85,54 @@ class Service:
             window=settings.window,
         )
         self.writer = Writer(settings.writes)
+        # Pictures are read one at a time, since for a moment one can take hundreds of megabytes.
+        self.reader = Writer(settings.writes, "mbpa-reader")
 
     async def ask(
         self, query: messages.Query, *, wants_reasons: bool = False
     ) -> Sequence[Answer | Reason]:
         """Check a query here, so that it cannot spoil a batch, and wait for its answers."""
-        rows = None
+        rows, items = None, tuple[str | bytes, ...]()
         if query.embeddings is not None:
             rows = _rows(query.embeddings)
             self.classifier.check_rows(rows)
-        elif not self.classifier.takes_texts:
+        elif self.classifier.takes is None:
             raise InputError("this run takes embeddings only: it was made without a text encoder")
-        for text in query.texts or ():
-            check_text(text)
-        asked = _Asked(tuple(query.texts or ()), rows, query.top, query.threshold, wants_reasons)
+        elif query.images is not None:
+            items = tuple(await self.read(query.images))
+        else:
+            self.classifier.check_takes("texts")
+            for text in query.texts or ():
+                check_text(text)
+            items = tuple(query.texts or ())
+        return await self.answers(items, rows, query.top, query.threshold, wants_reasons)
+
+    async def answers(
+        self,
+        items: tuple[str | bytes, ...],
+        rows: Float[np.ndarray, "B D"] | None,
+        top: int,
+        threshold: float | None = None,
+        wants_reasons: bool = False,
+    ) -> Sequence[Answer | Reason]:
+        """Wait for those to what was checked."""
+        asked = _Asked(items, rows, top, threshold, wants_reasons)
         return await self.model(asked, asked.size)
 
+    async def read(self, encoded: Sequence[str]) -> list[bytes]:
+        """Pictures in base64, as they are kept."""
+        self.classifier.check_takes("images")
+        return await self.reader(lambda: kept_pictures([_decoded(each) for each in encoded]))
+
     async def learn(self, lessons: messages.Lessons) -> list[int]:
-        taught = [_lesson(each) for each in lessons.examples]
+        sent = [each.image for each in lessons.examples if each.image is not None]
+        if sent and self.classifier.takes is None:
+            raise InputError("this run takes embeddings only: it was made without a text encoder")
+        pictures = iter(await self.read(sent) if sent else ())
+        taught = [
+            _lesson(each, None if each.image is None else next(pictures))
+            for each in lessons.examples
+        ]
         return await self.writer(lambda: self.classifier.learn(taught, request=lessons.request))
 
     async def forget(self, asked: messages.Forgetting) -> list[int]:
@@ -109,12 +143,12 @@ class Service:
     def _answered(self, batch: list[_Asked]) -> list[Sequence[Answer | Reason]]:
         """In the model's thread: embed all texts at once, then answer all queries at once."""
         self.metrics.batch.observe(sum(asked.size for asked in batch))
-        texts = [text for asked in batch for text in asked.texts]
-        encoded = self.classifier.encode(texts).cpu() if texts else torch.empty(0)
+        items: list[Any] = [item for asked in batch for item in asked.items]
+        encoded = self.classifier.encode(items).cpu() if items else torch.empty(0)
         given, start = [], 0
         for asked in batch:
-            its = encoded[start : start + len(asked.texts)]
-            start += len(asked.texts)
+            its = encoded[start : start + len(asked.items)]
+            start += len(asked.items)
             given.append(its if asked.rows is None else torch.from_numpy(asked.rows))
         plain = [i for i, asked in enumerate(batch) if not asked.wants_reasons]
         results: list[Sequence[Answer | Reason]] = [() for _ in batch]
@@ -142,9 +176,19 @@ class Service:
         return Answer(label, answer.confidence, answer.top[: asked.top])
 
 
-def _lesson(taught: messages.Taught) -> Lesson:
+def _lesson(taught: messages.Taught, picture: bytes | None) -> Lesson:
     rows = None if taught.embedding is None else _rows([taught.embedding])
-    return Lesson(taught.label, taught.text, None if rows is None else torch.from_numpy(rows)[0])
+    key = None if rows is None else torch.from_numpy(rows)[0]
+    return Lesson(taught.label, taught.text, key, picture)
+
+
+def _decoded(picture: str) -> bytes:
+    """From base64, as a data URL or in lines, too."""
+    content = picture.partition(",")[2] if picture.startswith("data:") else picture
+    try:
+        return base64.b64decode("".join(content.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError("a picture must be the bytes of its file in base64") from error
 
 
 def _rows(embeddings: list[list[float]]) -> Float[np.ndarray, "B D"]:
@@ -166,6 +210,7 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
         service.model.start()
         yield
         await service.model.stop()
+        await service.reader.stop()
         await service.writer.stop()
 
     app = FastAPI(
@@ -177,28 +222,29 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
         redoc_url=None,
     )
     app.state.service = service
+    app.state.home = "/docs"
     app.add_middleware(Gate, settings=settings, metrics=service.metrics, paths=PATHS)
     _add_errors(app)
     _add_asking(app, service)
     _add_teaching(app, service)
     _add_looking(app, service)
+    if classifier.takes == "images":
+        _add_pictures(app, classifier)
+    description.fit(app.openapi(), classifier.takes)
     return app
 
 
 def _add_asking(app: FastAPI, service: Service) -> None:
     @app.post("/predict", responses=ERRORS, response_model=messages.Predictions)
     async def predict(query: messages.Query) -> Response:
-        """Labels of texts or embeddings; `null` where it is not sure enough."""
+        """Labels, by name; `null` where it is not sure enough."""
         answers = await service.ask(query)
         made = [messages.prediction(each) for each in answers if isinstance(each, Answer)]
         return _json(messages.Predictions.model_construct(answers=made))
 
     @app.post("/explain", responses=ERRORS, response_model=messages.Explanations)
-    async def explain(query: messages.Query) -> Response:
+    async def explain(query: messages.Why) -> Response:
         """Answers, and the examples they come from."""
-        size = len(query.texts or query.embeddings or ())
-        if size > messages.MOST_EXPLAINED:
-            raise InputError(f"explain takes {messages.MOST_EXPLAINED} at a time, got {size}")
         reasons = await service.ask(query, wants_reasons=True)
         made = [messages.explained(each) for each in reasons if isinstance(each, Reason)]
         return _json(messages.Explanations.model_construct(reasons=made))
@@ -246,6 +292,10 @@ def _add_looking(app: FastAPI, service: Service) -> None:
         status = "ok" if reason is None else "read-only"
         return _json(messages.Health(status=status, reason=reason))
 
+    @app.get("/", include_in_schema=False)
+    async def home(request: Request) -> Response:
+        return RedirectResponse(f"{request.scope.get('root_path', '')}{app.state.home}")
+
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         page = description.page(app.openapi(), str(request.base_url))
@@ -257,6 +307,24 @@ def _add_looking(app: FastAPI, service: Service) -> None:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
+def _add_pictures(app: FastAPI, classifier: Classifier) -> None:
+    described: dict[int | str, Any] = {
+        200: {"content": {"image/png": {}, "image/jpeg": {}}},
+        404: {"model": Error, "description": "There is no such example"},
+        503: {"model": Error, "description": "The journal cannot be read"},
+        **{status: ERRORS[status] for status in (401, 422, 429)},
+    }
+
+    @app.get("/examples/{id}/image", responses=described, response_class=Response)
+    async def picture(id: Annotated[int, Path(ge=1, le=2**62)]) -> Response:
+        """The picture of an example, as it is kept."""
+        found = await asyncio.to_thread(classifier.image, id)
+        if found is None:
+            raise HTTPException(404, f"example {id} is not there")
+        headers = {"Cache-Control": "no-store"}  # so that what is forgotten is gone
+        return Response(found, media_type=image.media_type(found), headers=headers)
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def misshapen(_: Request, error: RequestValidationError) -> Response:
@@ -265,7 +333,7 @@ def _add_errors(app: FastAPI) -> None:
             return _error(400, f"the body must be JSON: {first.get('ctx', {}).get('error', '')}")
         if first["type"] == "model_attributes_type":
             return _error(422, "send a JSON object, with Content-Type: application/json")
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        where = ".".join(str(part) for part in first["loc"] if part not in ("body", "path"))
         return _error(422, f"{where}: {first['msg']}" if where else str(first["msg"]))
 
     @app.exception_handler(InputError)

@@ -31,23 +31,33 @@ class Spreadsheet:
     """Texts that come with more than one label; all of them are kept."""
 
     @property
+    def items(self) -> tuple[str, ...]:
+        """What is to be embedded."""
+        return self.texts
+
+    @property
     def duplicates(self) -> int:
         """Rows that say what another one says, and were left out."""
         return self.rows - len(self.texts)
 
 
 def read_spreadsheet(
-    path: Path, *, text: str = "text", label: str = "label", encoding: str | None = None
+    path: Path,
+    *,
+    text: str = "text",
+    label: str = "label",
+    encoding: str | None = None,
+    option: str = "text",
 ) -> Spreadsheet:
     """Read a file of texts and labels: JSONL if its name ends so, else CSV with a header.
 
     Args:
         text, label: names of the columns; a single other column beside the text's is the label's.
         encoding: UTF-8 by default, or UTF-16 where the file begins with its mark.
+        option: of the command, that names the column of texts.
 
     Raises:
         RunError: naming the line that cannot be.
-        OSError: it cannot be read.
     """
     content = _decoded(path, encoding)
     is_json = path.suffix.lower() in {".jsonl", ".ndjson", ".json"}
@@ -56,7 +66,7 @@ def read_spreadsheet(
     rows = 0
     names: tuple[str, str] | None = None
     for number, row in lines:
-        names = names or _columns(path, list(row), text, label)
+        names = names or _columns(path, list(row), text, label, option)
         pair = _pair(f"{path}, line {number}", row, *names)
         if pair is not None:
             rows += 1
@@ -71,7 +81,10 @@ def read_spreadsheet(
 
 
 def _decoded(path: Path, encoding: str | None) -> str:
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
     if data[:4] in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # newer and older workbooks
         raise RunError(f"{path} is a workbook: save the sheet as CSV (UTF-8)")
     chosen = encoding or ENCODINGS[data[:2] in (b"\xff\xfe", b"\xfe\xff")]
@@ -124,12 +137,12 @@ def _json_lines(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]
         yield number, row
 
 
-def _columns(path: Path, names: list[str], text: str, label: str) -> tuple[str, str]:
+def _columns(path: Path, names: list[str], text: str, label: str, option: str) -> tuple[str, str]:
     """Names of the columns in this file, by those of its first row."""
     others = [name for name in names if name != text]
     if label == "label" and label not in names and len(others) == 1:
         label = others[0]
-    for what, name in (("text", text), ("label", label)):
+    for what, name in ((option, text), ("label", label)):
         if name not in names:
             raise RunError(
                 f"{path} has no column {name!r}, but {', '.join(map(repr, names))}: say which "

@@ -1,23 +1,31 @@
-"""A memory that answers as a set would: by what it holds, not by how that came to be there.
+"""A memory, and rows of a head, as a set would have them: by what is there, not by how it came.
 
 `ExactMemory` puts the newer of two equally near entries first, and rounds inner products by where
 it keeps them. Here equally near entries come in an order of their content, products are computed
 once that order stands, and labels are columns of the head as it is now: two memories with the same
 entries give the same neighbours, to the bit, whatever was written, deleted or moved before.
+
+Rows of taught labels come from sums of keys, and these are of whole numbers, which have no order.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mbpa.memory import ExactMemory, Neighbors, validation
+from mbpa.rows import NewRows
 
 SPARE = 8  # neighbours read beyond those asked for, to see whether the last ones are tied
+AT_ONCE = 4096  # keys, so that their numbers take little room
+FINENESS = 2.0**40  # parts of 1 that keys are summed in; eight million ones fit 64 bits
 
 
 class TaughtMemory(ExactMemory):
@@ -35,6 +43,11 @@ class TaughtMemory(ExactMemory):
     ) -> None:
         super()._put(slots, keys, values)
         self._digests[slots] = _digests(keys)
+
+    def keys_of(self, ids: Iterable[int]) -> Float[Tensor, "N D"]:
+        """The keys of entries."""
+        with self.lock:
+            return self._keys_of(self._tensor(self._find(ids)))
 
     def read(
         self, queries: Float[Tensor, "B *D"], k: int, *, keys_for: int | None = None
@@ -61,6 +74,57 @@ class TaughtMemory(ExactMemory):
                 slots=slots,
                 keys=keys[:, :keys_for],
             )
+
+
+class TaughtRows:
+    """Rows of the head for labels by name, from the keys of their examples, of unit norm.
+
+    A key counts as whole numbers of a fixed fineness, far below its own: what was added in any
+    order gives the same sum, and what was taken off again has left nothing.
+    """
+
+    def __init__(self, made: NewRows) -> None:
+        self._made = replace(made, direction=made.direction.double(), weight=made.weight.double())
+        self._none = np.zeros(len(made.direction), np.int64)
+        self._sums: dict[str, Int[np.ndarray, "D"]] = {}
+        self._weights: dict[str, Float[Tensor, "D"]] = {}
+
+    @property
+    def bias(self) -> Float[Tensor, ""]:
+        """Of every row."""
+        return self._made.biases
+
+    def weight(self, label: str) -> Float[Tensor, "D"]:
+        """Computed when it is first asked for after a change, by itself: in a batch with others it
+        might be rounded otherwise."""
+        if label not in self._weights:
+            total = torch.from_numpy(self._sums.get(label, self._none)).double()
+            self._weights[label] = self._made.weights(total[None])[0].float()
+        return self._weights[label]
+
+    def add(self, labels: Sequence[str], keys: Float[Tensor, "N D"]) -> None:
+        """Examples of these labels have come."""
+        self._count(labels, keys, 1)
+
+    def remove(self, labels: Sequence[str], keys: Float[Tensor, "N D"]) -> None:
+        """Examples of these labels are gone."""
+        self._count(labels, keys, -1)
+
+    def _count(self, labels: Sequence[str], keys: Float[Tensor, "N D"], sign: int) -> None:
+        given = keys.cpu().numpy()  # torch would share so little work among threads, and wait
+        places = defaultdict(list)
+        for place, label in enumerate(labels):
+            places[label].append(place)
+        for label, rows in places.items():
+            total = self._sums.get(label, self._none)
+            for start in range(0, len(rows), AT_ONCE):
+                part = np.multiply(given[rows[start : start + AT_ONCE]], FINENESS, dtype=np.float64)
+                total = total + sign * part.round().astype(np.int64).sum(0)
+            if total.any():
+                self._sums[label] = total
+            else:
+                self._sums.pop(label, None)
+            self._weights.pop(label, None)
 
 
 def _is_cut(distances: Float[Tensor, "B R"], k: int) -> bool:

@@ -1,18 +1,19 @@
-"""From labelled texts to a run directory: embed, train a head, fill the memory, tune, write.
+"""From labelled texts or pictures to a run: embed, train a head, fill the memory, tune, write.
 
-How to adapt is chosen in a rehearsal of what the run is for. A third of the labels are kept from a
-head, three examples of each are put beside what it knows, and the rule that serves these labels and
-the old ones best is taken. Held-out examples of all labels then say how well it does, and from
+How to adapt, and how to make rows of the head for new labels, is chosen in a rehearsal of what the
+run is for: a third of the labels are kept from a head, and three examples of each are put beside
+what it knows (`rehearsal`). Held-out examples of all labels then say how well it does, and from
 what confidence on an answer is more often right than wrong.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,18 @@ from torch.nn import functional
 from tqdm import tqdm
 
 import mbpa
+from mbpa.embedding import Encoder, embedded
 from mbpa.errors import RunError
+from mbpa.rows import NewRows, even_scale, label_sums
+from mbpa.serve.album import Album
 from mbpa.serve.journal import InUseError, Journal, JournalError
+from mbpa.serve.rehearsal import Choice, Rehearsal, choose
 from mbpa.serve.run import JOURNAL, MODEL, RUN, RunInfo, write_run
 from mbpa.serve.spreadsheet import Spreadsheet
-from mbpa.text import TextEncoder, embedded
 
 HELD_OUT = 0.1  # share of each label's examples
+REHEARSALS = 3
+ASKED = 0.25  # share of each old label's examples, in a rehearsal
 SHOTS = 3  # examples of a label that is new, in the rehearsal
 NEW = 1 / 3  # share of the labels that are new in it
 FEW = 20  # held-out examples, too few to say anything from
@@ -58,11 +64,13 @@ class Taught:
     head: nn.Linear
     predictor: mbpa.Predictor
     keys: Float[Tensor, "N D"]
+    rows: NewRows | None = None
+    """Of labels to come; `None`: they start from zero."""
 
 
 def teach(
-    data: Spreadsheet,
-    encoder: TextEncoder,
+    data: Spreadsheet | Album,
+    encoder: Encoder[Any],
     *,
     cache: Path | None = None,
     training: Training | None = None,
@@ -76,20 +84,21 @@ def teach(
     """
     training = training or Training()
     with tqdm(
-        total=len(data.texts), desc="embedding", file=sys.stderr, disable=not progress
+        total=len(data.items), desc="embedding", file=sys.stderr, disable=not progress
     ) as bar:
-        keys = embedded(encoder, data.texts, cache, bar.update)
+        keys = embedded(encoder, data.items, cache, bar.update)
     names = tuple(sorted(set(data.labels)))
     places = {name: place for place, name in enumerate(names)}
     labels = torch.tensor([places[label] for label in data.labels])
     generator = torch.Generator().manual_seed(training.seed)
     held = held_out(labels, generator)
-    task = rehearsal(keys, labels, held, training, generator)
-    predictor = DEFAULT if task is None else task.best(progress)
+    choice = _chosen(keys, labels, training, generator, progress)
+    predictor = DEFAULT if choice is None else choice.predictor
     head = trained_head(
         keys[~held], labels[~held], len(names), training, (keys[held], labels[held])
     )
     summary, threshold = _measured(head, predictor, keys, labels, held)
+    summary |= _rehearsed(choice)
     summary |= {"rows": data.rows, "duplicates": data.duplicates, "labels": len(names)}
     info = RunInfo(
         key_dim=encoder.key_dim,
@@ -99,20 +108,45 @@ def teach(
         encoder=encoder.name,
         fingerprint=encoder.fingerprint,
         summary=summary,
+        takes="images" if isinstance(data, Album) else "texts",
     )
-    return Taught(info, head, predictor, keys)
+    return Taught(info, head, predictor, keys, _new_rows(head, keys, labels, choice))
 
 
-def write_taught(taught: Taught, data: Spreadsheet, out: Path, *, replace: bool = False) -> None:
+def write_taught(
+    taught: Taught, data: Spreadsheet | Album, out: Path, *, replace: bool = False
+) -> None:
     """Write a run directory, which is there as a whole or not at all."""
-    with in_its_place(out, replace=replace) as directory:
-        examples = zip(data.labels, data.texts, strict=True)
-        write_run(directory, taught.info, taught.head, taught.predictor, examples, taught.keys)
+    items: Sequence[str | bytes] = data.items
+    parts = taught.info, taught.head, taught.predictor
+    with _writable(out), in_its_place(out, replace=replace) as directory:
+        examples = zip(data.labels, items, strict=True)
+        write_run(directory, *parts, examples, taught.keys, taught.rows)
 
 
 def require_free(out: Path, *, replace: bool) -> None:
-    """Raise `RunError` if anything would be lost by writing a run there; with `replace` a run may
-    be, and nothing else."""
+    """Raise `RunError` if nothing can be written there, or if anything would be lost by writing a
+    run; with `replace` a run may be, and nothing else."""
+    with _writable(out):
+        _check_free(out, replace)
+        above = next(each for each in Path(os.path.abspath(out)).parents if each.exists())
+        if not above.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    """What the disk says of it, in a line."""
+    try:
+        yield
+    except (OSError, JournalError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"{out} cannot be written ({why}): name another --out") from error
+
+
+def _check_free(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
         raise RunError(f"{out} is a file; --out must name a directory")
     there = {path.name for path in out.iterdir()} if out.is_dir() else set()
@@ -170,12 +204,14 @@ def in_its_place(out: Path, *, replace: bool) -> Iterator[Path]:
 # Training
 
 
-def held_out(labels: Int[Tensor, "N"], generator: torch.Generator) -> Bool[Tensor, "N"]:
+def held_out(
+    labels: Int[Tensor, "N"], generator: torch.Generator, share: float = HELD_OUT
+) -> Bool[Tensor, "N"]:
     """A share of each label's examples; none of labels with fewer than three."""
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():
         places = (labels == label).nonzero()[:, 0]
-        count = max(1, round(HELD_OUT * len(places))) if len(places) >= 3 else 0
+        count = max(1, round(share * len(places))) if len(places) >= 3 else 0
         chosen[places[torch.randperm(len(places), generator=generator)[:count]]] = True
     return chosen
 
@@ -218,36 +254,30 @@ def trained_head(
 # Tuning
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """A head that knows some of the labels, a memory with a few examples of the others, and as
-    many queries of the one kind as of the other."""
+def _chosen(
+    keys: Float[Tensor, "N D"],
+    labels: Int[Tensor, "N"],
+    training: Training,
+    generator: torch.Generator,
+    progress: bool,
+) -> Choice | None:
+    """What rehearsals say, each with other labels and other held-out examples."""
+    tasks = [
+        rehearsal(keys, labels, held_out(labels, generator, ASKED), training, generator)
+        for _ in range(REHEARSALS)
+    ]
+    there = [task for task in tasks if task is not None]
+    return choose(there, progress) if there else None
 
-    head: nn.Linear
-    keys: Float[Tensor, "M D"]
-    labels: Int[Tensor, "M"]
-    queries: Float[Tensor, "Q D"]
-    answers: Int[Tensor, "Q"]
-    classes: int
 
-    def best(self, progress: bool) -> mbpa.Predictor:
-        """The predictor that answers most of the queries."""
-        memory = mbpa.ExactMemory(len(self.keys), self.keys.shape[1])
-        model = mbpa.MbPA(head=self.head, memory=memory, predictor=DEFAULT)
-        model.grow(self.classes)
-        model.write(keys=self.keys, values=self.labels)
-        return mbpa.tune(
-            model,
-            keys=self.queries,
-            values=self.answers,
-            k=(10, 20),
-            lr=("auto", 3.0, 10.0, 30.0),
-            steps=(20,),
-            bandwidth=(0.0, 0.25, 0.5, 1.0),
-            weight=(1.0,),
-            objective="accuracy",
-            progress=progress,
-        ).best
+def _new_rows(
+    head: nn.Linear, keys: Float[Tensor, "N D"], labels: Int[Tensor, "N"], choice: Choice | None
+) -> NewRows | None:
+    if choice is None:
+        return None
+    sums = label_sums(keys, labels, head.out_features)
+    scale = choice.reach * even_scale(head.weight, sums)
+    return NewRows.around(head.weight, head.bias, sums, scale=scale, offset=choice.offset)
 
 
 def rehearsal(
@@ -256,7 +286,7 @@ def rehearsal(
     held: Bool[Tensor, "N"],
     training: Training,
     generator: torch.Generator,
-    most_queries: int = 500,
+    most_queries: int = 1000,
 ) -> Rehearsal | None:
     """Some labels as if they were new; `None` if there are too few examples for that."""
     counts = labels.bincount()
@@ -276,10 +306,10 @@ def rehearsal(
     )
     unused = is_new.clone()
     unused[shots] = False
-    count = min(int(unused.sum()), int((held & ~is_new).sum()), most_queries)
-    if not count:
+    old = _some(held & ~is_new, most_queries, generator)
+    asked = torch.cat([old, _some(unused, most_queries // 2, generator)])
+    if not 0 < len(old) < len(asked):
         return None
-    asked = torch.cat([_some(held & ~is_new, count, generator), _some(unused, count, generator)])
     in_memory = torch.cat([fit.nonzero()[:, 0], shots])
     return Rehearsal(
         head, keys[in_memory], numbered[in_memory], keys[asked], numbered[asked], len(order)
@@ -292,6 +322,12 @@ def _some(wanted: Bool[Tensor, "N"], most: int, generator: torch.Generator) -> I
 
 
 # Measuring
+
+
+def _rehearsed(choice: Choice | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    return {"rehearsed_new": choice.score.new, "rehearsed_old": choice.score.old}
 
 
 def _measured(
@@ -333,13 +369,19 @@ def break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) -> floa
     return float(levels[lowest]) if lowest else 0.0
 
 
-def report(taught: Taught, data: Spreadsheet) -> str:
+def report(taught: Taught, data: Spreadsheet | Album) -> str:
     """What came of it, in a few lines."""
     summary, rule = taught.info.summary or {}, taught.predictor
+    what = ("pictures", "pictures") if isinstance(data, Album) else ("texts", "rows")
+    strays = data.strays if isinstance(data, Album) else 0
     lines = [
-        ("examples", f"{len(data.texts)} of {summary['labels']} labels"),
-        ("left out", f"{data.duplicates} duplicate rows" if data.duplicates else ""),
-        ("note", f"{data.contradictions} texts have several labels" * bool(data.contradictions)),
+        ("examples", f"{len(data.items)} of {summary['labels']} labels"),
+        ("left out", f"{data.duplicates} duplicate {what[1]}" if data.duplicates else ""),
+        ("", f"{strays} files that are no pictures" if strays else ""),
+        (
+            "note",
+            f"{data.contradictions} {what[0]} have several labels" * bool(data.contradictions),
+        ),
     ]
     if "accuracy" in summary:
         alone, answers = summary["accuracy_of_the_head_alone"], summary["accuracy_of_answers"]
@@ -354,6 +396,14 @@ def report(taught: Taught, data: Spreadsheet) -> str:
         ]
     else:
         lines.append(("held out", "nothing: there are too few examples, so it never abstains"))
+    if "rehearsed_new" in summary:
+        new, old = summary["rehearsed_new"], summary["rehearsed_old"]
+        lines.append(
+            ("new labels", f"{new:.1%} right from {SHOTS} examples each, others {old:.1%}")
+        )
     if isinstance(rule, mbpa.Adapted):
         lines += [("adapts by", f"{rule.rule}"), ("", f"k={rule.k}, {rule.kernel}")]
+    if taught.rows is not None:
+        scale, offset = taught.rows.scale, taught.rows.offset
+        lines.append(("new rows", f"scale {scale:.1f}, offset {offset:.1f}"))
     return "\n".join(f"{name:10} {value}" for name, value in lines if value)

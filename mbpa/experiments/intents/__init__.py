@@ -13,7 +13,7 @@ from mbpa.experiments.experiment import BySeed, Context, Experiment
 from mbpa.experiments.intents.config import PRESETS, IntentsConfig
 from mbpa.experiments.intents.figures import sections
 from mbpa.experiments.intents.incremental import embedding_times, run_method, start_of
-from mbpa.experiments.intents.task import make_task, read_corpus
+from mbpa.experiments.intents.task import make_task, read_corpus, require_corpora
 from mbpa.experiments.intents.tuning import searched, tune
 
 __all__ = ["EXPERIMENT", "IntentsConfig", "run", "tune"]
@@ -22,6 +22,7 @@ __all__ = ["EXPERIMENT", "IntentsConfig", "run", "tune"]
 def run(config: IntentsConfig, context: Context) -> BySeed:
     """One corpus after the other; a method that is done with a split is not done again."""
     config.require()
+    require_corpora(config.corpora, context)
     records: BySeed = {seed: [] for seed in config.seeds}
     encoder = text.encoder(config.encoder, device=context.device)
     total = len(config.corpora) * len(config.seeds) * len(config.methods)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mbpa.rows import NewRows
 from mbpa.split import grow
 
 BATCH = 256
@@ -100,25 +101,16 @@ def with_means(
     scale: float,
     offset: float,
 ) -> nn.Linear:
-    """A copy in which the rows of labels from `old` on are their classes' means, where there are
-    examples.
-
-    With u_c the direction of the mean of class c, and ū, w̄, b̄ the means over old classes of
-    directions, of weights and of biases:
-
-        w_c = w̄ + scale · (u_c − ū),    b_c = b̄ + offset
-
-    Args:
-        sums: of the keys of each class; their lengths do not matter.
-        offset: how much a new label is favoured.
-    """
+    """A copy in which the rows of labels from `old` on are made of the sums of their keys
+    (`mbpa.rows`), where there are examples."""
     present = sums.square().sum(1) > 0
-    directions = F.normalize(sums, dim=1)
+    made = NewRows.around(
+        head.weight[:old], head.bias[:old], sums[:old][present[:old]], scale=scale, offset=offset
+    )
     is_new = present & (torch.arange(len(sums), device=sums.device) >= old)
-    made = grown(head, head.out_features)
+    copy = grown(head, head.out_features)
     with torch.no_grad():
-        middle = directions[:old][present[:old]].mean(0)
-        rows = head.weight[:old].mean(0) + scale * (directions - middle)
-        made.weight.copy_(torch.where(is_new[:, None], rows.to(made.weight.dtype), made.weight))
-        made.bias.copy_(torch.where(is_new, head.bias[:old].mean() + offset, made.bias))
-    return made
+        rows = made.weights(sums).to(copy.weight.dtype)
+        copy.weight.copy_(torch.where(is_new[:, None], rows, copy.weight))
+        copy.bias.copy_(torch.where(is_new, made.biases, copy.bias))
+    return copy

@@ -6,7 +6,7 @@ sentences, the first n of one random order, so that those for few shots are amon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,6 +110,12 @@ class Corpus:
     train: Sentences
     scored: Sentences
     outside: Sentences
+
+
+def require_corpora(names: Iterable[str], context: Context) -> None:
+    """Raise `data.DataError` for one that is not there or damaged, before anything takes long."""
+    for name in names:
+        CORPORA[name][1](context.data_dir)
 
 
 def read_corpus(

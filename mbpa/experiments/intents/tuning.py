@@ -35,7 +35,7 @@ from mbpa.experiments.intents.methods import (
     Trained,
     filled_memory,
 )
-from mbpa.experiments.intents.task import Task, make_task, read_corpus
+from mbpa.experiments.intents.task import Task, make_task, read_corpus, require_corpora
 from mbpa.experiments.results import Record
 from mbpa.experiments.searching import Notebook, best_of, count
 
@@ -59,6 +59,7 @@ def searched(config: IntentsConfig) -> IntentsConfig:
 def tune(config: IntentsConfig, context: Context) -> BySeed:
     """Records of all that was tried, and of what was chosen."""
     config = searched(config)
+    require_corpora(config.corpora, context)
     encoder = text.encoder(config.encoder, device=context.device)
     situations = []
     for name in config.corpora:

@@ -1,0 +1,269 @@
+"""Pictures as keys: read within limits, kept as small files, embedded by a frozen encoder.
+
+A picture is stored, shown and embedded as `kept` gives it, so that one that is embedded again has
+the key it had. Needs the extra `images`, and for models of Hugging Face the extra `text`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mbpa.embedding import Encoder, fingerprint_of, installed_transformers, local_model, no_bars
+from mbpa.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+DEFAULT = "edges"
+"""Needs no weights; good for digits, signs and icons, a mere baseline for photographs."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # few: every other one is code that strangers reach
+MOST_PIXELS = 32_000_000  # of a picture that somebody sends
+SIDE = 512  # most pixels a side of what is kept
+LOSSLESS = 128 * 128  # pixels up to which nothing at all is lost
+BATCH = 32
+
+
+class PictureError(ValueError):
+    """What was given is no picture that can be read; the message is for whoever gave it."""
+
+
+class ImageEncoder(Encoder[bytes]):
+    """From pictures, as `kept` gives them, to keys of unit norm; your own needs one method."""
+
+    takes = "images"
+
+
+def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> ImageEncoder:
+    """The encoder of this name.
+
+    Args:
+        name: "edges", that of a directory with a vision model as Hugging Face stores it, or that
+            of such a model in its cache.
+
+    Raises:
+        MissingExtraError: Pillow, or for a model transformers, is not installed.
+        ValueError: there is no such encoder on this machine, or it is not one of pictures.
+    """
+    _pillow()
+    if name == DEFAULT:
+        return Edges()
+    try:
+        directory = local_model(name)
+    except ValueError as error:
+        raise ValueError(f"name must be {DEFAULT!r}, {error}") from error
+    return _Vision(name, directory, torch.device(device))
+
+
+# Files
+
+
+def kept(data: bytes, *, most_pixels: int = MOST_PIXELS) -> bytes:
+    """A picture as it is kept: upright, grey or RGB, on white where it was transparent, at most
+    `SIDE` pixels a side; without what a camera wrote beside it. PNG if small, else JPEG.
+
+    Args:
+        data: a file in one of `FORMATS`; of a moving one, the first picture counts.
+
+    Raises:
+        PictureError: it is none, or has more pixels than that; which is known before any is made.
+    """
+    module = _pillow()
+    try:
+        with module.open(io.BytesIO(data), formats=FORMATS) as opened:
+            if opened.width * opened.height > most_pixels:
+                raise _too_large(most_pixels)
+            return _file(_shrunk(opened, SIDE))
+    except PictureError:
+        raise
+    except (module.DecompressionBombError, module.DecompressionBombWarning) as error:
+        raise _too_large(most_pixels) from error
+    except module.UnidentifiedImageError as error:
+        known = ", ".join(FORMATS[:-1])
+        raise PictureError(f"a picture must be a {known} or {FORMATS[-1]} file") from error
+    except Exception as error:  # damaged files raise almost anything in Pillow
+        why = " ".join(str(error).split())[:100]
+        raise PictureError(f"a picture cannot be read: {why or type(error).__name__}") from error
+
+
+def pixels_of(data: bytes) -> int:
+    """How many a file says it has, in its first bytes; 0 where it says nothing."""
+    try:
+        with _pillow().open(io.BytesIO(data), formats=FORMATS) as opened:
+            return int(opened.width * opened.height)
+    except Exception:  # `kept` says what is wrong
+        return 0
+
+
+def thumbnail(picture: bytes, side: int = 96) -> bytes:
+    """A small file of what `kept` gave."""
+    with _pillow().open(io.BytesIO(picture), formats=FORMATS) as opened:
+        return picture if max(opened.size) <= side else _file(_shrunk(opened, side))
+
+
+def media_type(picture: bytes) -> str:
+    """Of what `kept` gave."""
+    return "image/png" if picture.startswith(b"\x89PNG") else "image/jpeg"
+
+
+def _shrunk(opened: Image.Image, side: int) -> Image.Image:
+    module = _pillow()
+    from PIL import ImageOps
+
+    if opened.mode.startswith("I"):  # 16 bits; Pillow would cut off what is above 255
+        levels = np.asarray(opened) / 257
+        opened = module.fromarray(levels.clip(0, 255).astype(np.uint8))
+    elif opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
+        opened = opened.convert("RGBA")
+    elif opened.mode not in ("L", "RGB"):
+        opened = opened.convert("L" if opened.mode == "1" else "RGB")
+    opened.thumbnail((side, side), module.Resampling.LANCZOS, reducing_gap=3.0)
+    opened = ImageOps.exif_transpose(opened)
+    if opened.mode == "RGBA":
+        ground = module.new("RGBA", opened.size, "white")
+        opened = module.alpha_composite(ground, opened).convert("RGB")
+    return opened
+
+
+def _file(picture: Image.Image) -> bytes:
+    """Without metadata."""
+    clean = _pillow().frombytes(picture.mode, picture.size, picture.tobytes())
+    file = io.BytesIO()
+    if clean.width * clean.height <= LOSSLESS:
+        clean.save(file, "PNG", compress_level=9)
+    else:
+        clean.save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def _too_large(most: int) -> PictureError:
+    return PictureError(f"a picture must have at most {most:,} pixels")
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("Pillow", extra="images") from error
+    return Image
+
+
+def _rgb(picture: bytes) -> Image.Image:
+    with _pillow().open(io.BytesIO(picture), formats=FORMATS) as opened:
+        found: Image.Image = opened.convert("RGB")
+    return found
+
+
+# Encoders
+
+
+class Edges(ImageEncoder):
+    """How much edge there is in each direction, place by place, and roughly the colours.
+
+    Histograms of oriented gradients (Dalal and Triggs 2005) of the picture squeezed to a square, in
+    places that overlap: strokes may move a little, and how bright a picture is does not matter. A
+    last number that is always the same leaves a blank one a direction, too.
+    """
+
+    name = DEFAULT
+    side, places, directions = 32, 8, 8
+    key_dim = places**2 * (directions + 2) + 1
+    blank = 0.01
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the version of what it does."""
+        return hashlib.sha256(b"edges 1").hexdigest()
+
+    def __call__(self, pictures: Sequence[bytes], /) -> Float[Tensor, "B D"]:
+        keys = torch.empty(len(pictures), self.key_dim)
+        for key, picture in zip(keys, pictures, strict=True):
+            light, *colours = _rgb(picture).convert("YCbCr").split()
+            parts = [self._edges(light), *map(self._colour, colours), np.array([self.blank])]
+            key.copy_(torch.from_numpy(np.concatenate(parts)))
+        return torch.nn.functional.normalize(keys, dim=1)
+
+    def _edges(self, light: Image.Image) -> Float[np.ndarray, "E"]:
+        down, right = np.gradient(np.asarray(light.resize((self.side, self.side)), float) / 255)
+        turn = np.arctan2(down, right) / (2 * np.pi) * self.directions
+        lower = np.floor(turn)
+        row, column = np.indices(turn.shape)
+        found = np.zeros((self.directions, self.side, self.side))
+        for direction, share in ((lower, 1 + lower - turn), (lower + 1, turn - lower)):
+            which = direction.astype(int) % self.directions
+            found[which, row, column] += share * np.hypot(down, right)
+        # A place reaches to the middle of the next, and counts less and less towards it.
+        middles = (np.arange(self.places) + 0.5) * self.side / self.places - 0.5
+        away = np.abs(np.arange(self.side) - middles[:, None]) * self.places / self.side
+        near = np.maximum(0, 1 - away)
+        sums = np.einsum("dij,pi,qj->dpq", found, near, near).flatten()
+        edges: np.ndarray = np.sqrt(sums / (1 + sums.sum()))
+        return edges
+
+    def _colour(self, band: Image.Image) -> Float[np.ndarray, "C"]:
+        small = np.asarray(band.resize((self.places, self.places)), float)
+        return (small.flatten() - 128) / 255
+
+
+class _Vision(ImageEncoder):
+    """A vision model in a directory: its class token if it has one, else the mean of its places;
+    of a model of pictures and texts, what it compares with texts."""
+
+    def __init__(self, name: str, directory: Path, device: torch.device) -> None:
+        transformers = installed_transformers()
+        self.name, self._directory, self._device = name, directory, device
+        # The way that needs no torchvision, whatever is installed: its pixels differ a little.
+        is_new = int(transformers.__version__.partition(".")[0]) >= 5
+        plain: dict[str, Any] = {"backend": "pil"} if is_new else {"use_fast": False}
+        try:
+            self._prepare = transformers.AutoImageProcessor.from_pretrained(
+                directory, local_files_only=True, **plain
+            )
+            with no_bars(transformers):
+                model = transformers.AutoModel.from_pretrained(
+                    directory, local_files_only=True, dtype=torch.float32
+                )
+            self._model = model.to(device).eval().requires_grad_(False)
+            self._has_class_token = any(
+                part.endswith("cls_token") for part, _ in model.named_parameters()
+            )
+            self.key_dim = self._keys([_file(_pillow().new("RGB", (32, 32)))]).shape[1]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"{name} is no model of pictures that can be used: {why}") from error
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the files."""
+        return fingerprint_of(self._directory, version=1)
+
+    def __call__(self, pictures: Sequence[bytes], /) -> Float[Tensor, "B D"]:
+        keys = [
+            self._keys(pictures[start : start + BATCH]) for start in range(0, len(pictures), BATCH)
+        ]
+        return torch.cat(keys) if keys else torch.empty(0, self.key_dim, device=self._device)
+
+    def _keys(self, pictures: Sequence[bytes]) -> Float[Tensor, "B D"]:
+        given = self._prepare([_rgb(picture) for picture in pictures], return_tensors="pt")
+        inputs = given["pixel_values"].to(self._device)
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            if hasattr(self._model, "get_image_features"):
+                found = self._model.get_image_features(pixel_values=inputs)
+                found = getattr(found, "pooler_output", found)
+            else:
+                found = self._pooled(self._model(pixel_values=inputs).last_hidden_state)
+            return torch.nn.functional.normalize(found.float(), dim=1)
+
+    def _pooled(self, states: Float[Tensor, "B *places"]) -> Float[Tensor, "B D"]:
+        if states.ndim == 4:  # channels, height, width
+            return states.mean((2, 3))
+        return states[:, 0] if self._has_class_token else states.mean(1)

@@ -1,0 +1,340 @@
+"""Pictures: what is read and how it is kept, what is refused, and the keys that encoders give."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import random
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mbpa import image
+from mbpa.embedding import embedded
+from mbpa.errors import MissingExtraError
+from mbpa.image import Edges, ImageEncoder, PictureError, encoder, kept
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def file_of(picture, format: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, format, **options)
+    return file.getvalue()
+
+
+def opened(data: bytes):
+    return Image.open(io.BytesIO(data))
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (5, 9, 3), (128, 128, 3), (1, 1)])
+def test_of_a_small_picture_nothing_is_lost(shape):
+    pixels = noise(*shape)
+    first = kept(file_of(Image.fromarray(pixels)))
+    assert np.array_equal(np.asarray(opened(first)), pixels)
+    assert kept(first) == first
+    assert image.media_type(first) == "image/png"
+    assert image.thumbnail(first, side=200) == first
+
+
+def test_a_large_picture_is_kept_small_and_looks_the_same():
+    across, down = np.meshgrid(np.linspace(0, 255, 1500), np.linspace(0, 255, 900))
+    drawn = Image.fromarray(np.stack([across, down, 255 - across], axis=2).astype(np.uint8))
+    found = opened(kept(file_of(drawn)))
+    assert (found.format, found.size) == ("JPEG", (512, 307))
+    expected = drawn.resize(found.size, Image.Resampling.LANCZOS)
+    off = np.abs(np.asarray(found, float) - np.asarray(expected, float))
+    assert off.mean() < 3
+    assert max(opened(image.thumbnail(kept(file_of(drawn)))).size) == 96
+
+
+def test_what_a_camera_wrote_beside_it_is_used_once_and_dropped():
+    pixels = np.zeros((20, 40, 3), np.uint8)
+    pixels[:, :20] = 250
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    exif[0x010E] = "at my home"
+    data = file_of(Image.fromarray(pixels), "JPEG", exif=exif, quality=95)
+    assert b"at my home" in data
+    found = kept(data)
+    assert b"at my home" not in found
+    upright = np.asarray(opened(found))
+    assert upright.shape[:2] == (40, 20)
+    assert upright[:15].min() > 200
+    assert upright[25:].max() < 50
+
+
+def picture_in(mode: str):
+    """Of two pixels: the first black or see-through, the second white."""
+    if mode == "I;16":
+        return Image.fromarray(np.array([[0, 65535]], np.uint16))
+    grey = Image.fromarray(np.array([[0, 255]], np.uint8))
+    if mode == "RGBA":
+        return Image.fromarray(np.array([[[0, 0, 0, 0], [255, 255, 255, 255]]], np.uint8))
+    if mode == "LA":
+        return Image.fromarray(np.array([[[0, 0, 0, 0], [255, 255, 255, 255]]], np.uint8)).convert(
+            "LA"
+        )
+    return grey.convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "format"),
+    [
+        ("1", "PNG"),
+        ("L", "PNG"),
+        ("P", "GIF"),
+        ("RGB", "BMP"),
+        ("I;16", "PNG"),
+        ("RGBA", "PNG"),
+        ("LA", "PNG"),
+        ("RGBA", "WEBP"),
+        ("CMYK", "JPEG"),
+    ],
+)
+def test_pictures_of_all_kinds_are_read(mode, format):
+    options = {"lossless": True} if format == "WEBP" else {}
+    found = opened(kept(file_of(picture_in(mode), format, **options))).convert("L")
+    first, second = np.asarray(found)[0].tolist()
+    see_through = mode in ("RGBA", "LA")
+    assert second >= 250
+    assert first >= 250 if see_through else first <= (60 if mode == "CMYK" else 5)
+
+
+def test_of_a_moving_picture_the_first_counts():
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    data = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert opened(kept(data)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
+
+
+# What is refused
+
+
+def png_of(width: int, height: int) -> bytes:
+    """The beginning of a file that says to be so large."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(name + data))
+        return struct.pack(">I", len(data)) + name + data + check
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(b"\0" * 100_000)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize("side", [6_000, 10_000, 100_000, 2**31 - 1])
+def test_a_bomb_is_refused_before_it_bursts(side):
+    with pytest.raises(PictureError, match=r"at most 32,000,000 pixels|cannot be read"):
+        kept(png_of(side, side))
+    assert image.pixels_of(png_of(6_000, 6_000)) == 36_000_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"hello",
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        b"%PDF-1.7",
+        b"II*\0" + b"\0" * 99,
+    ],
+    ids=["nothing", "text", "SVG", "PDF", "TIFF"],
+)
+def test_what_is_no_picture_is_refused_in_a_line(data):
+    with pytest.raises(PictureError, match="must be a PNG, JPEG, WEBP, GIF or BMP file"):
+        kept(data)
+    assert image.pixels_of(data) == 0
+
+
+@pytest.mark.parametrize("format", image.FORMATS)
+def test_damage_is_refused_or_survived_and_nothing_else(format):
+    chance, whole = random.Random(0), file_of(Image.fromarray(noise(40, 30, 3)), format)
+    damaged = [whole[: len(whole) * part // 20] for part in range(20)]
+    for _ in range(60):
+        bent = bytearray(whole)
+        for _ in range(chance.randrange(1, 6)):
+            bent[chance.randrange(min(len(bent), 400))] = chance.randrange(256)
+        damaged.append(bytes(bent))
+    refusals = []
+    for data in damaged:
+        try:
+            assert opened(kept(data)).size
+        except PictureError as error:
+            refusals.append(str(error))
+    assert len(refusals) >= 15
+    assert not any("\n" in why for why in refusals)
+
+
+# Keys
+
+
+def slow_key(grey: np.ndarray) -> np.ndarray:
+    """Of a picture of 32 by 32 pixels, pixel by pixel, from the definition."""
+    light, sums = grey / 255.0, np.zeros((8, 8, 8))
+    for row in range(32):
+        for column in range(32):
+            above, below = max(row - 1, 0), min(row + 1, 31)
+            left, right = max(column - 1, 0), min(column + 1, 31)
+            down = (light[below, column] - light[above, column]) / (below - above)
+            across = (light[row, right] - light[row, left]) / (right - left)
+            turn = (math.degrees(math.atan2(down, across)) % 360) / 45
+            for p, q in itertools.product(range(8), repeat=2):
+                weight = max(0, 1 - abs(row - (4 * p + 1.5)) / 4)
+                weight *= max(0, 1 - abs(column - (4 * q + 1.5)) / 4)
+                weight *= math.hypot(down, across)
+                sums[int(turn) % 8, p, q] += weight * (1 - turn % 1)
+                sums[(int(turn) + 1) % 8, p, q] += weight * (turn % 1)
+    key = np.concatenate([np.sqrt(sums / (1 + sums.sum())).flatten(), np.zeros(128), [0.01]])
+    return key / np.linalg.norm(key)
+
+
+def test_edges_are_what_their_definition_says():
+    grey = np.asarray(Image.fromarray(noise(8, 8)).resize((32, 32)))
+    found = encoder()([kept(file_of(Image.fromarray(grey)))])
+    # Pillow may round light to the next whole number.
+    np.testing.assert_allclose(found[0].numpy(), slow_key(grey), atol=3e-3)
+
+
+def test_it_does_not_matter_how_bright_a_picture_is_or_that_it_moved_a_little():
+    drawn = np.zeros((32, 32), np.uint8)
+    drawn[8:24, 12:16] = 150
+    pictures = [drawn, drawn + 80, np.roll(drawn, 1, 1), drawn.T]
+    keys = Edges()([kept(file_of(Image.fromarray(each))) for each in pictures])
+    brighter, moved, turned = (keys[1:] @ keys[0]).tolist()
+    assert brighter > 0.999
+    assert brighter > moved > 0.8 > 0.6 > turned
+
+
+def test_colours_are_told_apart_and_a_blank_picture_is_known():
+    named = ("red", "blue", "black", "white", "grey")
+    keys = Edges()([kept(file_of(Image.new("RGB", (9, 9), colour))) for colour in named])
+    torch.testing.assert_close(keys.norm(dim=1), torch.ones(5))
+    assert keys[0] @ keys[1] < 0.5
+    for blank in keys[3:]:
+        torch.testing.assert_close(blank, keys[2])
+
+
+def test_a_picture_has_the_same_key_in_any_company():
+    files = [kept(file_of(Image.fromarray(noise(30, 20 + n, 3, seed=n)))) for n in range(5)]
+    together = Edges()(files)
+    torch.testing.assert_close(together, torch.cat([Edges()([file]) for file in files]))
+    assert Edges()([]).shape == (0, Edges.key_dim)
+
+
+class Counting(ImageEncoder):
+    name, key_dim = "counting", 2
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, pictures: Sequence[bytes], /) -> Float[Tensor, "B D"]:
+        self.asked += len(pictures)
+        sums = torch.tensor([[float(sum(each)), 1.0] for each in pictures])
+        return torch.nn.functional.normalize(sums, dim=1)
+
+
+def test_a_picture_is_embedded_once_and_then_found_by_what_it_shows(tmp_path):
+    files = [b"a", b"b", b"a"]
+    first, second = Counting(), Counting()
+    expected = embedded(first, files, tmp_path)
+    assert torch.equal(embedded(second, files, tmp_path), expected)
+    assert (first.asked, second.asked) == (2, 0)
+
+
+def tiny_model(kind: str, folder: Path) -> torch.nn.Module:
+    """Of random weights, saved as Hugging Face does."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    patches = {"hidden_size": 16, "image_size": 32, "patch_size": 8, **sizes}
+    if kind == "vit":
+        model = transformers.ViTModel(transformers.ViTConfig(**patches))
+    elif kind == "resnet":
+        config = transformers.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"
+        )
+        model = transformers.ResNetModel(config)
+    elif kind == "swin":
+        config = transformers.SwinConfig(
+            image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4
+        )
+        model = transformers.SwinModel(config)
+    else:
+        words = {"vocab_size": 50, "hidden_size": 16, **sizes}
+        config = transformers.CLIPConfig(
+            text_config=words, vision_config=patches, projection_dim=12
+        )
+        model = transformers.CLIPModel(config)
+    model.save_pretrained(folder)
+    settings = {
+        "image_processor_type": "ViTImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.5, 0.6, 0.7],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return model.eval()
+
+
+def expected_keys(kind: str, model: torch.nn.Module, pictures) -> Tensor:
+    scaled = np.stack(
+        [np.asarray(each.resize((32, 32), Image.Resampling.BILINEAR)) for each in pictures]
+    )
+    mean, deviation = np.array([0.5, 0.4, 0.3]), np.array([0.5, 0.6, 0.7])
+    inputs = torch.tensor((scaled / 255 - mean) / deviation).float().permute(0, 3, 1, 2)
+    with torch.no_grad():
+        if kind == "clip":
+            pooled = model.vision_model(inputs).pooler_output
+            return model.visual_projection(pooled)
+        states = model(inputs).last_hidden_state
+    return {"vit": lambda: states[:, 0], "swin": lambda: states.mean(1)}.get(
+        kind, lambda: states.mean((2, 3))
+    )()
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet", "swin", "clip"])
+def test_a_vision_model_gives_the_keys_that_it_gives_by_itself(kind, tmp_path):
+    model = tiny_model(kind, tmp_path)
+    pictures = [Image.fromarray(noise(40, 50, 3, seed=n)) for n in range(3)]
+    found = encoder(str(tmp_path))
+    keys = found([kept(file_of(each)) for each in pictures])
+    expected = torch.nn.functional.normalize(expected_keys(kind, model, pictures), dim=1)
+    torch.testing.assert_close(keys, expected, atol=1e-4, rtol=0)
+    assert keys.shape == (3, found.key_dim)
+    before = found.fingerprint
+    with (tmp_path / "preprocessor_config.json").open("a") as file:
+        file.write(" ")
+    assert encoder(found.name).fingerprint != before, "of the files"
+
+
+def test_what_is_no_encoder_of_pictures_is_named(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"name must be 'edges', a directory, .* 'nobody/has-it'"):
+        encoder("nobody/has-it")
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is no model of pictures that can be used"):
+        encoder(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtraError, match=r"Pillow is not .* 'mbpa\[images\]'"):
+        encoder()
