@@ -311,6 +311,8 @@ def test_the_report_is_made_of_records_alone(task: Task) -> None:
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"scored": 0}, "scored must be at least 1, got 0"),
         ({"held_out": 500}, "held_out must be at most 400"),
+        ({"shrunk": 0.0}, "shrunk must be above 0 and at most 1, got 0.0"),
+        ({"shrunk": 1.2}, "shrunk must be above 0 and at most 1, got 1.2"),
         ({"classes": 2, "pretraining": Pretraining(batch=512)}, "at most 500"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import time
 import warnings
@@ -186,14 +187,17 @@ def _process(fabric: Any, job: _Job) -> None:
 def _trained(job: _Job, fabric: Any = None) -> ResNet:
     settings, context, name = job.settings, job.context, job.name
     kept: dict[str, Any] = context.workspace.load(name) or {"epochs": 0}
-    done, learner, seen = kept["epochs"], _learner(job, fabric, kept), 0
+    done, learner, recorded = kept["epochs"], _learner(job, fabric, kept), 0
     last_kept = time.monotonic()
     with context.bar(settings.epochs, f"training {name}", "epochs", initial=done) as bar:
         for epoch in range(done, settings.epochs):
             size = settings.pixels(job.pictures, epoch)
-            if learner.records and size != seen:
-                learner, seen = _learner(job, fabric, learner.state(epoch)), size
+            if learner.records and size != recorded:
+                if recorded:
+                    learner = _learner(job, fabric, learner.state(epoch))
+                    gc.collect()  # what is recorded is a part of itself, and holds its memory
                 _record(learner.own, settings.batch, size)
+                recorded = size
             _epoch(learner, settings, job.pictures, job.seed, epoch)
             bar.update()
             due = (epoch + 1) % KEPT_EVERY == 0 or epoch + 1 == settings.epochs

@@ -89,6 +89,8 @@ class ImagesConfig:
             raise ValueError(f"size must be at least 8, got {self.size}")
         if self.enlarged < 0:
             raise ValueError(f"enlarged must not be negative, got {self.enlarged}")
+        if not 0 < self.shrunk <= 1:
+            raise ValueError(f"shrunk must be above 0 and at most 1, got {self.shrunk}")
         if self.pretraining.padding >= self.size:
             raise ValueError(
                 f"pretraining.padding must be below size {self.size}, "

@@ -1,7 +1,6 @@
 """The presets: what is run.
 
-The settings of `PAPER` are what `mbpa tune incremental-images --preset paper --adopt` chose; until
-that has been run they are first guesses.
+The settings of `PAPER` are what `mbpa tune incremental-images --preset paper --adopt` chose.
 """
 
 from __future__ import annotations
