@@ -45,6 +45,7 @@ from benchmarks.serving_tables import refreshed
 from mbpa.serve.classifier import Classifier
 
 LESSONS = 10  # a second, while it is taught at a steady pace
+PREPARED = 500  # different lessons
 SAMPLES = 60  # of a soak
 ASKING = 4  # clients that ask meanwhile
 KEPT = 1000  # examples, of which half are forgotten when there are more
@@ -171,8 +172,11 @@ async def open_loop(server: Server, bodies: list[bytes], rate: float, seconds: f
 
 @contextlib.asynccontextmanager
 async def teaching(server: Server, pause: float) -> AsyncIterator[Tally]:
-    """Somebody who teaches meanwhile, one call after the other."""
-    tally, bodies = Tally(), lessons()
+    """Somebody who teaches meanwhile, one call after the other.
+
+    What is taught is made beforehand: whoever asks shares this process, and would wait for it.
+    """
+    tally, bodies = Tally(), itertools.cycle(list(itertools.islice(lessons(), PREPARED)))
 
     async def teach() -> None:
         async with Client(server) as client:
