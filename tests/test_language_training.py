@@ -435,6 +435,33 @@ def test_an_interrupted_training_ends_as_one_that_was_not(
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_recorded_steps_are_the_steps_that_were_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, found = a_corpus(), {}
+    for name, first, class_ in (
+        ("step by step", 10**9, TrainingRun),
+        ("recorded", 3, TrainingRun),
+        ("interrupted", 3, Interrupted),
+    ):
+        monkeypatch.setattr(training, "FIRST_STEPS", first)
+        monkeypatch.setattr(training, "TrainingRun", class_)
+        monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
+        place = replace(a_context(tmp_path / name), device=torch.device("cuda"))
+        while name not in found:
+            with contextlib.suppress(KeyboardInterrupt):
+                found[name] = trained(TINY, corpus, place, 3)
+    untrained = LanguageModel(11, 12, 8).cuda()
+    for name, parameter in found["step by step"].named_parameters():
+        for other in ("recorded", "interrupted"):
+            torch.testing.assert_close(
+                found[other].get_parameter(name), parameter, rtol=1e-2, atol=1e-3
+            )
+        assert (untrained.get_parameter(name) - parameter).abs().max() > 0.01  # which is not near
+
+
 def test_kept_work_of_another_text_is_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
