@@ -7,9 +7,10 @@ from typing import Any
 
 import gradio as gr
 
+from mbpa import image
 from mbpa.explorer.lessons import Desk
 
-KINDS = [".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"]
+KINDS = list(image.SUFFIXES)
 DROP: dict[str, Any] = {"height": 140, "elem_classes": "drop"}
 
 
