@@ -415,12 +415,12 @@ def test_average_precision_is_the_mean_precision_at_what_is_found():
 
 def test_an_opinion_that_came_to_nothing_is_settled_all_the_same():
     """Between a click and what comes of it the list may have been made anew."""
-    from mbpa.explorer.page import _Session
+    from mbpa.explorer.visits import Session
 
     first, second = (
         review.Opinion(Example(id, "a", None, None), "b", 0.6, 0.1, 0.5) for id in (1, 2)
     )
-    session = _Session(queues={"list": [second]})
+    session = Session(queues={"list": [second]})
     session.settle("list", first)
     assert session.queues["list"] == [second]
     session.settle("list", second)

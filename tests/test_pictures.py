@@ -8,6 +8,7 @@ import gc
 import html
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -317,12 +318,13 @@ def test_a_request_sent_again_teaches_no_picture_twice(classifier, files):
     assert classifier.labels["eight"] == 1
 
 
-def test_what_is_done_at_the_desk_to_a_picture_can_be_undone(classifier, files):
+def test_what_is_done_at_the_desk_to_a_picture_can_be_undone(classifier, files, tmp_path):
     def known() -> set:
         return {(each.label, classifier.image(each.id)) for each in classifier.examples()}
 
     before = state(classifier), known()
-    eights = [path.read_bytes() for path in files["eight"][:3]]
+    eights = files["eight"][:3]
+    (tmp_path / "none.png").write_bytes(b"none")
     for deed in (
         lambda desk: desk.teach("eight", [*eights, eights[0]]),
         lambda desk: desk.relabel(1, "eight"),
@@ -333,7 +335,9 @@ def test_what_is_done_at_the_desk_to_a_picture_can_be_undone(classifier, files):
         at_the_desk(classifier, lambda desk, done=done: desk.undo(done))
         assert (state(classifier), known()) == before
     with pytest.raises(InputError, match=r"picture 2 of 2: a picture must be a PNG"):
-        at_the_desk(classifier, lambda desk: desk.teach("eight", [eights[0], b"none"]))
+        at_the_desk(
+            classifier, lambda desk: desk.teach("eight", [eights[0], tmp_path / "none.png"])
+        )
     assert (state(classifier), known()) == before
     assert len(lessons.thumbnails(classifier, [3, 999])) == 1
 
@@ -427,13 +431,12 @@ def test_the_report_names_what_was_left_out(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # Playwright's pipe to its driver
-def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path, monkeypatch):
+def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path):
     from playwright.sync_api import sync_playwright
 
     from mbpa.explorer import page
 
     chromium = browser.found_or_skip()
-    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
 
     async def mounted():
         return page.mount(create_app(classifier), classifier)
@@ -448,13 +451,23 @@ def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path
     ):
         visitor = Visitor(opened.new_page(), url)  # which leads to the page
         _asks_teaches_and_undoes(visitor, classifier, files)
+        assert uploaded(classifier) == 1, "what is asked; what was taught is in the journal alone"
         _reviews(visitor, classifier)
         _drops_what_is_no_picture(visitor, tmp_path / "broken.png")
     gc.collect()  # here, where what is left open is no error
-    assert (tmp_path / "uploads").exists()
-    assert not [path for path in (tmp_path / "uploads").rglob("*") if path.is_file()]
+    assert not folder_of(classifier).exists()
+    assert "GRADIO_TEMP_DIR" not in os.environ
     assert visitor.troubles == []
     assert visitor.hosts == {url.removeprefix("http://")}
+
+
+def folder_of(classifier: Classifier) -> Path:
+    """Where uploads are."""
+    return classifier.journal.path.with_name(f"{JOURNAL}-uploads")
+
+
+def uploaded(classifier: Classifier) -> int:
+    return sum(path.is_file() for path in folder_of(classifier).rglob("*"))
 
 
 def drop(visitor: Visitor, label: str, *paths: Path) -> None:
