@@ -568,6 +568,8 @@ def test_what_is_dropped_stays_no_longer_than_it_must(opened, classifier, files,
         assert "drop it again" in asked(opened, str(elsewhere))
     assert "drop it again" in asked(opened, "http://elsewhere.example/x.png")
     assert [each for each in folder.rglob("*") if each.is_file()] == [Path(path)]
+    for hidden in (classifier.journal.path, f"{folder}/../{JOURNAL}", f"{folder}/%2e%2e/{JOURNAL}"):
+        assert opened.get(f"/gradio_api/file={hidden}").status_code in (403, 404)
 
 
 def asked(client: httpx.Client, path: str) -> str:
