@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 DEFAULT = "edges"
 """Needs no weights; good for digits, signs and icons, a mere baseline for photographs."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # few: every other one is code that strangers reach
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")  # of their files
 MOST_PIXELS = 32_000_000  # of a picture that somebody sends
 SIDE = 512  # most pixels a side of what is kept
 LOSSLESS = 128 * 128  # pixels up to which nothing at all is lost
+SLIMMEST = 4  # times as long as wide, of what a model gets
 BATCH = 32
 
 
@@ -163,6 +165,19 @@ def _rgb(picture: bytes) -> Image.Image:
     return found
 
 
+def _widened(picture: Image.Image) -> Image.Image:
+    """At most `SLIMMEST` times as long as wide, by white on both sides: models scale the shorter
+    side to a size of theirs, which would make a strip of one pixel a hundred megabytes."""
+    least = -(-max(picture.size) // SLIMMEST)
+    if min(picture.size) >= least:
+        return picture
+    width, height = (max(side, least) for side in picture.size)
+    ground = _pillow().new("RGB", (width, height), "white")
+    ground.paste(picture, ((width - picture.width) // 2, (height - picture.height) // 2))
+    widened: Image.Image = ground
+    return widened
+
+
 # Encoders
 
 
@@ -214,6 +229,14 @@ class Edges(ImageEncoder):
         return (small.flatten() - 128) / 255
 
 
+# What loading and trying a model may raise: files that are missing or damaged, parts that are not
+# installed, models that are of something else.
+_UNUSABLE = (
+    *(OSError, ValueError, KeyError, TypeError),
+    *(ImportError, AttributeError, RuntimeError),
+)
+
+
 class _Vision(ImageEncoder):
     """A vision model in a directory: its class token if it has one, else the mean of its places;
     of a model of pictures and texts, what it compares with texts."""
@@ -236,15 +259,17 @@ class _Vision(ImageEncoder):
             self._has_class_token = any(
                 part.endswith("cls_token") for part, _ in model.named_parameters()
             )
-            self.key_dim = self._keys([_file(_pillow().new("RGB", (32, 32)))]).shape[1]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            # Of two shapes, since not every way to prepare them makes these one.
+            shapes = [_file(_pillow().new("RGB", size)) for size in ((32, 32), (48, 32))]
+            self.key_dim = self._keys(shapes).shape[1]
+        except _UNUSABLE as error:
             why = " ".join(str(error).split())
             raise ValueError(f"{name} is no model of pictures that can be used: {why}") from error
 
     @cached_property
     def fingerprint(self) -> str:
         """Of the files."""
-        return fingerprint_of(self._directory, version=1)
+        return fingerprint_of(self._directory, version=2)
 
     def __call__(self, pictures: Sequence[bytes], /) -> Float[Tensor, "B D"]:
         keys = [
@@ -253,7 +278,11 @@ class _Vision(ImageEncoder):
         return torch.cat(keys) if keys else torch.empty(0, self.key_dim, device=self._device)
 
     def _keys(self, pictures: Sequence[bytes]) -> Float[Tensor, "B D"]:
-        given = self._prepare([_rgb(picture) for picture in pictures], return_tensors="pt")
+        given = self._prepare(
+            [_widened(_rgb(picture)) for picture in pictures],
+            return_tensors="pt",
+            input_data_format="channels_last",  # which would be guessed, of three rows wrongly
+        )
         inputs = given["pixel_values"].to(self._device)
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             if hasattr(self._model, "get_image_features"):

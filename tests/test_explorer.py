@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import html
 import os
 import re
 import socket
@@ -247,6 +248,21 @@ def at_the_desk(classifier: Classifier, *visits):
     return asyncio.run(day())
 
 
+def on_the_page(classifier: Classifier, visit):
+    """What a visitor takes away from the page itself, without a browser."""
+    from mbpa.explorer.page import _Page
+    from mbpa.explorer.uploads import Uploads
+
+    async def shown(desk: Desk):
+        uploads = Uploads.beside(classifier.journal)
+        try:
+            return await visit(_Page(desk, uploads))
+        finally:
+            uploads.close()
+
+    return at_the_desk(classifier, shown)
+
+
 def state(classifier: Classifier) -> Counter:
     """Everything that is known, but for ids."""
     ids, keys = classifier.entries()
@@ -415,17 +431,38 @@ def test_average_precision_is_the_mean_precision_at_what_is_found():
 
 def test_an_opinion_that_came_to_nothing_is_settled_all_the_same():
     """Between a click and what comes of it the list may have been made anew."""
-    from mbpa.explorer.page import _Session
+    from mbpa.explorer.visits import Session
 
     first, second = (
         review.Opinion(Example(id, "a", None, None), "b", 0.6, 0.1, 0.5) for id in (1, 2)
     )
-    session = _Session(queues={"list": [second]})
+    session = Session(queues={"list": [second]})
     session.settle("list", first)
     assert session.queues["list"] == [second]
     session.settle("list", second)
     session.settle("another", second)
     assert session.queues["list"] == []
+
+
+def test_what_stands_in_a_list_is_escaped(classifier):
+    from mbpa.explorer.review_tab import ReviewTab
+    from mbpa.explorer.visits import Session
+
+    found = [
+        review.Opinion(Example(1, "a", text, None), "b", 0.6, 0.1, 0.5)
+        for text in (EVIL, None, "x" * 5000)
+    ]
+
+    async def visit(page):
+        with page.blocks:
+            tab = ReviewTab(page, "list", review.least_certain)
+        assert tab._list.datatype[0] == "html"
+        return await tab._listed(Session(queues={"list": found}))
+
+    table, *_ = on_the_page(classifier, visit)
+    shown = [row[0] for row in table]
+    assert shown[:2] == [html.escape(EVIL), "example 1"]
+    assert len(shown[2]) == 601
 
 
 # Pictures
@@ -555,6 +592,7 @@ def test_the_map_marks_a_query_and_its_neighbours(classifier):
     (query,) = [each for each in drawn.iter("circle") if each.get("class") == "query"]
     same = [each for each in circles if each[0].text == "card: card late"]
     assert same[0].get("cx") == query.get("cx")
+    assert query[0].text == "your sentence"
 
 
 def test_a_large_memory_is_shown_in_part():

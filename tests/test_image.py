@@ -9,6 +9,7 @@ import math
 import random
 import struct
 import sys
+import tracemalloc
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,9 +142,18 @@ def png_of(width: int, height: int) -> bytes:
     )
 
 
-@pytest.mark.parametrize("side", [6_000, 10_000, 100_000, 2**31 - 1])
-def test_a_bomb_is_refused_before_it_bursts(side):
-    with pytest.raises(PictureError, match=r"at most 32,000,000 pixels|cannot be read"):
+@pytest.mark.parametrize(
+    ("side", "why"),
+    [
+        *((side, "at most 32,000,000 pixels") for side in (6_000, 10_000, 100_000)),
+        (
+            2**31 - 1,
+            "at most 32,000,000 pixels|cannot be read",
+        ),  # of which Pillow may say so itself
+    ],
+)
+def test_a_bomb_is_refused_before_it_bursts(side, why):
+    with pytest.raises(PictureError, match=why):
         kept(png_of(side, side))
     assert image.pixels_of(png_of(6_000, 6_000)) == 36_000_000
 
@@ -294,6 +304,18 @@ def tiny_model(kind: str, folder: Path) -> torch.nn.Module:
     return model.eval()
 
 
+SHORTEST = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 224},
+    "crop_size": {"height": 32, "width": 32},
+}
+
+
+def prepared(folder: Path, **settings: object) -> None:
+    """Let its pictures be prepared otherwise."""
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
 def expected_keys(kind: str, model: torch.nn.Module, pictures) -> Tensor:
     scaled = np.stack(
         [np.asarray(each.resize((32, 32), Image.Resampling.BILINEAR)) for each in pictures]
@@ -323,6 +345,82 @@ def test_a_vision_model_gives_the_keys_that_it_gives_by_itself(kind, tmp_path):
     with (tmp_path / "preprocessor_config.json").open("a") as file:
         file.write(" ")
     assert encoder(found.name).fingerprint != before, "of the files"
+
+
+@pytest.mark.parametrize("shape", [(1, 512, 3), (512, 1, 3)])
+def test_a_slim_picture_costs_a_model_no_more_than_others(shape, tmp_path):
+    tiny_model("vit", tmp_path)
+    prepared(tmp_path, **SHORTEST)
+    found = encoder(str(tmp_path))
+    slim = noise(*shape)
+    wide = np.full([max(side, 128) for side in shape[:2]] + [3], 255, np.uint8)
+    wide[tuple(slice(63, 64) if side == 1 else slice(None) for side in shape[:2])] = slim
+    (expected,) = found([file_of(Image.fromarray(wide))])
+    tracemalloc.start()
+    try:
+        (key,) = found([kept(file_of(Image.fromarray(slim)))])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 30_000_000, "scaled to 224 a side it would have 77 million numbers"
+    torch.testing.assert_close(key, expected)
+
+
+def test_of_three_rows_none_is_taken_for_a_colour(tmp_path):
+    model = tiny_model("vit", tmp_path)
+    for shape in ((3, 9, 3), (9, 3, 3), (3, 3, 3)):
+        picture = Image.fromarray(noise(*shape))
+        expected = torch.nn.functional.normalize(expected_keys("vit", model, [picture]), dim=1)
+        found = encoder(str(tmp_path))([kept(file_of(picture))])
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def unprepared(folder: Path) -> None:
+    """Pictures of two shapes become no batch."""
+    tiny_model("resnet", folder)
+    prepared(folder, **SHORTEST, do_center_crop=False)
+
+
+def with_words(folder: Path) -> None:
+    """Of words, as its model wants them, but prepared as pictures."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    prepared(folder, **SHORTEST)
+
+
+def with_parts_of_another_size(folder: Path) -> None:
+    tiny_model("vit", folder)
+    prepared(folder, **(SHORTEST | {"crop_size": {"height": 24, "width": 40}}))
+
+
+@pytest.mark.parametrize("make", [unprepared, with_words, with_parts_of_another_size])
+def test_a_model_that_cannot_be_used_is_refused_in_a_line(make, tmp_path):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=r"is no model of pictures that can be used: .") as refused:
+        encoder(str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
+def test_what_a_model_lacks_is_told_in_a_line(error, tmp_path, monkeypatch):
+    """As one whose way of preparing pictures wants a library that is not there."""
+    transformers = pytest.importorskip("transformers")
+    tiny_model("vit", tmp_path)
+
+    def lacking(*_: object, **__: object) -> object:
+        raise error("it\n  requires\nanother")
+
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", lacking)
+    with pytest.raises(ValueError, match="can be used: it requires another"):
+        encoder(str(tmp_path))
+
+
+def test_the_kinds_of_files_are_those_that_are_read():
+    Image.init()
+    assert {Image.EXTENSION[suffix] for suffix in image.SUFFIXES} == set(image.FORMATS)
 
 
 def test_what_is_no_encoder_of_pictures_is_named(tmp_path, monkeypatch):

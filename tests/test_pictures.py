@@ -8,12 +8,14 @@ import gc
 import html
 import io
 import json
+import os
 import re
 import shlex
 import shutil
 from pathlib import Path
 
 import browser
+import gradio as gr
 import httpx
 import numpy as np
 import pytest
@@ -21,16 +23,22 @@ import schemathesis
 from digits import NAMES, in_base64, write_digits
 from runs import WordEncoder, write_word_run
 from servers import Server, running
-from test_explorer import Visitor, at_the_desk, state
+from starlette.exceptions import HTTPException
+from test_explorer import Visitor, at_the_desk, on_the_page, state
 from test_image import file_of, png_of
 from test_serve import LONG, _drawn_cases
 
 from mbpa import cli, image
 from mbpa.errors import RunError
-from mbpa.explorer import lessons
+from mbpa.explorer import lessons, page, review
+from mbpa.explorer.lessons import Deed
+from mbpa.explorer.page import _Page
+from mbpa.explorer.review_tab import ReviewTab
+from mbpa.explorer.uploads import Uploads
+from mbpa.explorer.visits import Session
 from mbpa.serve import teaching
 from mbpa.serve.album import read_album
-from mbpa.serve.answers import Answer, Lesson
+from mbpa.serve.answers import MOST_PIXELS, Answer, Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import InputError, Journal
 from mbpa.serve.run import JOURNAL
@@ -91,8 +99,8 @@ def ask(client: httpx.Client, *paths: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_digits_that_it_never_saw_are_taught_over_http(run, files):
-    """Three pictures each of "eight" and "nine", and the next answer knows them; also after a
-    restart, and after they are forgotten they have never been."""
+    """Three pictures each of "eight" and "nine", and more than half of the others are known, of
+    which none was; also after a restart, and after they are forgotten they have never been."""
     asked = [path for name in NEW for path in files[name][3:]]
     with Server(run) as server:
         before = ask(server.client, *asked)
@@ -108,8 +116,8 @@ def test_digits_that_it_never_saw_are_taught_over_http(run, files):
         right = [
             answer["label"] == path.parent.name for answer, path in zip(after, asked, strict=True)
         ]
-        assert sum(right[:22]) >= 5
-        assert sum(right[22:]) >= 5
+        assert sum(right[:22]) > 11
+        assert sum(right[22:]) > 11
         assert [answer["label"] for answer in ask(server.client, *known)] == list(KNOWN)
         assert server.stop() == 0, "".join(server.said)
         assert not any("Traceback" in line for line in server.said)
@@ -317,12 +325,13 @@ def test_a_request_sent_again_teaches_no_picture_twice(classifier, files):
     assert classifier.labels["eight"] == 1
 
 
-def test_what_is_done_at_the_desk_to_a_picture_can_be_undone(classifier, files):
+def test_what_is_done_at_the_desk_to_a_picture_can_be_undone(classifier, files, tmp_path):
     def known() -> set:
         return {(each.label, classifier.image(each.id)) for each in classifier.examples()}
 
     before = state(classifier), known()
-    eights = [path.read_bytes() for path in files["eight"][:3]]
+    eights = files["eight"][:3]
+    (tmp_path / "none.png").write_bytes(b"none")
     for deed in (
         lambda desk: desk.teach("eight", [*eights, eights[0]]),
         lambda desk: desk.relabel(1, "eight"),
@@ -333,9 +342,29 @@ def test_what_is_done_at_the_desk_to_a_picture_can_be_undone(classifier, files):
         at_the_desk(classifier, lambda desk, done=done: desk.undo(done))
         assert (state(classifier), known()) == before
     with pytest.raises(InputError, match=r"picture 2 of 2: a picture must be a PNG"):
-        at_the_desk(classifier, lambda desk: desk.teach("eight", [eights[0], b"none"]))
+        at_the_desk(
+            classifier, lambda desk: desk.teach("eight", [eights[0], tmp_path / "none.png"])
+        )
     assert (state(classifier), known()) == before
     assert len(lessons.thumbnails(classifier, [3, 999])) == 1
+
+
+def test_pictures_are_read_one_at_a_time_so_that_large_ones_may_be_many(classifier, tmp_path):
+    """Together they have more pixels than a call over HTTP may bring."""
+    large = [tmp_path / f"{shade}.png" for shade in (40, 120, 200)]
+    for path in large:
+        Image.new("L", (5000, 5000), int(path.stem)).save(path)
+    assert sum(image.pixels_of(path.read_bytes()) for path in large) > MOST_PIXELS
+    done = at_the_desk(classifier, lambda desk: desk.teach("grey", large))
+    assert len(done.added) == 3
+
+
+def test_pictures_are_counted_before_one_is_read(classifier, tmp_path):
+    missing = [tmp_path / f"{number}.png" for number in range(257)]
+    with pytest.raises(InputError, match="at most 256 examples at a time, got 257"):
+        at_the_desk(classifier, lambda desk: desk.teach("eight", missing))
+    with pytest.raises(InputError, match="picture 1 of 256: it is not there any more"):
+        at_the_desk(classifier, lambda desk: desk.teach("eight", missing[:256]))
 
 
 # What people have
@@ -425,15 +454,175 @@ def test_the_report_names_what_was_left_out(tmp_path):
 # The page
 
 
+def test_a_picture_is_called_one_whatever_lies_near_it(classifier, files):
+    """Examples that were taught by embeddings have no pictures."""
+    small = image.kept(files["two"][0].read_bytes())
+    key = classifier.encode([small])[0]
+    for label in list(classifier.labels):
+        classifier.forget(label=label)
+    classifier.learn([Lesson(label, key=key) for label in ("a", "b")])
+
+    async def visit(shown: _Page):
+        path = dropped(shown, files["two"][0])
+        return await shown._look([str(path)])
+
+    answer, _, drawn = on_the_page(classifier, visit)
+    assert "your picture" in answer
+    assert drawn.count("your picture") == 2, "beside it and below it"
+    assert "your sentence" not in drawn
+
+
+def dropped(shown: _Page, path: Path) -> Path:
+    """As Gradio keeps an upload."""
+    folder = shown._form._uploads.folder / "abc"
+    folder.mkdir(exist_ok=True)
+    return Path(shutil.copy(path, folder))
+
+
+def test_what_cannot_be_shown_is_told_and_a_deed_that_is_done_is_shown_as_such(classifier, files):
+    """The journal is gone, of which the pictures are; the deed was done before."""
+    opinions = review.opinions(classifier)[:3]
+
+    async def visit(shown: _Page):
+        with shown.blocks:
+            tab = ReviewTab(shown, "list", review.least_certain)
+        session = Session(queues={"list": opinions})
+        whole = await tab._listed(session)
+        path = dropped(shown, files["two"][0])
+        classifier.journal.close()
+        for work in (shown.thumbnails([1]), shown._look([str(path)]), tab._listed(session)):
+            with pytest.raises(gr.Error, match="is closed"):
+                await work
+        found = await tab._after(session, opinions[0], Deed("It was done."), [str(path)])
+        assert len(found) == len(whole) + len(shown.after_deed)
+        return session, found[len(whole)], await shown.done(session, "And this.", [])
+
+    session, said, after = on_the_page(classifier, visit)
+    assert said == "It was done."
+    assert [deed.said for deed in session.deeds] == ["It was done."]
+    assert session.queues["list"] == opinions[1:]
+    assert after[0] == "And this."
+
+
+def test_the_oldest_uploads_go_when_there_are_too_many(tmp_path):
+    uploads = Uploads(tmp_path, most_bytes=1000, most_files=5)
+    try:
+        files = [tmp_path / str(number) / "x.png" for number in range(5)]
+        for number, path in enumerate(files):
+            path.parent.mkdir()
+            path.write_bytes(b"x" * 180)
+            os.utime(path, (1e9 + number, 1e9 + number))
+        (tmp_path / "stale").write_bytes(b"part of what did not come to its end")
+        os.utime(tmp_path / "stale", (1e9, 1e9))
+        (tmp_path / "coming").write_bytes(b"part of what comes")
+        uploads.admit(300)
+        uploads.make_room()
+        assert [path.exists() for path in files] == [False, False, True, True, True]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "4", "coming"]
+        uploads.admit(500)
+        uploads.make_room()
+        assert [path.exists() for path in files] == [False, False, False, False, True]
+        for size, status in ((1001, 413), (201, 429)):
+            with pytest.raises(HTTPException) as refused:
+                uploads.admit(size)
+            assert refused.value.status_code == status
+        uploads.left(300)
+        uploads.admit(201)
+        few = Uploads(tmp_path, most_files=0)
+        few.make_room()
+        assert not files[4].exists()
+        few.close()
+    finally:
+        uploads.close()
+    assert not tmp_path.exists()
+    assert "GRADIO_TEMP_DIR" not in os.environ
+
+
+@pytest.fixture
+def opened(classifier):
+    """A client of the page, in whose folder somebody who was killed has left a picture."""
+    folder_of(classifier).mkdir()
+    (folder_of(classifier) / "left.png").write_bytes(b"a secret")
+
+    async def mounted():
+        return page.mount(create_app(classifier), classifier)
+
+    app = asyncio.run(mounted())
+    with running(app) as url, httpx.Client(base_url=url + page.PATH, timeout=60) as client:
+        yield client
+    gc.collect()
+
+
+@pytest.mark.slow
+def test_what_is_dropped_stays_no_longer_than_it_must(opened, classifier, files, tmp_path):
+    folder = folder_of(classifier)
+    assert list(folder.iterdir()) == [], "emptied at the start"
+    assert folder.stat().st_mode & 0o077 == 0, "for nobody else to read"
+    upload = {"files": files["eight"][0].open("rb")}
+    (path,) = opened.post("/gradio_api/upload", files=upload).raise_for_status().json()
+    upload["files"].close()
+    assert Path(path).is_relative_to(folder)
+    assert Path(path).read_bytes() == files["eight"][0].read_bytes()
+    assert "your picture" in asked(opened, path)
+    for elsewhere in (files["eight"][1], tmp_path / "none", f"{folder}/../{JOURNAL}"):
+        assert "drop it again" in asked(opened, str(elsewhere))
+    assert "drop it again" in asked(opened, "http://elsewhere.example/x.png")
+    assert [each for each in folder.rglob("*") if each.is_file()] == [Path(path)]
+    for hidden in (classifier.journal.path, f"{folder}/../{JOURNAL}", f"{folder}/%2e%2e/{JOURNAL}"):
+        assert opened.get(f"/gradio_api/file={hidden}").status_code in (403, 404)
+
+
+def asked(client: httpx.Client, path: str) -> str:
+    """What the page says of a picture."""
+    parts = client.get("/config").raise_for_status().json()
+    (place,) = [
+        each["id"] for each in parts["components"] if each["props"].get("label") == "Picture"
+    ]
+    asking = next(
+        each["id"] for each in parts["dependencies"] if [place, "upload"] in each["targets"]
+    )
+    file = {"path": path, "meta": {"_type": "gradio.FileData"}}
+    call = {"data": [file], "fn_index": asking, "session_hash": "visitor"}
+    client.post("/gradio_api/queue/join", json=call).raise_for_status()
+    with client.stream("GET", "/gradio_api/queue/data?session_hash=visitor") as events:
+        for line in events.iter_lines():
+            if "process_completed" in line:
+                return line
+    raise AssertionError("no answer")
+
+
+@pytest.mark.slow
+def test_bodies_for_the_page_are_bounded(opened):
+    whole = opened.post("/gradio_api/queue/join", content=b" " * (9 << 20), headers=JSON)
+    assert (whole.status_code, whole.json()) == (
+        413,
+        {"error": "a body must have at most 8388608 bytes"},
+    )
+    unsaid = opened.post("/gradio_api/upload", content=iter([b"x"]))
+    assert unsaid.status_code == 411
+
+
+@pytest.mark.slow
+def test_the_page_of_a_run_of_texts_takes_no_files(tmp_path):
+    write_word_run(tmp_path / "words")
+    with Classifier.load(tmp_path / "words", text_encoder=WordEncoder()) as words:
+
+        async def mounted():
+            return page.mount(create_app(words), words)
+
+        with running(asyncio.run(mounted())) as url:
+            sent = httpx.post(f"{url}{page.PATH}/gradio_api/upload", files={"files": b"x"})
+        assert sent.status_code == 413
+        assert not folder_of(words).exists()
+    gc.collect()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # Playwright's pipe to its driver
-def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path, monkeypatch):
+def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path):
     from playwright.sync_api import sync_playwright
 
-    from mbpa.explorer import page
-
     chromium = browser.found_or_skip()
-    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
 
     async def mounted():
         return page.mount(create_app(classifier), classifier)
@@ -448,13 +637,23 @@ def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path
     ):
         visitor = Visitor(opened.new_page(), url)  # which leads to the page
         _asks_teaches_and_undoes(visitor, classifier, files)
+        assert uploaded(classifier) == 1, "what is asked; what was taught is in the journal alone"
         _reviews(visitor, classifier)
         _drops_what_is_no_picture(visitor, tmp_path / "broken.png")
     gc.collect()  # here, where what is left open is no error
-    assert (tmp_path / "uploads").exists()
-    assert not [path for path in (tmp_path / "uploads").rglob("*") if path.is_file()]
+    assert not folder_of(classifier).exists()
+    assert "GRADIO_TEMP_DIR" not in os.environ
     assert visitor.troubles == []
     assert visitor.hosts == {url.removeprefix("http://")}
+
+
+def folder_of(classifier: Classifier) -> Path:
+    """Where uploads are."""
+    return classifier.journal.path.with_name(f"{JOURNAL}-uploads")
+
+
+def uploaded(classifier: Classifier) -> int:
+    return sum(path.is_file() for path in folder_of(classifier).rglob("*"))
 
 
 def drop(visitor: Visitor, label: str, *paths: Path) -> None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import abc
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
+from mbpa import image
 from mbpa.explorer.lessons import Desk
+from mbpa.explorer.uploads import Uploads
 
-KINDS = [".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"]
+KINDS = list(image.SUFFIXES)
+ON: dict[str, Any] = {"api_visibility": "private", "concurrency_limit": None}
+QUIETLY: dict[str, Any] = {**ON, "show_progress": "hidden"}
+BESIDE: dict[str, Any] = {"scale": 0, "min_width": 120, "size": "md", "elem_classes": "beside"}
+Updates = tuple[Any, ...]
 DROP: dict[str, Any] = {"height": 140, "elem_classes": "drop"}
+
+
+def card(id: str | None = None) -> Any:
+    """A frame for pictures."""
+    return gr.HTML(elem_id=id, elem_classes="card", apply_default_css=False)
 
 
 class Form(abc.ABC):
@@ -27,7 +39,7 @@ class Form(abc.ABC):
     """Events upon which an answer is wanted."""
 
     @abc.abstractmethod
-    def lay_out_query(self, beside: dict[str, Any]) -> None:
+    def lay_out_query(self) -> None:
         """Where a visitor asks."""
 
     @abc.abstractmethod
@@ -39,19 +51,27 @@ class Form(abc.ABC):
         """What is asked, as the desk takes it; `None` for nothing."""
 
     @abc.abstractmethod
-    def as_example(self, given: Any) -> Any:
-        """What is asked, as an example to teach."""
+    def lesson(self, given: Any) -> str | list[Path]:
+        """Examples as the desk takes them; `InputError` for what cannot be."""
+
+    @abc.abstractmethod
+    def correction(self, query: Any) -> str | list[Path]:
+        """What is asked, as the one example of a lesson."""
+
+    @abc.abstractmethod
+    def drop(self, given: Any, query: Any) -> None:
+        """Keep examples that were taught no longer; but what is asked, which may be among them."""
 
 
 class Sentences(Form):
     noun, hint, nothing = "sentence", "Type a sentence", ""
 
-    def lay_out_query(self, beside: dict[str, Any]) -> None:
+    def lay_out_query(self) -> None:
         with gr.Row():
             self.query = gr.Textbox(
                 label="Sentence", placeholder="Type a sentence", scale=5, autofocus=True
             )
-            ask = gr.Button("Ask", variant="primary", **beside)
+            ask = gr.Button("Ask", variant="primary", **BESIDE)
         self.asking = [self.query.submit, ask.click]
 
     def lay_out_examples(self) -> None:
@@ -62,24 +82,49 @@ class Sentences(Form):
     async def item(self, desk: Desk, given: str) -> str | None:
         return given if given.strip() else None
 
-    def as_example(self, given: str) -> str:
-        return " ".join(given.split())
+    def lesson(self, given: str | None) -> str:
+        return given or ""
+
+    def correction(self, query: str) -> str:
+        return " ".join(query.split())
+
+    def drop(self, given: str | None, query: str) -> None:
+        pass
 
 
 class Pictures(Form):
     noun, hint, nothing = "picture", "Drop a picture", None
 
-    def lay_out_query(self, beside: dict[str, Any]) -> None:
-        self.query = gr.File(label="Picture", file_types=KINDS, type="binary", **DROP)
+    def __init__(self, uploads: Uploads) -> None:
+        self._uploads = uploads
+
+    def lay_out_query(self) -> None:
+        self.query = _place_for_files(label="Picture")
         self.asking = [self.query.upload, self.query.clear]
 
     def lay_out_examples(self) -> None:
-        self.examples = gr.File(
-            label="Examples", file_types=KINDS, type="binary", file_count="multiple", **DROP
-        )
+        self.examples = _place_for_files(label="Examples", file_count="multiple")
 
-    async def item(self, desk: Desk, given: bytes | None) -> bytes | None:
-        return (await desk.read([given]))[0] if given is not None else None
+    async def item(self, desk: Desk, given: list[str]) -> bytes | None:
+        return (await desk.read(self.lesson(given)))[0] if given else None
 
-    def as_example(self, given: bytes | None) -> list[bytes]:
-        return [] if given is None else [given]
+    def lesson(self, given: list[str]) -> list[Path]:
+        return [self._uploads.path(named) for named in given]
+
+    def correction(self, query: list[str]) -> list[Path]:
+        return self.lesson(query)
+
+    def drop(self, given: list[str], query: list[str]) -> None:
+        self._uploads.drop(set(given) - set(query))
+
+
+def _place_for_files(**options: Any) -> Any:
+    """The value of it is a list of paths as a visitor names them, checked by nobody."""
+    place: Any = gr.File(file_types=KINDS, **DROP, **options)
+
+    def named(payload: Any) -> list[str]:
+        files = getattr(payload, "root", payload)
+        return [each.path for each in (files if isinstance(files, list) else [files]) if each]
+
+    place.preprocess = named  # Gradio's own reads them all, or leaves an empty file for each
+    return place

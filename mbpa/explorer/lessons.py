@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from mbpa import image
 from mbpa.serve import messages
@@ -43,9 +45,17 @@ class Desk:
     def classifier(self) -> Classifier:
         return self._service.classifier
 
-    async def read(self, files: Sequence[bytes]) -> list[bytes]:
-        """Pictures that a visitor gives, as they are kept."""
-        return await self._service.reader(lambda: kept_pictures(files))
+    async def read(self, files: Sequence[Path]) -> list[bytes]:
+        """Pictures that a visitor gives, as they are kept; one is held at a time, so that there is
+        no limit to all of them together."""
+        pictures = []
+        for number, path in enumerate(files, 1):
+            try:
+                pictures.append(await self._service.reader(partial(_kept_picture, path)))
+            except InputError as error:
+                place = f"picture {number} of {len(files)}: " if len(files) > 1 else ""
+                raise InputError(f"{place}{error}") from error
+        return pictures
 
     async def ask(self, item: str | bytes) -> Reason:
         """The answer to a text, or to a picture that was `read`, and why."""
@@ -57,23 +67,21 @@ class Desk:
         assert isinstance(reason, Reason)
         return reason
 
-    async def teach(self, label: str, given: str | Sequence[bytes]) -> Deed:
+    async def teach(self, label: str, given: str | Sequence[Path]) -> Deed:
         """Examples of a label: texts, one a line, or files of pictures."""
         label = label.strip()
         check_label(label)
-        items: Sequence[str | bytes] = examples_in(given) if isinstance(given, str) else given
-        if not items:
+        named = examples_in(given) if isinstance(given, str) else given
+        if not named:
             raise InputError("give at least one example")
-        if len(items) > messages.MOST_EXAMPLES:
+        if len(named) > messages.MOST_EXAMPLES:
             raise InputError(
-                f"give at most {messages.MOST_EXAMPLES} examples at a time, got {len(items)}"
+                f"give at most {messages.MOST_EXAMPLES} examples at a time, got {len(named)}"
             )
-        if not isinstance(given, str):
-            items = list(dict.fromkeys(await self.read(given)))
-        lessons = [
-            Lesson(label, item) if isinstance(item, str) else Lesson(label, image=item)
-            for item in items
-        ]
+        if isinstance(given, str):
+            lessons = [Lesson(label, text) for text in examples_in(given)]
+        else:
+            lessons = [Lesson(label, image=each) for each in dict.fromkeys(await self.read(given))]
         is_new = label not in self.classifier.labels
         ids = await self._service.writer(lambda: self.classifier.learn(lessons))
         examples = "1 example" if len(ids) == 1 else f"{len(ids)} examples"
@@ -119,6 +127,14 @@ class Desk:
                 self.classifier.forget(deed.added)
 
         await self._service.writer(work)
+
+
+def _kept_picture(path: Path) -> bytes:
+    try:
+        file = path.read_bytes()
+    except OSError as error:
+        raise InputError("it is not there any more: drop it again") from error
+    return kept_pictures([file])[0]
 
 
 def examples_in(lines: str) -> list[str]:

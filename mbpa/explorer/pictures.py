@@ -154,11 +154,13 @@ def _memory(near: NearExample, colour: str, thumbs: Mapping[int, str]) -> str:
     )
 
 
-def shown(id: int, text: str | None, thumbs: Mapping[int, str], kind: str = "small") -> str:
-    """Of an example, its picture or its text."""
+def shown(
+    id: int, text: str | None, thumbs: Mapping[int, str], *, kind: str = "small", most: int = 110
+) -> str:
+    """Of an example, its picture or its text, cut to so many characters."""
     if id in thumbs:
         return f'<img class="{kind}" src="{escape(thumbs[id])}" alt="example {id}"/>'
-    return shown_text(id, text, most=110 if kind == "small" else 600)
+    return shown_text(id, text, most)
 
 
 def shown_text(id: int, text: str | None, most: int = 110) -> str:
@@ -220,8 +222,8 @@ class Plane:
 class Map:
     """The memory from above. Its axes are found once, so that nothing moves while it is taught."""
 
-    def __init__(self, classifier: Classifier) -> None:
-        self._classifier = classifier
+    def __init__(self, classifier: Classifier, noun: str = "sentence") -> None:
+        self._classifier, self._noun = classifier, noun
         self._plane: Plane | None = None
         self._change = -1
         self._places: dict[int, tuple[float, float]] = {}
@@ -243,7 +245,7 @@ class Map:
             if reason is not None and item is not None:
                 key = self._classifier.encode([item])
                 query = tuple(self._plane(key)[0].tolist())
-            return drawn(self._places, self._labels, query, reason, thumbs)
+            return drawn(self._places, self._labels, query, reason, thumbs, self._noun)
 
     def _look(self) -> None:
         """Learn what has come and gone."""
@@ -266,8 +268,13 @@ def drawn(
     query: Sequence[float] | None,
     reason: Reason | None,
     thumbs: Mapping[int, str] = NONE,
+    noun: str = "sentence",
 ) -> str:
-    """The picture: all examples pale, in the colours of the answer; those that took part clear."""
+    """The picture: all examples pale, in the colours of the answer; those that took part clear.
+
+    Args:
+        noun: for what is asked.
+    """
     colour = colours(reason) if reason is not None else {}
     layers: dict[str, list[str]] = {ink: [] for ink in (OTHER, *colour.values())}
     ids, shown = list(places), min(len(places), MOST_POINTS)
@@ -282,11 +289,11 @@ def drawn(
         if points
     ]
     if reason is not None and query is not None:
-        parts += _neighborhood(places, query, reason, colour, thumbs)
+        parts += _neighborhood(places, query, reason, colour, thumbs, noun)
     size = f'viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}"'
     return (
         f'<div class="mbpa"><svg {size} role="img" aria-label="Map of the memory">'
-        f"{''.join(parts)}</svg>{_legend(colour, _asked(thumbs))}</div>"
+        f"{''.join(parts)}</svg>{_legend(colour, noun)}</div>"
     )
 
 
@@ -296,6 +303,7 @@ def _neighborhood(
     reason: Reason,
     colour: Mapping[str, str],
     thumbs: Mapping[int, str],
+    noun: str,
 ) -> list[str]:
     near = [each for each in reason.neighbors if each.id in places]
     most = max((each.weight for each in near), default=1.0) or 1.0
@@ -320,7 +328,7 @@ def _neighborhood(
     sign = (
         f'<circle class="query" cx="{x:.1f}" cy="{y:.1f}" r="7" fill="var(--body-text-color)" '
         'stroke="var(--background-fill-primary)" stroke-width="2">'
-        f"<title>{_asked(thumbs)}</title></circle>"
+        f"<title>your {noun}</title></circle>"
     )
     return [*lines, *dots, sign]
 
@@ -334,14 +342,10 @@ def _pinned(x: float, y: float, ink: str, address: str, title: str) -> str:
     )
 
 
-def _asked(thumbs: Mapping[int, str]) -> str:
-    return "your picture" if thumbs else "your sentence"
-
-
-def _legend(colour: Mapping[str, str], asked: str) -> str:
+def _legend(colour: Mapping[str, str], noun: str) -> str:
     if not colour:
         return '<div class="quiet">every point an example; near ones are alike</div>'
-    inks = {asked: "var(--body-text-color)"} | dict(colour)
+    inks = {f"your {noun}": "var(--body-text-color)"} | dict(colour)
     return f'<div class="quiet chips">{"".join(_chip(*named) for named in inks.items())}</div>'
 
 
@@ -356,7 +360,7 @@ def opinion(found: Opinion, thumbs: Mapping[int, str] = NONE) -> str:
     )
     return (
         f'<div class="mbpa"><div style="font-size: 17px; margin-bottom: 8px">'
-        f"{shown(example.id, example.text, thumbs, 'large')}</div>"
+        f"{shown(example.id, example.text, thumbs, kind='large', most=600)}</div>"
         f'<div class="quiet">labelled</div><b>{breakable(example.label)}</b>'
         f'<div style="margin-top: 8px">{says}</div></div>'
     )

@@ -1,8 +1,10 @@
 """What examples say of each other: which are in doubt, which probably have a wrong label.
 
 Each example is left out of the memory in turn, and the nearest of the others vote on it. The vote
-and not the head is asked, because the head knows nothing of labels that were taught since it was
-trained; where it does know, it finds wrong labels about as well (`benchmarks/mislabelled.py`).
+and not the head is asked, because the head was made with the example in question: trained with it,
+or, of a label that was taught since, given a row that is the mean of its examples, of which this is
+one. The vote is asked without it, and is the same for both; wrong labels it finds about as well
+(`benchmarks/mislabelled.py`).
 """
 
 from __future__ import annotations

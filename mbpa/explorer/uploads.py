@@ -1,0 +1,162 @@
+"""Files that visitors drop: in a folder of the run, of bounded size, and gone when the page is.
+
+Gradio deletes what it remembers, which a kill makes it forget, and bounds one file but not all of
+them together. It checks who asks before it reads a body: so room is made when it begins to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from starlette.exceptions import HTTPException
+
+from mbpa.serve.gate import App, Message, Receive, Scope, Send, refuse
+from mbpa.serve.journal import InputError, Journal
+
+MOST_BYTES, MOST_FILES = 1 << 30, 4096  # that are kept; of more, the oldest go
+AT_ONCE = 8  # uploads
+SLOWEST = 600  # seconds for one to come
+VARIABLE = "GRADIO_TEMP_DIR"  # the one way to tell Gradio of a folder
+
+
+class _File(NamedTuple):
+    written: float
+    size: int
+    path: Path
+
+
+class Uploads:
+    """The folder. To be closed when no page uses it any more."""
+
+    def __init__(
+        self, folder: Path, *, most_bytes: int = MOST_BYTES, most_files: int = MOST_FILES
+    ) -> None:
+        self.folder = folder.resolve()
+        self._most_bytes, self._most_files = most_bytes, most_files
+        self._coming: list[int] = []
+        """Bytes of each upload that is on its way."""
+        self._before = os.environ.get(VARIABLE)
+        os.environ[VARIABLE] = str(self.folder)
+
+    @classmethod
+    def beside(cls, journal: Journal, most_bytes: int = MOST_BYTES) -> Uploads:
+        """Beside a journal, empty: whoever was killed and left something does not hold its lock."""
+        folder = journal.path.with_name(f"{journal.path.name}-uploads")
+        if journal.read_only is not None:  # others may read it, too
+            return cls(Path(tempfile.mkdtemp(prefix="mbpa-uploads-")), most_bytes=most_bytes)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return cls(folder, most_bytes=most_bytes)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if os.environ.get(VARIABLE) == str(self.folder):
+            del os.environ[VARIABLE]
+            if self._before is not None:
+                os.environ[VARIABLE] = self._before
+
+    def path(self, named: str) -> Path:
+        """Of what a visitor says to have dropped; `InputError` for what is not there, or is
+        elsewhere on this machine."""
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(named).resolve()
+            if path.is_relative_to(self.folder) and path.is_file():
+                return path
+        raise InputError("the picture is not there any more: drop it again")
+
+    def drop(self, named: Iterable[str]) -> None:
+        """Delete what visitors have dropped."""
+        for each in named:
+            with contextlib.suppress(InputError):
+                self._delete(self.path(each))
+
+    def _delete(self, path: Path) -> None:
+        with contextlib.suppress(OSError):  # it may be gone, and its folder may hold another
+            path.unlink()
+            if path.parent != self.folder:
+                path.parent.rmdir()
+
+    def admit(self, size: int) -> None:
+        """Let an upload come, until it has `left`; `HTTPException` if it cannot."""
+        if size > self._most_bytes:
+            raise HTTPException(413, f"send at most {self._most_bytes:,} bytes at a time")
+        if len(self._coming) >= AT_ONCE or sum(self._coming) + size > self._most_bytes:
+            raise HTTPException(429, "too many uploads at once, try again")
+        self._coming.append(size)
+
+    def left(self, size: int) -> None:
+        """An upload has come, or come to nothing."""
+        self._coming.remove(size)
+
+    def make_room(self) -> None:
+        """For what is coming: the oldest go, and parts of what did not come to its end."""
+        most_bytes = self._most_bytes - sum(self._coming)
+        files = sorted(_looked_at(self.folder.glob("*/*")))  # Gradio gives each whole one a folder
+        held, count = sum(file.size for file in files), len(files)
+        for file in files:
+            if held <= most_bytes and count <= self._most_files:
+                break
+            self._delete(file.path)
+            held, count = held - file.size, count - 1
+        parts = _looked_at(path for path in self.folder.glob("*") if path.is_file())
+        for part in parts:
+            if part.written < time.time() - 2 * SLOWEST:
+                self._delete(part.path)
+
+
+def _looked_at(paths: Iterable[Path]) -> Iterator[_File]:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            told = path.stat()
+            yield _File(told.st_mtime, told.st_size, path)
+
+
+class Entrance:
+    """An app of which one path takes uploads as there is room, and no body that is too large."""
+
+    def __init__(self, app: App, path: str, uploads: Uploads, most: int) -> None:
+        self._app, self._path, self._uploads, self._most = app, path, uploads, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(self._path):
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        size = int(headers.get(b"content-length", b"0"))  # the server has refused what is no number
+        is_upload = scope["path"].rstrip("/").endswith("/upload")
+        if b"transfer-encoding" in headers:
+            await refuse(send, 411, "say how long the body is: Content-Length")
+        elif is_upload:
+            await self._uploaded(scope, receive, send, size)
+        elif size > self._most:
+            await refuse(send, 413, f"a body must have at most {self._most} bytes")
+        else:
+            await self._app(scope, receive, send)
+
+    async def _uploaded(self, scope: Scope, receive: Receive, send: Send, size: int) -> None:
+        is_in = False
+
+        async def receiving() -> Message:
+            nonlocal is_in
+            if not is_in:
+                self._uploads.admit(size)
+                is_in = True
+                await asyncio.to_thread(self._uploads.make_room)
+            return await receive()
+
+        try:
+            async with asyncio.timeout(SLOWEST):
+                await self._app(scope, receiving, send)
+        except TimeoutError:
+            await refuse(send, 408, f"an upload must come within {SLOWEST} seconds")
+        finally:
+            if is_in:
+                self._uploads.left(size)
