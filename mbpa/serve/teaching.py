@@ -28,7 +28,7 @@ from tqdm import tqdm
 import mbpa
 from mbpa.embedding import Encoder, embedded
 from mbpa.errors import RunError
-from mbpa.rows import NewRows, even_scale, label_sums
+from mbpa.rows import NewRows, even_scale, label_sums, require_unit_norm
 from mbpa.serve.album import Album
 from mbpa.serve.journal import InUseError, Journal, JournalError
 from mbpa.serve.rehearsal import Choice, Rehearsal, choose
@@ -58,7 +58,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Taught:
-    """What `teach` made of a spreadsheet."""
+    """What `teach` made of texts or pictures."""
 
     info: RunInfo
     head: nn.Linear
@@ -81,12 +81,18 @@ def teach(
     Args:
         cache: a folder for embeddings, from which an interrupted run goes on.
         progress: show bars on stderr.
+
+    Raises:
+        ValueError: the encoder takes something else, or gives keys of another norm than 1.
     """
+    if encoder.takes != data.takes:
+        raise ValueError(f"the encoder {encoder.name} takes {encoder.takes}, not {data.takes}")
     training = training or Training()
     with tqdm(
         total=len(data.items), desc="embedding", file=sys.stderr, disable=not progress
     ) as bar:
         keys = embedded(encoder, data.items, cache, bar.update)
+    require_unit_norm(keys)
     names = tuple(sorted(set(data.labels)))
     places = {name: place for place, name in enumerate(names)}
     labels = torch.tensor([places[label] for label in data.labels])
@@ -108,7 +114,7 @@ def teach(
         encoder=encoder.name,
         fingerprint=encoder.fingerprint,
         summary=summary,
-        takes="images" if isinstance(data, Album) else "texts",
+        takes=encoder.takes,
     )
     return Taught(info, head, predictor, keys, _new_rows(head, keys, labels, choice))
 
@@ -369,20 +375,30 @@ def break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) -> floa
     return float(levels[lowest]) if lowest else 0.0
 
 
+def _left_out(data: Spreadsheet | Album) -> list[tuple[str, str]]:
+    """What of the data is not among the examples, and what is odd about the rest."""
+    row, item = ("picture", "picture") if isinstance(data, Album) else ("row", "text")
+    strays = data.strays if isinstance(data, Album) else 0
+    counts = [
+        (data.duplicates, f"duplicate {row}", f"duplicate {row}s"),
+        (strays, "file that is no picture", "files that are no pictures"),
+    ]
+    told = [_counted(*each) for each in counts if each[0]]
+    lines = list(zip(["left out", ""], told, strict=False))
+    if data.contradictions:
+        odd = f"{item} has several labels", f"{item}s have several labels"
+        lines.append(("note", _counted(data.contradictions, *odd)))
+    return lines
+
+
+def _counted(count: int, one: str, more: str) -> str:
+    return f"{count} {one if count == 1 else more}"
+
+
 def report(taught: Taught, data: Spreadsheet | Album) -> str:
     """What came of it, in a few lines."""
     summary, rule = taught.info.summary or {}, taught.predictor
-    what = ("pictures", "pictures") if isinstance(data, Album) else ("texts", "rows")
-    strays = data.strays if isinstance(data, Album) else 0
-    lines = [
-        ("examples", f"{len(data.items)} of {summary['labels']} labels"),
-        ("left out", f"{data.duplicates} duplicate {what[1]}" if data.duplicates else ""),
-        ("", f"{strays} files that are no pictures" if strays else ""),
-        (
-            "note",
-            f"{data.contradictions} {what[0]} have several labels" * bool(data.contradictions),
-        ),
-    ]
+    lines = [("examples", f"{len(data.items)} of {summary['labels']} labels"), *_left_out(data)]
     if "accuracy" in summary:
         alone, answers = summary["accuracy_of_the_head_alone"], summary["accuracy_of_answers"]
         lines += [
