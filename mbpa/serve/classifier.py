@@ -24,8 +24,16 @@ from mbpa.device import Rates
 from mbpa.embedding import Encoder
 from mbpa.errors import RunError
 from mbpa.image import ImageEncoder
-from mbpa.rows import NewRows
-from mbpa.serve.answers import Answer, Lesson, NearExample, Reason, check_label, check_text
+from mbpa.rows import NORM_TOLERANCE, NewRows
+from mbpa.serve.answers import (
+    Answer,
+    Lesson,
+    NearExample,
+    Reason,
+    check_label,
+    check_picture,
+    check_text,
+)
 from mbpa.serve.journal import Example, InputError, Journal, Row
 from mbpa.serve.known import Counts, Held, Known
 from mbpa.serve.run import (
@@ -178,7 +186,8 @@ class Classifier:
         }
 
     def examples(self, label: str | None = None) -> list[Example]:
-        """What is in the memory, in order of ids, without the keys."""
+        """What is in the memory, in order of ids, without keys and pictures; for those ask
+        `entries` and `image`."""
         with self._state:
             held = sorted(self._known.examples.items())
         return [
@@ -202,20 +211,22 @@ class Classifier:
 
     def encode(self, items: Sequence[str | bytes]) -> Float[Tensor, "B D"]:
         """Keys of texts, or of pictures as `mbpa.image.kept` gives them."""
-        if self._encoder is None:
-            raise InputError("this run takes keys only: it was made without a text encoder")
         for item in items:
             self.check_item(item)
+        if self._encoder is None:
+            return torch.empty(0, self.key_dim, device=self._device)
         return self._encoder(items).to(self._device)
 
     def check_takes(self, what: str) -> None:
         """`InputError` if it cannot be asked about "texts" or "images"."""
-        if self.takes is not None and what != self.takes:
+        if self.takes is None:
+            raise InputError("this run takes embeddings only: it was made without an encoder")
+        if what != self.takes:
             raise InputError(f"this run takes {self.takes}, not {what}")
 
     def check_item(self, item: str | bytes) -> None:
         """`InputError` for what this run cannot be asked about."""
-        self.check_takes("texts" if isinstance(item, str) else "images")
+        self.check_takes(_kind(item))
         if isinstance(item, str):
             check_text(item)
 
@@ -347,7 +358,7 @@ class Classifier:
             raise InputError("keys must be finite numbers below 1e15")
         off = np.abs(norms - 1)
         has_norm = self.info.encoder is not None or self._rows is not None
-        if has_norm and len(rows) and off.max() > 1e-2:
+        if has_norm and len(rows) and off.max() > NORM_TOLERANCE:
             worst = norms[off.argmax()]
             raise InputError(f"keys must have norm 1, as the run's own have, got {worst:.3g}")
 
@@ -367,14 +378,23 @@ class Classifier:
     def _check_lessons(self, lessons: Sequence[Lesson]) -> None:
         for lesson in lessons:
             check_label(lesson.label)
+            if lesson.text is not None and lesson.image is not None:
+                raise InputError(f"an example of {lesson.label!r} has both text and image")
             if lesson.said is not None:
-                self.check_item(lesson.said)
+                self._check_said(lesson.said, has_key=lesson.key is not None)
+            elif lesson.key is None:
+                raise InputError(f"an example of {lesson.label!r} has neither text nor key")
             if lesson.key is not None:
                 self.check_rows(lesson.key[None].detach().cpu().to(torch.float32).numpy())
-            elif lesson.said is None:
-                raise InputError(f"an example of {lesson.label!r} has neither text nor key")
-            elif self._encoder is None:
-                raise InputError("this run takes keys only: it was made without a text encoder")
+
+    def _check_said(self, said: str | bytes, *, has_key: bool) -> None:
+        """Where nothing is embedded, a key may come with either; what is kept must be sound."""
+        if self.takes is not None or not has_key:
+            self.check_takes(_kind(said))
+        if isinstance(said, str):
+            check_text(said)
+        else:
+            check_picture(said)
 
     def _keys_of(self, lessons: Sequence[Lesson]) -> Float[Tensor, "N D"]:
         """Of those without one, that of the text or picture."""
@@ -422,11 +442,13 @@ class Classifier:
         return tuple(near), 0.0 if why.change is None else float(why.change[0])
 
     def _replay(self) -> None:
-        """Fill the memory from the journal; a part at a time, since pictures are large."""
+        """Fill the memory from the journal; a part at a time, so that little is there twice."""
         keys = torch.empty(len(self.journal), self.key_dim)
         ids: list[int] = []
         named: list[tuple[str, str | None]] = []
-        while found := list(self.journal.examples(ids[-1] if ids else 0, REPLAYED)):
+        while found := list(
+            self.journal.examples(ids[-1] if ids else 0, REPLAYED, with_pictures=False)
+        ):
             encoded = iter(self._encoded(found))
             for row, each in zip(keys[len(ids) :].numpy(), found, strict=False):
                 key = next(encoded).cpu().numpy() if each.key is None else from_bytes(each.key)
@@ -542,6 +564,10 @@ class Classifier:
             for own, trained in ((head.weight, self._head.weight), (head.bias, self._head.bias)):
                 own.zero_()[: len(rows)] = trained[torch.tensor(rows, dtype=torch.int64)]
         return head
+
+
+def _kind(item: str | bytes) -> str:
+    return "texts" if isinstance(item, str) else "images"
 
 
 def _as_given(lessons: Sequence[Lesson]) -> list[Row]:

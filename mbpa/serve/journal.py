@@ -60,6 +60,10 @@ _SIZE = """
 length(CAST(label AS BLOB)) + ifnull(length(CAST(text AS BLOB)), 0) + ifnull(length(key), 0) + 12
 """  # 12: what SQLite adds to a short row
 _SELECT = "SELECT id, label, text, key FROM examples WHERE live AND"
+# What is of type blob in the column of texts is the file of a picture.
+_WITHOUT_PICTURES = _SELECT.replace(
+    "text", "CASE WHEN key IS NULL OR typeof(text) <> 'blob' THEN text END"
+)
 _COPY_TO_NEW_TABLE = (
     f"CREATE TABLE kept {_EXAMPLES}",
     "INSERT INTO kept SELECT * FROM examples WHERE live ORDER BY id",
@@ -216,15 +220,19 @@ class Journal:
             self._database.empty_log()
         return sorted(found)
 
-    def examples(self, after: int = 0, limit: int | None = None) -> Iterator[Example]:
+    def examples(
+        self, after: int = 0, limit: int | None = None, *, with_pictures: bool = True
+    ) -> Iterator[Example]:
         """Examples with ids above ``after``, by rising id, as they are at the moment of the call.
 
         They are read at once, so that a slow consumer keeps nobody waiting; ``limit`` bounds
-        their number, and with it the memory this takes.
+        their number, and with it the memory this takes. Without pictures, only those examples have
+        theirs that have no key.
         """
+        select = _SELECT if with_pictures else _WITHOUT_PICTURES
         with self._access, self._database.reading():
             rows = self._database.rows(
-                f"{_SELECT} id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit
+                f"{select} id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit
             )
         return (_example(*row) for row in rows)
 
