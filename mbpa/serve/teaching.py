@@ -30,7 +30,8 @@ from mbpa.embedding import Encoder, embedded
 from mbpa.errors import RunError
 from mbpa.rows import NewRows, even_scale, label_sums, require_unit_norm
 from mbpa.serve.album import Album
-from mbpa.serve.journal import InUseError, Journal, JournalError
+from mbpa.serve.database import InUseError, JournalError
+from mbpa.serve.journal import Journal
 from mbpa.serve.rehearsal import Choice, Rehearsal, choose
 from mbpa.serve.run import JOURNAL, MODEL, RUN, RunInfo, write_run
 from mbpa.serve.spreadsheet import Spreadsheet
