@@ -19,7 +19,7 @@ from runs import BrightnessEncoder, WordEncoder, plain_picture
 import mbpa
 from mbpa import cli
 from mbpa.errors import RunError
-from mbpa.serve import rehearsal, teaching
+from mbpa.serve import placing, rehearsal, teaching, training
 from mbpa.serve.album import Album, read_album
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
@@ -271,7 +271,7 @@ def test_a_run_that_is_served_is_not_replaced(taught, tmp_path):
     teaching.write_taught(made, data, out)
     with Classifier.load(out, text_encoder=WordEncoder()) as served:
         with pytest.raises(RunError, match="in use by process"):
-            teaching.require_free(out, replace=True)
+            placing.require_free(out, replace=True)
         with pytest.raises(RunError, match="in use by process"):
             teaching.write_taught(made, data, out, replace=True)
         served.learn([Lesson("new", "taught meanwhile")])
@@ -294,7 +294,7 @@ def test_a_run_that_cannot_be_finished_leaves_nothing(taught, tmp_path):
 @pytest.mark.parametrize(("labels", "each"), [(2, 1), (3, 2), (2, 4), (300, 1), (40, 3)])
 def test_few_examples_and_many_labels_are_enough(tmp_path, labels, each):
     data = spreadsheet(tmp_path, labels=labels, each=each)
-    made = teaching.teach(data, WordEncoder(), training=teaching.Training(epochs=5))
+    made = teaching.teach(data, WordEncoder(), training=training.Training(epochs=5))
     teaching.write_taught(made, data, tmp_path / "run")
     assert teaching.report(made, data)
     with Classifier.load(tmp_path / "run", text_encoder=WordEncoder()) as classifier:
@@ -304,7 +304,7 @@ def test_few_examples_and_many_labels_are_enough(tmp_path, labels, each):
 
 def test_held_out_examples_are_a_share_of_each_label():
     labels = torch.tensor([0] * 40 + [1] * 3 + [2] * 2 + [3])
-    held = teaching.held_out(labels, torch.Generator().manual_seed(0))
+    held = training.held_out(labels, torch.Generator().manual_seed(0))
     assert [int(held[labels == label].sum()) for label in range(4)] == [4, 1, 0, 0]
 
 
@@ -428,8 +428,8 @@ def test_the_rehearsal_asks_for_labels_that_its_head_does_not_know():
     keys = torch.nn.functional.normalize(torch.randn(90, 8), dim=1)
     labels = torch.arange(90) % 6
     generator = torch.Generator().manual_seed(0)
-    held = teaching.held_out(labels, generator)
-    task = teaching.rehearsal(keys, labels, held, teaching.Training(epochs=2), generator)
+    held = training.held_out(labels, generator)
+    task = rehearsal.staged(keys, labels, held, training.Training(epochs=2), generator)
     assert (task.head.out_features, task.classes) == (4, 6)
     new = task.labels >= 4
     assert task.labels[new].bincount().tolist()[4:] == [3, 3]
@@ -451,8 +451,8 @@ def confusable_task() -> Rehearsal:
     places = torch.nn.functional.normalize(torch.randn(18, 8, generator=draws), dim=1)
     keys = places[labels] + 0.35 * torch.randn(900, 8, generator=draws)
     keys = torch.nn.functional.normalize(keys, dim=1)
-    held = teaching.held_out(labels, draws, 0.25)
-    task = teaching.rehearsal(keys, labels, held, teaching.Training(), draws)
+    held = training.held_out(labels, draws, 0.25)
+    task = rehearsal.staged(keys, labels, held, training.Training(), draws)
     assert task is not None
     return task
 
