@@ -78,6 +78,23 @@ class Reason:
     """‖θˣ − θ‖: how far the head's parameters moved for this query."""
 
 
+def named_answers(
+    labels: Sequence[str], logs: Float[Tensor, "B C"], top: int, threshold: float
+) -> list[Answer]:
+    """Answers from log p of each label."""
+    if not labels:
+        return [Answer(None, 0.0, ()) for _ in logs]
+    # Equally probable ones in the order of the labels, which topk does not promise.
+    order = logs.argsort(dim=1, descending=True, stable=True)[:, : max(1, top)]
+    shares = logs.gather(1, order).exp()
+    answers = []
+    for columns, probabilities in zip(order.tolist(), shares.tolist(), strict=True):
+        named = tuple((labels[c], p) for c, p in zip(columns, probabilities, strict=True))
+        label, confidence = named[0]
+        answers.append(Answer(label if confidence >= threshold else None, confidence, named[:top]))
+    return answers
+
+
 def check_text(text: str) -> None:
     """`InputError` for a text that cannot be classified."""
     if not text.strip():
