@@ -35,6 +35,16 @@ def say(value: Any) -> None:
     os.write(1, json.dumps(value).encode() + b"\n")
 
 
+def set_limits(*, log: int, waste: int) -> None:
+    """Bytes, few enough for some calls to pass them."""
+    for module, name, limit in (
+        (database, "_LOG_BYTES", log),
+        (journal, "_WASTE_BYTES", waste),
+    ):
+        assert limit < getattr(module, name), "it must be the one that is looked at"
+        setattr(module, name, limit)
+
+
 # Killed at a random moment
 
 
@@ -50,7 +60,7 @@ def numbered(call: int) -> list[tuple[str, str, None]]:
 
 def learn(path: Path) -> None:
     """Teach without end, from the call after the last, and forget what is 100 calls old."""
-    database._LOG_BYTES, journal._WASTE_BYTES = 1 << 18, 1 << 16
+    set_limits(log=1 << 18, waste=1 << 16)
     with journal.Journal(path) as taught:
         ids: dict[int, list[int]] = {}
         for example in taught.examples():
@@ -103,7 +113,7 @@ def scenario(
     def tell(**what: Any) -> None:
         os.write(report, json.dumps(what).encode() + b"\n")
 
-    database._LOG_BYTES, journal._WASTE_BYTES = 20_000, 4_000  # so that some calls pass them
+    set_limits(log=20_000, waste=4_000)
     try:
         taught = journal.Journal(path)
     except journal.JournalError as error:
