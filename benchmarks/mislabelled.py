@@ -27,7 +27,7 @@ from benchmarks.tables import markdown, replaced
 from mbpa import text
 from mbpa.experiments import data
 from mbpa.explorer import review
-from mbpa.serve import teaching
+from mbpa.serve import teaching, training
 from mbpa.serve.journal import Example
 
 NAME = "mislabelled"
@@ -162,10 +162,10 @@ def doubts_of_the_head(keys: Tensor, given: Tensor, seed: int) -> Tensor:
 
 def trained(keys: Tensor, given: Tensor, seed: int) -> nn.Linear:
     """As `mbpa teach` trains it, with the wrong labels."""
-    held = teaching.held_out(given, torch.Generator().manual_seed(seed))
+    held = training.held_out(given, torch.Generator().manual_seed(seed))
     classes = int(given.max()) + 1
-    return teaching.trained_head(
-        keys[~held], given[~held], classes, teaching.Training(), (keys[held], given[held])
+    return training.trained_head(
+        keys[~held], given[~held], classes, training.Training(), (keys[held], given[held])
     )
 
 

@@ -257,10 +257,10 @@ class Teach(Command):
     """Show progress bars on standard error."""
 
     def run(self) -> int:
-        from mbpa.serve import teaching
+        from mbpa.serve import placing, teaching
 
         start = time.perf_counter()
-        teaching.require_free(self.out, replace=self.again)
+        placing.require_free(self.out, replace=self.again)
         try:
             data, encoder = self._given()
         except ValueError as error:

@@ -13,7 +13,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -32,8 +32,7 @@ class Encoder(abc.ABC, Generic[Item]):
 
     name: str
     key_dim: int
-    takes: ClassVar[str]
-    """"texts" or "images"."""
+    takes: ClassVar[Literal["texts", "images"]]
 
     @abc.abstractmethod
     def __call__(self, items: Sequence[Item], /) -> Float[Tensor, "B D"]:

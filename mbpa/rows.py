@@ -12,9 +12,12 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
+
+NORM_TOLERANCE = 1e-2  # by which the norm of a key may differ from 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +67,14 @@ class NewRows:
     def biases(self) -> Float[Tensor, ""]:
         """The same for all of them."""
         return self.bias + self.offset
+
+
+def require_unit_norm(keys: Float[Tensor, "N D"]) -> None:
+    """`ValueError` for keys of another norm, whose sums a run cannot hold."""
+    norms = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
+    off = (norms - 1).abs()
+    if not (off <= NORM_TOLERANCE).all():  # so that NaN is refused, too
+        raise ValueError(f"keys must have norm 1, got {float(norms[off.argmax()]):.3g}")
 
 
 def label_sums(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import itertools
 import json
 import os
@@ -14,6 +13,7 @@ import random
 import resource
 import shutil
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,26 @@ sys.path.insert(0, str(HERE))
 import system_calls  # noqa: E402
 from system_calls import Call, Verdict  # noqa: E402
 
-spec = importlib.util.spec_from_file_location("journal", HERE.parent / "mbpa/serve/journal.py")
-assert spec is not None
-assert spec.loader is not None
-journal = importlib.util.module_from_spec(spec)
-sys.modules["journal"] = journal
-spec.loader.exec_module(journal)
+if __name__ == "__main__":  # without what these packages import
+    for name in ("mbpa", "mbpa.serve"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(HERE.parent.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+from mbpa.serve import database, journal  # noqa: E402
 
 
 def say(value: Any) -> None:
     os.write(1, json.dumps(value).encode() + b"\n")
+
+
+def set_limits(*, log: int, waste: int) -> None:
+    """Bytes, few enough for some calls to pass them."""
+    for module, name, limit in (
+        (database, "_LOG_BYTES", log),
+        (journal, "_WASTE_BYTES", waste),
+    ):
+        assert limit < getattr(module, name), "it must be the one that is looked at"
+        setattr(module, name, limit)
 
 
 # Killed at a random moment
@@ -50,7 +60,7 @@ def numbered(call: int) -> list[tuple[str, str, None]]:
 
 def learn(path: Path) -> None:
     """Teach without end, from the call after the last, and forget what is 100 calls old."""
-    journal._LOG_BYTES, journal._WASTE_BYTES = 1 << 18, 1 << 16
+    set_limits(log=1 << 18, waste=1 << 16)
     with journal.Journal(path) as taught:
         ids: dict[int, list[int]] = {}
         for example in taught.examples():
@@ -103,7 +113,7 @@ def scenario(
     def tell(**what: Any) -> None:
         os.write(report, json.dumps(what).encode() + b"\n")
 
-    journal._LOG_BYTES, journal._WASTE_BYTES = 20_000, 4_000  # so that some calls pass them
+    set_limits(log=20_000, waste=4_000)
     try:
         taught = journal.Journal(path)
     except journal.JournalError as error:
@@ -343,7 +353,7 @@ def visit(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    assert not {"torch", "numpy", "mbpa"} & set(sys.modules)
+    assert not {"torch", "numpy"} & set(sys.modules)
     mode, where, *rest = sys.argv[1:]
     place = Path(where).resolve()
     if mode == "available":

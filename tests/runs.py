@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
+from mbpa.image import ImageEncoder
 from mbpa.rows import NewRows, label_sums
 from mbpa.serve.answers import Lesson
 from mbpa.serve.run import RunInfo, write_run
@@ -69,6 +72,55 @@ def write_word_run(directory: Path) -> None:
         threshold=0.0,
         encoder=encoder.name,
         fingerprint=encoder.fingerprint,
+    )
+    write_run(directory, info, head, PREDICTOR, named, keys)
+
+
+class BrightnessEncoder(ImageEncoder):
+    """A picture is how bright it is, and how wide for its height."""
+
+    name, key_dim = "brightness", 3
+
+    def __call__(self, pictures: Sequence[bytes]) -> Tensor:
+        from PIL import Image
+
+        keys = []
+        for picture in pictures:
+            with Image.open(io.BytesIO(picture)) as opened:
+                pixels = opened.convert("L").tobytes()
+                light = sum(pixels) / len(pixels) / 255
+                keys.append([light, 1 - light, math.log(opened.width / opened.height)])
+        return nn.functional.normalize(torch.tensor(keys), dim=1)
+
+
+def plain_picture(colour: str, width: int = 8, height: int = 8) -> bytes:
+    """As pictures are kept."""
+    from PIL import Image
+
+    from mbpa.image import kept
+
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), colour).save(file, "PNG")
+    return kept(file.getvalue())
+
+
+def write_picture_run(directory: Path) -> None:
+    """A run of four pictures of two labels, for the encoder of brightness."""
+    encoder = BrightnessEncoder()
+    colours = {"dark": ("black", "navy"), "light": ("white", "yellow")}
+    named = [(label, plain_picture(each)) for label, some in colours.items() for each in some]
+    keys = encoder([picture for _, picture in named])
+    head = nn.Linear(encoder.key_dim, 2)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    info = RunInfo(
+        key_dim=encoder.key_dim,
+        labels=("dark", "light"),
+        trained_examples=len(named),
+        threshold=0.0,
+        encoder=encoder.name,
+        fingerprint=encoder.fingerprint,
+        takes="images",
     )
     write_run(directory, info, head, PREDICTOR, named, keys)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import shutil
 import sys
@@ -14,9 +15,12 @@ from runs import (
     OFFSET,
     PREDICTOR,
     SCALE,
+    BrightnessEncoder,
     UnsteadyEncoder,
     WordEncoder,
+    plain_picture,
     random_keys,
+    write_picture_run,
     write_random_run,
     write_word_run,
 )
@@ -31,6 +35,7 @@ from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import InputError, Journal, JournalError
 from mbpa.serve.taught import SPARE, TaughtMemory, TaughtRows
+from mbpa.serve.taught_model import TaughtModel
 from mbpa.split import grow
 
 DIM = 16
@@ -245,7 +250,7 @@ def test_a_request_sent_again_needs_no_room(fresh, monkeypatch, limit):
 
 
 def test_a_trained_row_comes_back_with_an_example_that_it_was_trained_with(fresh):
-    """And not with any other: such a label is known from the memory alone."""
+    """And not with any other: of such a label its examples are all that is known."""
     classifier = fresh()
     before, stats = said(classifier), classifier.stats()
     (first, *others) = [each.id for each in classifier.examples("label 002")]
@@ -420,7 +425,7 @@ def test_an_explanation_names_the_examples_behind_an_answer(fresh):
         (Lesson("x", key=QUERIES[0][:3]), "must have 16 numbers"),
         (Lesson("x", key=QUERIES[0] * torch.nan), "finite"),
         (Lesson("x"), "neither text nor key"),
-        (Lesson("x", "text"), "takes keys only"),
+        (Lesson("x", "text"), "takes embeddings only: it was made without an encoder"),
     ],
 )
 def test_a_lesson_that_cannot_be_changes_nothing(fresh, lesson, why):
@@ -449,6 +454,114 @@ def test_texts_are_embedded_once_and_their_keys_kept(tmp_path):
     assert kept[4] == encoder(["green tea"])[0].numpy().tobytes()
     with Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier:
         assert classifier.predict(["some tea"])[0].label == "drink"
+
+
+# Pictures
+
+
+@pytest.fixture
+def album(tmp_path):
+    pytest.importorskip("PIL")
+    write_picture_run(tmp_path / "album")
+    with Classifier.load(tmp_path / "album", image_encoder=BrightnessEncoder()) as classifier:
+        yield classifier
+
+
+def test_an_image_encoder_of_ones_own_takes_the_place_of_the_runs(album):
+    directory = album.journal.path.parent
+    assert album.takes == "images"
+    (id,) = album.learn([Lesson("wide", image=plain_picture("grey", width=80))])
+    asked = [plain_picture("gray", width=60, height=10), plain_picture("black")]
+    assert [each.label for each in album.predict(asked)] == ["wide", "dark"]
+    album.close()
+    with Classifier.load(directory, image_encoder=BrightnessEncoder()) as again:
+        assert again.image(id) == plain_picture("grey", width=80)
+
+    class Other(BrightnessEncoder):
+        name = "other"
+
+    with pytest.raises(
+        RunError, match="made with the encoder brightness, whose files have changed"
+    ):
+        Classifier.load(directory, image_encoder=Other())
+
+
+def saved(picture, kind: str, **options) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def photographs() -> list[tuple[str, bytes]]:
+    """Files as they come from elsewhere, and what is wrong with them."""
+    from PIL import Image, PngImagePlugin
+
+    small, large = Image.new("RGB", (300, 200), "red"), Image.new("RGB", (513, 20), "red")
+    camera = Image.Exif()
+    camera[0x0110] = "a camera"
+    before, after = PngImagePlugin.PngInfo(), PngImagePlugin.PngInfo()
+    before.add_text("Author", "somebody")
+    after.add(b"tEXt", b"Author\0somebody", after_idat=True)
+    size, beside = "got one of 513 × 20 pixels", "what a camera or program wrote beside it"
+    unread = "got no PNG or JPEG file that can be read"
+    plain = saved(small, "JPEG")
+    return [
+        (size, saved(large, "JPEG")),
+        (size, saved(large, "PNG")),
+        (beside, saved(small, "JPEG", exif=camera)),
+        (beside, saved(small, "PNG", exif=camera)),
+        (beside, saved(small, "PNG", pnginfo=before)),
+        (beside, saved(small, "PNG", pnginfo=after)),
+        (beside, saved(small, "JPEG", comment=b"holiday")),
+        (beside, plain[:2] + b"\xff\xe5\x00\x08secret" + plain[2:]),  # a segment of anybody's
+        (unread, saved(small, "GIF")),
+        (unread, b"no picture"),
+        (unread, saved(small, "PNG")[:-40]),
+    ]
+
+
+def test_only_pictures_as_they_are_kept_are_learnt(album):
+    """Else the place of a photograph might be on the disk."""
+    from mbpa.image import kept
+
+    for why, file in photographs():
+        for key in (None, album.encode([plain_picture("red")])[0]):
+            with pytest.raises(InputError, match=rf"as mbpa\.image\.kept gives it, .*{why}"):
+                album.learn([Lesson("red", key=key, image=file)])
+    assert len(album.journal) == 4
+    for _, file in photographs()[:-2]:
+        album.learn([Lesson("red", image=kept(file))])
+    assert album.labels["red"] == 9
+
+
+def test_a_lesson_is_of_a_text_or_of_a_picture(album, tmp_path):
+    both = Lesson("x", "a text", image=plain_picture("red"))
+    write_word_run(tmp_path / "words")
+    with Classifier.load(tmp_path / "words", text_encoder=WordEncoder()) as words:
+        for classifier in (album, words):
+            with pytest.raises(InputError, match="an example of 'x' has both text and image"):
+                classifier.learn([both])
+            assert len(classifier) == len(classifier.journal) == 4
+
+
+def test_a_start_reads_no_pictures_that_it_has_keys_of(album, monkeypatch):
+    without_key = plain_picture("green")
+    directory = album.journal.path.parent
+    album.close()
+    with Journal(directory / "journal.sqlite") as journal:
+        journal.learn([("green", without_key, None)])
+    read, examples = [], Journal.examples
+
+    def seen(self, *given, **options):
+        found = list(examples(self, *given, **options))
+        read.extend(each.image for each in found)
+        return iter(found)
+
+    monkeypatch.setattr(Journal, "examples", seen)
+    with Classifier.load(directory, image_encoder=BrightnessEncoder()) as again:
+        assert read == [None] * 4 + [without_key]
+        assert again.labels["green"] == 1
+        assert again.image(1) == plain_picture("black")
 
 
 def test_readers_see_a_lesson_whole_or_not_at_all(fresh):
@@ -593,7 +706,7 @@ def test_what_the_memory_could_not_take_is_not_acknowledged_again_before_a_start
 
 def test_room_is_made_before_anything_is_promised(fresh, monkeypatch):
     classifier = fresh()
-    monkeypatch.setattr(classifier, "_make_room", lambda examples: 1 / 0)
+    monkeypatch.setattr(TaughtModel, "make_room", lambda model, examples: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         classifier.learn([Lesson("new", key=QUERIES[0])])
     monkeypatch.undo()

@@ -341,7 +341,7 @@ def test_a_run_without_an_encoder_has_a_map_and_reviews_and_says_what_it_cannot(
     with Classifier.load(tmp_path / "run") as classifier:
         assert pictures.Map(classifier).around().count("h0") == 60
         assert len(review.opinions(classifier)) == 60
-        with pytest.raises(InputError, match="without a text encoder"):
+        with pytest.raises(InputError, match="without an encoder"):
             at_the_desk(classifier, lambda desk: desk.ask("a sentence"))
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -245,9 +246,12 @@ class AgainstADict(hypothesis.stateful.RuleBasedStateMachine):
         found = list(self.journal.examples())
         assert [(e.id, (e.label, e.said, e.key)) for e in found] == sorted(self.model.items())
         assert not any(e.text is not None and e.image is not None for e in found)
-        assert [
-            self.journal.example(id) for id in range(-1, self.last + 2) if id in self.model
-        ] == (found)
+        there = {each.id: each for each in found}
+        for id in range(-1, self.last + 2):
+            assert self.journal.example(id) == there.get(id)
+        light = list(self.journal.examples(with_pictures=False))
+        assert [replace(e, image=None) for e in found] == [replace(e, image=None) for e in light]
+        assert [e.image for e in light] == [None if e.key else e.image for e in found]
         assert len(self.journal) == len(self.model)
         assert self.journal.labels() == Counter(label for label, _, _ in self.model.values())
         assert self.journal.change == self.change

@@ -372,7 +372,7 @@ def test_pictures_are_counted_before_one_is_read(classifier, tmp_path):
 
 def test_a_run_of_pictures_says_what_it_is(untaught):
     content = json.loads((untaught / "run.json").read_text())
-    assert (content["format"], content["takes"], content["encoder"]) == (2, "images", "edges")
+    assert (content["format"], content["takes"], content["encoder"]) == (3, "images", "edges")
     assert content["summary"]["accuracy"] > 0.6
 
 
@@ -447,8 +447,8 @@ def test_the_report_names_what_was_left_out(tmp_path):
     album = read_album(tmp_path / "all")
     made = teaching.teach(album, image.encoder())
     said = teaching.report(made, album)
-    assert "examples   4 of 2 labels\nleft out   1 duplicate pictures\n" in said
-    assert "           1 files that are no pictures\n" in said
+    assert "examples   4 of 2 labels\nleft out   1 duplicate picture\n" in said
+    assert "           1 file that is no picture\n" in said
 
 
 # The page

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
-from mbpa.rows import NewRows, even_scale, label_sums
+from mbpa.rows import NewRows, even_scale, label_sums, require_unit_norm
 
 KEYS = torch.randn(30, 5, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(30) % 6
@@ -42,6 +44,18 @@ def test_with_an_even_scale_rows_from_examples_lie_as_far_out_as_trained_ones():
     rows = NewRows.around(head.weight, head.bias, sums, scale=scale).weights(sums)
     reach = [(each - each.mean(0)).norm(dim=1).mean() for each in (rows, head.weight)]
     torch.testing.assert_close(*reach)
+
+
+def test_keys_of_another_norm_are_refused():
+    good = nn.functional.normalize(KEYS, dim=1)
+    require_unit_norm(good)
+    require_unit_norm(good[:0])
+    require_unit_norm(good * 1.005)
+    for factor, told in ((1000.0, "1e+03"), (0.9, "0.9"), (0.0, "0"), (float("nan"), "nan")):
+        bad = good.clone()
+        bad[17] *= factor
+        with pytest.raises(ValueError, match=f"keys must have norm 1, got {re.escape(told)}$"):
+            require_unit_norm(bad)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import csv
 import html
@@ -14,6 +15,7 @@ import resource
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -27,14 +29,23 @@ import hypothesis
 import numpy
 import pytest
 import schemathesis
-from runs import BrokenEncoder, WordEncoder, random_keys, write_random_run, write_word_run
+from runs import (
+    BrightnessEncoder,
+    BrokenEncoder,
+    WordEncoder,
+    random_keys,
+    write_picture_run,
+    write_random_run,
+    write_word_run,
+)
 from servers import Server, running
 
 import mbpa
 from benchmarks import journal as journal_benchmark
 from benchmarks import mislabelled, new_labels, serving_tables
 from mbpa import cli
-from mbpa.serve import gate
+from mbpa.serve import gate, messages
+from mbpa.serve.answers import MOST_FILE
 from mbpa.serve.batching import Batcher, Overloaded
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.gate import Settings
@@ -392,7 +403,7 @@ def test_the_commands_of_that_page_work(client):
         name, _, value = header.partition(": ")
         answer = client.post(url, content=body, headers={name: value})
         # This run was made without an encoder, which is all that is wrong with them.
-        assert answer.status_code == 200 or "without a text encoder" in answer.json()["error"]
+        assert answer.status_code == 200 or "without an encoder" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/serving.md"])
@@ -416,6 +427,43 @@ def test_the_calls_in_the_documents_work(words, name):
         assert answer.status_code == 200, answer.text
     assert answer.json()["answers"][0]["label"] == "order_pizza"
     words.post("/forget", json={"label": "order_pizza"}).raise_for_status()
+
+
+def test_the_calls_with_pictures_in_the_documents_work(tmp_path):
+    """What the shell sends, by the tools that every system has."""
+    pictures = pytest.importorskip("PIL.Image")
+    page = (ROOT / "docs" / "serving.md").read_text("utf-8")
+    calls = re.findall(
+        r"^\$ (printf .*) \|\n +curl -s localhost:8000(/\w+) -H '(.*)' -d @-$", page, re.MULTILINE
+    )
+    assert [path for _, path, _ in calls] == ["/learn", "/predict"]
+    noise = numpy.random.default_rng(0).integers(0, 256, (80, 80)).astype(numpy.uint8)
+    for name in ("8.png", "another.png"):  # more than a line of base64
+        pictures.fromarray(noise).save(tmp_path / name)
+    write_picture_run(tmp_path / "run")
+    with (
+        Classifier.load(tmp_path / "run", image_encoder=BrightnessEncoder()) as classifier,
+        running(create_app(classifier)) as url,
+    ):
+        for command, path, header in calls:
+            shell = ["sh", "-c", command]
+            sent = subprocess.run(shell, cwd=tmp_path, capture_output=True, check=True).stdout
+            headers = dict([header.split(": ")])
+            answer = httpx.post(url + path, content=sent, headers=headers)
+            assert answer.status_code == 200, answer.text
+        assert answer.json()["answers"][0]["label"] == "eight"
+
+
+def test_the_largest_picture_may_come_in_lines():
+    """As programs break base64, after 64 or 76 characters."""
+    file = base64.b64encode(bytes(MOST_FILE)).decode()
+    for width, end in ((76, "\n"), (76, "\r\n"), (64, "\n"), (64, "\r\n")):
+        lines = end.join(file[at : at + width] for at in range(0, len(file), width))
+        body = json.dumps({"images": [f"data:image/jpeg;base64,{lines}"]})
+        messages.Query.model_validate_json(body)
+        assert end == "\r\n" or len(body) < Settings().body_bytes
+    with pytest.raises(ValueError, match="at most"):
+        messages.Query(images=["a" * 9_000_000])
 
 
 def test_explanations_are_limited_as_the_description_says(client):

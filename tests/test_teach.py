@@ -8,17 +8,19 @@ import json
 import random
 import re
 import resource
+import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from runs import WordEncoder
+from runs import BrightnessEncoder, WordEncoder, plain_picture
 
 import mbpa
 from mbpa import cli
 from mbpa.errors import RunError
-from mbpa.serve import rehearsal, teaching
+from mbpa.serve import placing, rehearsal, teaching, training
+from mbpa.serve.album import Album, read_album
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.rehearsal import Choice, Rehearsal
@@ -120,6 +122,40 @@ def test_files_that_cannot_be_are_refused_in_a_line(read, content, name, why):
 def test_the_line_of_a_row_is_where_it_begins(read):
     with pytest.raises(RunError, match="line 5: 'label'"):
         read('text,label\n"a\nb\nc",x\nd,\n')
+
+
+# Pictures
+
+
+def write_pictures(root: Path, *names: str) -> None:
+    """One of a colour of its own, under each of these names."""
+    pytest.importorskip("PIL")
+    for name, colour in zip(names, ("red", "blue", "green", "yellow"), strict=False):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(plain_picture(colour))
+
+
+def test_what_systems_put_beside_pictures_is_none(tmp_path):
+    write_pictures(tmp_path, "a/red.png", "a/deep/blue.png", "b/green.png")
+    for name in ("a/._red.png", "a/.DS_Store", "a/.trash/x.png", "__MACOSX/a/._red.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"no picture")
+    (tmp_path / "b" / "__MACOSX").mkdir()
+    (tmp_path / "b" / "__MACOSX" / "x.png").write_bytes(b"no picture")
+    album = read_album(tmp_path)
+    assert album.labels == ("a", "a", "b")
+    assert (album.rows, album.duplicates, album.strays) == (3, 0, 0)
+
+
+def test_rows_of_a_table_of_pictures_that_stand_there_twice_are_counted(tmp_path):
+    write_pictures(tmp_path, "red.png", "blue.png")
+    (tmp_path / "copy.png").write_bytes((tmp_path / "red.png").read_bytes())
+    rows = ["red.png,a", "blue.png,b", "red.png,a", "copy.png,a", "red.png,b"]
+    (tmp_path / "table.csv").write_text("\n".join(["image,label", *rows]))
+    album = read_album(tmp_path / "table.csv")
+    assert album.labels == ("a", "b", "b")
+    assert (album.rows, album.duplicates, album.contradictions) == (5, 2, 1)
 
 
 # Teaching
@@ -235,7 +271,7 @@ def test_a_run_that_is_served_is_not_replaced(taught, tmp_path):
     teaching.write_taught(made, data, out)
     with Classifier.load(out, text_encoder=WordEncoder()) as served:
         with pytest.raises(RunError, match="in use by process"):
-            teaching.require_free(out, replace=True)
+            placing.require_free(out, replace=True)
         with pytest.raises(RunError, match="in use by process"):
             teaching.write_taught(made, data, out, replace=True)
         served.learn([Lesson("new", "taught meanwhile")])
@@ -258,7 +294,7 @@ def test_a_run_that_cannot_be_finished_leaves_nothing(taught, tmp_path):
 @pytest.mark.parametrize(("labels", "each"), [(2, 1), (3, 2), (2, 4), (300, 1), (40, 3)])
 def test_few_examples_and_many_labels_are_enough(tmp_path, labels, each):
     data = spreadsheet(tmp_path, labels=labels, each=each)
-    made = teaching.teach(data, WordEncoder(), training=teaching.Training(epochs=5))
+    made = teaching.teach(data, WordEncoder(), training=training.Training(epochs=5))
     teaching.write_taught(made, data, tmp_path / "run")
     assert teaching.report(made, data)
     with Classifier.load(tmp_path / "run", text_encoder=WordEncoder()) as classifier:
@@ -268,7 +304,7 @@ def test_few_examples_and_many_labels_are_enough(tmp_path, labels, each):
 
 def test_held_out_examples_are_a_share_of_each_label():
     labels = torch.tensor([0] * 40 + [1] * 3 + [2] * 2 + [3])
-    held = teaching.held_out(labels, torch.Generator().manual_seed(0))
+    held = training.held_out(labels, torch.Generator().manual_seed(0))
     assert [int(held[labels == label].sum()) for label in range(4)] == [4, 1, 0, 0]
 
 
@@ -324,10 +360,65 @@ def test_a_disk_that_fails_at_the_end_is_told_in_a_line(taught, tmp_path):
     assert not list((tmp_path / "full").iterdir())
 
 
+def test_keys_of_another_norm_are_not_taught(taught, tmp_path):
+    """Their sums would pass the numbers that rows are counted in, and nothing say so."""
+
+    class Long(WordEncoder):
+        def __call__(self, texts):
+            return 1000 * super().__call__(texts)
+
+    _, made, data = taught
+    with pytest.raises(ValueError, match=r"keys must have norm 1, got 1e\+03"):
+        teaching.teach(data, Long())
+    long = dataclasses.replace(made, keys=1000 * made.keys)
+    with pytest.raises(ValueError, match=r"keys must have norm 1, got 1e\+03"):
+        teaching.write_taught(long, data, tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+    teaching.write_taught(dataclasses.replace(long, rows=None), data, tmp_path / "run")
+
+
+def test_an_encoder_must_take_what_is_taught(taught):
+    _, _, data = taught
+    with pytest.raises(ValueError, match="the encoder brightness takes images, not texts"):
+        teaching.teach(data, BrightnessEncoder())
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ("", ""),
+        ("ring me,call\n", "left out   1 duplicate row\n"),
+        ("ring me,call\n" * 2, "left out   2 duplicate rows\n"),
+        ("ring me,greeting\n", "note       1 text has several labels\n"),
+        (
+            "ring me,greeting\nhow are you,call\nring me,call\n",
+            "left out   1 duplicate row\nnote       2 texts have several labels\n",
+        ),
+    ],
+)
+def test_the_report_counts_what_was_left_out(taught, read, added, told):
+    _, made, _ = taught
+    data = read(GOOD + added)
+    lines = f"examples   {len(data.texts)} of 9 labels\n{told}held out"
+    assert teaching.report(made, data).startswith(lines)
+
+
+def test_files_that_are_no_pictures_are_left_out_in_words(taught):
+    _, made, _ = taught
+    for strays, told in (
+        (0, ""),
+        (1, "left out   1 file that is no picture\n"),
+        (2, "left out   2 files that are no pictures\n"),
+    ):
+        data = Album((b"a", b"b"), ("x", "y"), 2, 0, strays)
+        assert teaching.report(made, data).startswith(f"examples   2 of 9 labels\n{told}held out")
+
+
 def test_a_run_describes_itself(taught):
     run, _, _ = taught
     content = json.loads((run / "run.json").read_text())
-    assert content["format"] == 1
+    assert content["format"] == 3
+    assert content["takes"] == "texts"
     assert content["mbpa"] == mbpa.__version__
     assert content["labels"] == [f"l{i}" for i in range(9)]
     assert content["summary"]["held_out"] == 18
@@ -337,8 +428,8 @@ def test_the_rehearsal_asks_for_labels_that_its_head_does_not_know():
     keys = torch.nn.functional.normalize(torch.randn(90, 8), dim=1)
     labels = torch.arange(90) % 6
     generator = torch.Generator().manual_seed(0)
-    held = teaching.held_out(labels, generator)
-    task = teaching.rehearsal(keys, labels, held, teaching.Training(epochs=2), generator)
+    held = training.held_out(labels, generator)
+    task = rehearsal.staged(keys, labels, held, training.Training(epochs=2), generator)
     assert (task.head.out_features, task.classes) == (4, 6)
     new = task.labels >= 4
     assert task.labels[new].bincount().tolist()[4:] == [3, 3]
@@ -360,8 +451,8 @@ def confusable_task() -> Rehearsal:
     places = torch.nn.functional.normalize(torch.randn(18, 8, generator=draws), dim=1)
     keys = places[labels] + 0.35 * torch.randn(900, 8, generator=draws)
     keys = torch.nn.functional.normalize(keys, dim=1)
-    held = teaching.held_out(labels, draws, 0.25)
-    task = teaching.rehearsal(keys, labels, held, teaching.Training(), draws)
+    held = training.held_out(labels, draws, 0.25)
+    task = rehearsal.staged(keys, labels, held, training.Training(), draws)
     assert task is not None
     return task
 
@@ -414,6 +505,26 @@ def test_rows_of_new_labels_are_kept_in_the_run(taught, tmp_path):
     before = dataclasses.replace(made, rows=None)
     teaching.write_taught(before, data, tmp_path / "run")
     assert read_model(tmp_path / "run", made.info, "cpu").rows is None
+
+
+def test_runs_with_rows_are_not_opened_by_what_knows_none_and_earlier_ones_still_are(
+    taught, tmp_path
+):
+    """Formats 1 and 2 were read before there were rows, and written for a while with rows."""
+    run, made, data = taught
+    teaching.write_taught(dataclasses.replace(made, rows=None), data, tmp_path / "zeros")
+    assert json.loads((tmp_path / "zeros" / "run.json").read_text())["format"] == 1
+    earlier = Path(shutil.copytree(run, tmp_path / "earlier"))
+    content = json.loads((run / "run.json").read_text())
+    assert content["format"] not in (1, 2)
+    del content["takes"]
+    (earlier / "run.json").write_text(json.dumps(content | {"format": 1}))
+    with Classifier.load(earlier, text_encoder=WordEncoder()) as classifier:
+        assert classifier.info == made.info
+        assert read_model(earlier, made.info, "cpu").rows is not None
+    (earlier / "run.json").write_text(json.dumps(content | {"format": 4}))
+    with pytest.raises(RunError, match="written by a newer mbpa: upgrade mbpa"):
+        Classifier.load(earlier, text_encoder=WordEncoder())
 
 
 def test_a_workbook_is_to_be_saved_as_csv(tmp_path):

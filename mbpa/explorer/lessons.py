@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mbpa import image
 from mbpa.serve import messages
-from mbpa.serve.answers import Lesson, Reason, check_label, check_text, kept_pictures
+from mbpa.serve.answers import Lesson, Reason, check_label, kept_pictures
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import InputError
 from mbpa.serve.service import Service
@@ -59,10 +59,7 @@ class Desk:
 
     async def ask(self, item: str | bytes) -> Reason:
         """The answer to a text, or to a picture that was `read`, and why."""
-        if self.classifier.takes is None:
-            raise InputError("this run takes embeddings only: it was made without a text encoder")
-        if isinstance(item, str):
-            check_text(item)
+        self.classifier.check_item(item)
         (reason,) = await self._service.answers((item,), None, SHOWN, wants_reasons=True)
         assert isinstance(reason, Reason)
         return reason

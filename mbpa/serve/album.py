@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from tqdm import tqdm
 
@@ -24,6 +25,8 @@ MOST_PIXELS = 80_000_000  # of a file of one's own
 class Album:
     """Distinct pairs of a picture, as `mbpa.image.kept` gives it, and its label."""
 
+    takes: ClassVar[Literal["images"]] = "images"
+    """What an encoder of its items takes."""
     images: tuple[bytes, ...]
     labels: tuple[str, ...]
     rows: int
@@ -61,19 +64,21 @@ def read_album(
     strays = 0
     if path.is_dir():
         found, strays = _in_folders(path)
+        rows = len(found)
     else:
         table = read_spreadsheet(path, text=column, label=label, encoding=encoding, option="image")
         found = [
             (path.parent / name, label)
             for name, label in zip(table.texts, table.labels, strict=True)
         ]
+        rows = table.rows  # it has left out those that stand there twice
     pairs = dict.fromkeys(_read(found, progress))
     images, labels = zip(*pairs, strict=True)
     if len(set(labels)) == 1:
         raise RunError(f"{path} has one label only, {labels[0]!r}: there is nothing to tell apart")
     seen = Counter(picture for picture, _ in pairs)
     contradictions = sum(count > 1 for count in seen.values())
-    return Album(images, labels, len(found), contradictions, strays)
+    return Album(images, labels, rows, contradictions, strays)
 
 
 def _in_folders(root: Path) -> tuple[list[tuple[Path, str]], int]:
@@ -81,9 +86,11 @@ def _in_folders(root: Path) -> tuple[list[tuple[Path, str]], int]:
     found: list[tuple[Path, str]] = []
     strays = 0
     for folder in sorted(each for each in root.iterdir() if each.is_dir()):
-        if folder.name.startswith("."):
-            continue
-        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        files = [
+            file
+            for file in sorted(folder.rglob("*"))
+            if file.is_file() and not any(map(_is_hidden, file.relative_to(root).parts))
+        ]
         pictures = [file for file in files if file.suffix.lower() in SUFFIXES]
         strays += len(files) - len(pictures)
         if pictures:
@@ -95,6 +102,11 @@ def _in_folders(root: Path) -> tuple[list[tuple[Path, str]], int]:
             f"{root} has no pictures ({kinds}) in sub-folders; it must have one for each label"
         )
     return found, strays
+
+
+def _is_hidden(name: str) -> bool:
+    """What systems put beside people's files: `._8.png` is no picture, whatever it is called."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def _check(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,11 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mbpa import image
+from mbpa.errors import MissingExtraError
 from mbpa.serve.journal import InputError
 
 MOST_TEXT, MOST_LABEL = 10_000, 200  # characters
 MOST_FILE = 6_000_000  # bytes of a picture: in base64 one fits into a request
 MOST_PIXELS = 2 * image.MOST_PIXELS  # of the pictures of a call together
+PLAIN = {"APP0", "jfif", "jfif_version", "jfif_unit", "jfif_density"}  # beside the pixels
+_AS_KEPT = "a picture must be as mbpa.image.kept gives it"
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,23 @@ class Reason:
     """‖θˣ − θ‖: how far the head's parameters moved for this query."""
 
 
+def named_answers(
+    labels: Sequence[str], logs: Float[Tensor, "B C"], top: int, threshold: float
+) -> list[Answer]:
+    """Answers from log p of each label."""
+    if not labels:
+        return [Answer(None, 0.0, ()) for _ in logs]
+    # Equally probable ones in the order of the labels, which topk does not promise.
+    order = logs.argsort(dim=1, descending=True, stable=True)[:, : max(1, top)]
+    shares = logs.gather(1, order).exp()
+    answers = []
+    for columns, probabilities in zip(order.tolist(), shares.tolist(), strict=True):
+        named = tuple((labels[c], p) for c, p in zip(columns, probabilities, strict=True))
+        label, confidence = named[0]
+        answers.append(Answer(label if confidence >= threshold else None, confidence, named[:top]))
+    return answers
+
+
 def check_text(text: str) -> None:
     """`InputError` for a text that cannot be classified."""
     if not text.strip():
@@ -81,6 +102,28 @@ def check_text(text: str) -> None:
     if len(text) > MOST_TEXT:
         raise InputError(f"a text must have at most {MOST_TEXT} characters, got {len(text)}")
     _check_characters("a text", text, allowed="\t\n\r")
+
+
+def check_picture(picture: bytes) -> None:
+    """`InputError` for a file that is not as `mbpa.image.kept` gives them."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("Pillow", extra="images") from error
+
+    try:
+        with Image.open(io.BytesIO(picture), formats=("PNG", "JPEG")) as opened:
+            is_small = max(opened.size) <= image.SIDE
+            if is_small and opened.format == "PNG":
+                opened.load()  # what was written beside the picture may come after it
+            is_plain = {*opened.info, *getattr(opened, "app", ())} <= PLAIN
+    except Exception as error:  # damaged files raise almost anything in Pillow
+        raise InputError(f"{_AS_KEPT}, got no PNG or JPEG file that can be read") from error
+    if not is_small:
+        width, height = opened.size
+        raise InputError(f"{_AS_KEPT}, got one of {width} × {height} pixels")
+    if not is_plain:
+        raise InputError(f"{_AS_KEPT}, got one with what a camera or program wrote beside it")
 
 
 def check_label(label: str) -> None:

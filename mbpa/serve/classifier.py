@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -20,14 +19,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
-from mbpa.device import Rates
 from mbpa.embedding import Encoder
 from mbpa.errors import RunError
 from mbpa.image import ImageEncoder
-from mbpa.rows import NewRows
-from mbpa.serve.answers import Answer, Lesson, NearExample, Reason, check_label, check_text
+from mbpa.rows import NORM_TOLERANCE, NewRows
+from mbpa.serve.answers import (
+    Answer,
+    Lesson,
+    Reason,
+    check_label,
+    check_picture,
+    check_text,
+    named_answers,
+)
 from mbpa.serve.journal import Example, InputError, Journal, Row
-from mbpa.serve.known import Counts, Held, Known
+from mbpa.serve.known import Counts
 from mbpa.serve.run import (
     JOURNAL,
     RunInfo,
@@ -36,12 +42,9 @@ from mbpa.serve.run import (
     read_encoder,
     read_model,
 )
-from mbpa.serve.taught import TaughtMemory, TaughtRows
-from mbpa.split import grow
+from mbpa.serve.taught_model import TaughtModel
 from mbpa.text import TextEncoder
 
-# Fixed, not measured: another start must not choose another way to compute the same.
-RATES = Rates(operations=2.0**36, bytes=2.0**33, call=2.0**-19)
 SHOWN = 3  # labels an answer names
 REPLAYED = 1000  # examples that are read at a time
 MOST_EXAMPLES, MOST_LABELS, MOST_NEW_LABELS = 1_000_000, 10_000, 100  # the last in one call
@@ -67,18 +70,12 @@ class Classifier:
         self.threshold = info.threshold
         self.journal = journal
         self._encoder = encoder
-        self._head, self._predictor = head, predictor
-        self._rows = None if rows is None else TaughtRows(rows)
-        self._engine = mbpa.Engine(store_bytes=0, rates=RATES)  # kept rows would tell of the past
         self._device = head.weight.device
+        self._has_norm = info.encoder is not None or rows is not None
         self._writing = threading.RLock()  # what the journal gets, the memory gets in that order
         self._state = threading.RLock()
-        self._known = Known()
-        self._trained_labels: tuple[str, ...] = ()
-        self._new_labels: tuple[str, ...] = ()
-        self._counts = Counts({}, (), 0, 0, 0)  # another after each change: readers need no lock
-        self._model: mbpa.MbPA | None = None
-        self._memory = TaughtMemory(1024, info.key_dim, device=self._device)
+        self._model = TaughtModel(head, info.labels, predictor, rows)
+        self._counts = self._model.counts(0)  # another after each change: readers need no lock
         self._replay()
 
     @classmethod
@@ -178,9 +175,10 @@ class Classifier:
         }
 
     def examples(self, label: str | None = None) -> list[Example]:
-        """What is in the memory, in order of ids, without the keys."""
+        """What is in the memory, in order of ids, without keys and pictures; for those ask
+        `entries` and `image`."""
         with self._state:
-            held = sorted(self._known.examples.items())
+            held = sorted(self._model.known.examples.items())
         return [
             Example(id, each.label, each.text, None)
             for id, each in held
@@ -195,27 +193,28 @@ class Classifier:
     def entries(self) -> tuple[list[int], Float[Tensor, "M D"]]:
         """Ids and keys of everything in the memory."""
         with self._state:
-            held = self._memory.entries()
-            return [self._known.ids[slot] for slot in held.ids.tolist()], held.keys
+            return self._model.entries()
 
     # Answering
 
     def encode(self, items: Sequence[str | bytes]) -> Float[Tensor, "B D"]:
         """Keys of texts, or of pictures as `mbpa.image.kept` gives them."""
-        if self._encoder is None:
-            raise InputError("this run takes keys only: it was made without a text encoder")
         for item in items:
             self.check_item(item)
+        if self._encoder is None:
+            return torch.empty(0, self.key_dim, device=self._device)
         return self._encoder(items).to(self._device)
 
     def check_takes(self, what: str) -> None:
         """`InputError` if it cannot be asked about "texts" or "images"."""
-        if self.takes is not None and what != self.takes:
+        if self.takes is None:
+            raise InputError("this run takes embeddings only: it was made without an encoder")
+        if what != self.takes:
             raise InputError(f"this run takes {self.takes}, not {what}")
 
     def check_item(self, item: str | bytes) -> None:
         """`InputError` for what this run cannot be asked about."""
-        self.check_takes("texts" if isinstance(item, str) else "images")
+        self.check_takes(_kind(item))
         if isinstance(item, str):
             check_text(item)
 
@@ -236,9 +235,8 @@ class Classifier:
         """
         keys = self._queries(items, keys)
         with self._state:
-            labels = self._labels
-            logs = self._model(keys=keys) if self._model else keys.new_empty(len(keys), 0)
-        return self._answers(labels, logs, top, threshold)
+            labels, logs = self._model.labels, self._model(keys)
+        return named_answers(labels, logs, top, self._least(threshold))
 
     def explain(
         self,
@@ -251,15 +249,13 @@ class Classifier:
         """The same answers, with what they come from."""
         keys = self._queries(items, keys)
         with self._state:
-            labels = self._labels
-            if self._model is None:
-                nothing = self._answers(labels, keys.new_empty(len(keys), 0), top, threshold)
-                return [Reason(answer, (), (), 0.0) for answer in nothing]
-            why = self._model.explain(keys=keys)
-            answers = self._answers(labels, why.after, top, threshold)
-            before = self._answers(labels, why.before, top, 0.0)
+            labels, why = self._model.labels, self._model.explain(keys)
+            if why is None:
+                return [Reason(Answer(None, 0.0, ()), (), (), 0.0) for _ in keys]
+            answers = named_answers(labels, why.after, top, self._least(threshold))
+            before = named_answers(labels, why.before, top, 0.0)
             return [
-                Reason(answer, first.top, *self._sources(why[i]))
+                Reason(answer, first.top, *self._model.sources(why[i]))
                 for i, (answer, first) in enumerate(zip(answers, before, strict=True))
             ]
 
@@ -299,7 +295,7 @@ class Classifier:
                 for (label, _), each, key in zip(named, lessons, keys.cpu(), strict=True)
             ]
             with self._state:
-                self._make_room(len(rows))  # it may fail, and nothing is promised yet
+                self._model.make_room(len(rows))  # it may fail, and nothing is promised yet
             ids = self.journal.learn(rows, request, restoring=restoring)
             with self._following():
                 self._add(ids, named, keys)
@@ -308,7 +304,7 @@ class Classifier:
     def was_trained_with(self, id: int) -> bool:
         """Whether the head was trained with this example."""
         with self._state:
-            held = self._known.examples.get(id)
+            held = self._model.known.examples.get(id)
             return held is not None and held.is_trained
 
     def forget(self, ids: Iterable[int] = (), label: str | None = None) -> list[int]:
@@ -321,7 +317,7 @@ class Classifier:
         with self._writing:
             gone = self.journal.forget(list(ids), None if label is None else label.strip())
             with self._following():
-                self._remove(gone)
+                self._model.remove(gone)
             return gone
 
     # Inside
@@ -338,6 +334,9 @@ class Classifier:
         assert keys is not None
         return self._checked(keys)
 
+    def _least(self, threshold: float | None) -> float:
+        return self.threshold if threshold is None else threshold
+
     def check_rows(self, rows: Float[np.ndarray, "B D"]) -> None:
         """`InputError` for keys that no encoder would give."""
         if rows.ndim != 2 or rows.shape[1] != self.key_dim:
@@ -346,8 +345,7 @@ class Classifier:
         if not (norms < 1e15).all():
             raise InputError("keys must be finite numbers below 1e15")
         off = np.abs(norms - 1)
-        has_norm = self.info.encoder is not None or self._rows is not None
-        if has_norm and len(rows) and off.max() > 1e-2:
+        if self._has_norm and len(rows) and off.max() > NORM_TOLERANCE:
             worst = norms[off.argmax()]
             raise InputError(f"keys must have norm 1, as the run's own have, got {worst:.3g}")
 
@@ -356,25 +354,34 @@ class Classifier:
         return keys.to(self._device, torch.float32)
 
     def _check_room(self, labels: set[str], examples: int) -> None:
-        new = labels - self._known.counts.keys()
+        new = labels - self._counts.labels.keys()
         if len(self) + examples > MOST_EXAMPLES:
             raise InputError(f"there may be {MOST_EXAMPLES} examples, and {len(self)} are there")
         if len(new) > MOST_NEW_LABELS:
             raise InputError(f"one call may bring {MOST_NEW_LABELS} new labels, got {len(new)}")
-        if new and len(self._known.counts) + len(new) > MOST_LABELS:
+        if new and len(self._counts.labels) + len(new) > MOST_LABELS:
             raise InputError(f"there may be {MOST_LABELS} labels, {len(new)} more are too many")
 
     def _check_lessons(self, lessons: Sequence[Lesson]) -> None:
         for lesson in lessons:
             check_label(lesson.label)
+            if lesson.text is not None and lesson.image is not None:
+                raise InputError(f"an example of {lesson.label!r} has both text and image")
             if lesson.said is not None:
-                self.check_item(lesson.said)
+                self._check_said(lesson.said, has_key=lesson.key is not None)
+            elif lesson.key is None:
+                raise InputError(f"an example of {lesson.label!r} has neither text nor key")
             if lesson.key is not None:
                 self.check_rows(lesson.key[None].detach().cpu().to(torch.float32).numpy())
-            elif lesson.said is None:
-                raise InputError(f"an example of {lesson.label!r} has neither text nor key")
-            elif self._encoder is None:
-                raise InputError("this run takes keys only: it was made without a text encoder")
+
+    def _check_said(self, said: str | bytes, *, has_key: bool) -> None:
+        """Where nothing is embedded, a key may come with either; what is kept must be sound."""
+        if self.takes is not None or not has_key:
+            self.check_takes(_kind(said))
+        if isinstance(said, str):
+            check_text(said)
+        else:
+            check_picture(said)
 
     def _keys_of(self, lessons: Sequence[Lesson]) -> Float[Tensor, "N D"]:
         """Of those without one, that of the text or picture."""
@@ -387,46 +394,14 @@ class Classifier:
         items: list[Any] = [each.said for each in given if each.key is None]
         return self.encode(items) if items else ()
 
-    def _answers(
-        self, labels: tuple[str, ...], logs: Float[Tensor, "B C"], top: int, threshold: float | None
-    ) -> list[Answer]:
-        threshold = self.threshold if threshold is None else threshold
-        if not labels:
-            return [Answer(None, 0.0, ()) for _ in logs]
-        # Equally probable ones in the order of the labels, which topk does not promise.
-        order = logs.argsort(dim=1, descending=True, stable=True)[:, : max(1, top)]
-        shares = logs.gather(1, order).exp()
-        answers = []
-        for columns, probabilities in zip(order.tolist(), shares.tolist(), strict=True):
-            named = tuple((labels[c], p) for c, p in zip(columns, probabilities, strict=True))
-            label, confidence = named[0]
-            answers.append(
-                Answer(label if confidence >= threshold else None, confidence, named[:top])
-            )
-        return answers
-
-    def _sources(self, why: mbpa.Explanation) -> tuple[tuple[NearExample, ...], float]:
-        if why.neighbors is None or why.weights is None:
-            return (), 0.0
-        rows = zip(
-            why.neighbors.ids[0].tolist(),
-            why.weights[0].tolist(),
-            why.neighbors.distances[0].sqrt().tolist(),
-            strict=True,
-        )
-        near = []
-        for entry, weight, distance in rows:
-            id = self._known.ids[entry]
-            known = self._known.examples[id]
-            near.append(NearExample(id, known.label, known.text, weight, distance))
-        return tuple(near), 0.0 if why.change is None else float(why.change[0])
-
     def _replay(self) -> None:
-        """Fill the memory from the journal; a part at a time, since pictures are large."""
+        """Fill the memory from the journal; a part at a time, so that little is there twice."""
         keys = torch.empty(len(self.journal), self.key_dim)
         ids: list[int] = []
         named: list[tuple[str, str | None]] = []
-        while found := list(self.journal.examples(ids[-1] if ids else 0, REPLAYED)):
+        while found := list(
+            self.journal.examples(ids[-1] if ids else 0, REPLAYED, with_pictures=False)
+        ):
             encoded = iter(self._encoded(found))
             for row, each in zip(keys[len(ids) :].numpy(), found, strict=False):
                 key = next(encoded).cpu().numpy() if each.key is None else from_bytes(each.key)
@@ -438,8 +413,9 @@ class Classifier:
                 row[:] = key
             ids += [each.id for each in found]
             named += [(each.label, each.text) for each in found]
-        self._make_room(len(ids))
+        self._model.make_room(len(ids))
         self._add(ids, named, keys.to(self._device))
+        self._counts = self._model.counts(self.journal.change)
 
     def _add(
         self,
@@ -447,21 +423,9 @@ class Classifier:
         named: Sequence[tuple[str, str | None]],
         keys: Float[Tensor, "N D"],
     ) -> None:
-        numbers = [self._known.number(label) for label, _ in named]
-        entries = self._memory.write(keys, torch.tensor(numbers, dtype=torch.int64)).tolist()
-        restored = self.journal.restored
-        for id, (label, text), entry in zip(ids, named, entries, strict=True):
-            is_trained = id <= self.info.trained_examples or id in restored
-            self._known.add(id, Held(label, text, entry, is_trained))
-        labels = [label for label, _ in named]
-        if self._rows is not None:
-            self._rows.add(labels, keys)
-        self._rebind(labels)
-
-    def _make_room(self, examples: int) -> None:
-        """For so many more: nothing is ever overwritten."""
-        if len(self) + examples > self._memory.capacity:
-            self._memory.resize(2 * (len(self) + examples))
+        last, restored = self.info.trained_examples, self.journal.restored
+        trained = {id for id in ids if id <= last or id in restored}
+        self._model.add(ids, named, keys, trained)
 
     @contextlib.contextmanager
     def _following(self) -> Iterator[None]:
@@ -470,78 +434,14 @@ class Classifier:
         try:
             with self._state:
                 yield
+                self._counts = self._model.counts(self.journal.change)
         except BaseException:
             self.journal.refuse("the memory could not follow what was written: restart")
             raise
 
-    def _remove(self, ids: Sequence[int]) -> None:
-        here = [id for id in ids if id in self._known.examples]
-        labels = [self._known.examples[id].label for id in here]
-        entries = [self._known.remove(id) for id in here]
-        if self._rows is not None:
-            self._rows.remove(labels, self._memory.keys_of(entries))
-        self._memory.delete(entries)
-        self._rebind(labels)
 
-    def _rebind(self, changed: Iterable[str]) -> None:
-        """Head, labels and columns as the examples that are there want them.
-
-        Args:
-            changed: labels that have other examples than before.
-        """
-        trained, new = self._known.split(self.info.labels)
-        if (trained, new) != (self._trained_labels, self._new_labels):
-            self._trained_labels, self._new_labels = trained, new
-            self._model = self._bound()
-        elif self._model is not None:
-            self._put_rows(self._model.head, changed)
-        self._memory.columns = self._known.columns(self._labels).to(self._device)
-        self._counts = Counts(
-            labels={label: self._known.counts[label] for label in self._labels},
-            trained_labels=trained,
-            examples=len(self._known.examples),
-            taught=self._known.taught,
-            change=self.journal.change,
-        )
-
-    def _bound(self) -> mbpa.MbPA | None:
-        """The memory with a head for the labels there are; `None` if there are none."""
-        if not self._labels:
-            return None
-        head = grow(self._trained_head(), len(self._labels)).requires_grad_(False)
-        self._put_rows(head, self._new_labels)
-        return mbpa.MbPA(
-            head=head, memory=self._memory, predictor=self._predictor, engine=self._engine
-        )
-
-    def _put_rows(self, head: nn.Module, labels: Iterable[str]) -> None:
-        """Of those of these labels that the head was not trained with, as their examples say."""
-        rows, new = self._rows, set(self._new_labels)
-        here = sorted(new.intersection(labels))
-        if rows is None or not here:
-            return
-        assert isinstance(head, nn.Linear)
-        first = len(self._trained_labels)
-        places = torch.tensor([first + bisect_left(self._new_labels, label) for label in here])
-        with torch.no_grad():
-            weights = torch.stack([rows.weight(label) for label in here])
-            head.weight[places] = weights.to(self._device)
-            head.bias[places] = rows.bias.to(self._device)
-
-    @property
-    def _labels(self) -> tuple[str, ...]:
-        """In the order of the head's outputs."""
-        return self._trained_labels + self._new_labels
-
-    def _trained_head(self) -> nn.Linear:
-        """The rows that were trained, for the labels that are left; a row of zeros if none is."""
-        places = {label: row for row, label in enumerate(self.info.labels)}
-        rows = [places[label] for label in self._trained_labels]
-        head = nn.Linear(self.key_dim, max(1, len(rows)), device=self._device)
-        with torch.no_grad():
-            for own, trained in ((head.weight, self._head.weight), (head.bias, self._head.bias)):
-                own.zero_()[: len(rows)] = trained[torch.tensor(rows, dtype=torch.int64)]
-        return head
+def _kind(item: str | bytes) -> str:
+    return "texts" if isinstance(item, str) else "images"
 
 
 def _as_given(lessons: Sequence[Lesson]) -> list[Row]:

@@ -1,54 +1,43 @@
-"""A journal of taught examples that survives what happens to it: SQLite, and the care around it.
+"""A journal of taught examples that survives what happens to it: tables, and what is done to them.
 
-A call is durable when it returns, and is there as a whole or not at all. Once a write has failed
-nothing more is written until the journal is opened anew: after a failed flush the kernel may
-call pages clean that never reached the disk, and a second flush would then prove nothing. Opening
-writes the log again, byte by byte, before it copies it into the database; that does.
+A call is durable when it returns, and is there as a whole or not at all (`database`).
 
 What is forgotten is overwritten in place. Deleting rows would not do, even with
 ``secure_delete``: when SQLite joins half-empty pages, copies of rows stay in the gaps. Here rows
 never move; once much of the file is overwritten rows, the others are copied to a new table.
 
-Standard library only: loaded by its path, this file brings neither torch nor numpy.
+Standard library only, as `database` is: without ``mbpa`` itself, neither torch nor numpy is loaded.
 """
 
-import contextlib
-import errno
-import os
-import sqlite3
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
-from urllib.parse import quote
+from typing import Self
 
-if sys.platform != "win32":
-    import fcntl
+from mbpa.serve.database import Database, InUseError, JournalError, Schema
+
+__all__ = ["Example", "InUseError", "InputError", "Journal", "JournalError", "Row"]
 
 FORMAT = 1
 REMEMBERED_REQUESTS = 10_000
 
-_APPLICATION = 0x6D627061  # "mbpa", in the header of the file
-_LOG_BYTES = 4 << 20  # a longer log is copied into the database
 _WASTE_BYTES = 1 << 20  # less than this of overwritten rows is not worth copying the others
 _LARGEST_EXAMPLE = 1 << 28  # bytes; SQLite stops at 10⁹ a row
-_NOT_A_JOURNAL = "not a journal: use another path, or move the file away"
-_UNLOCKED = "win32-none" if sys.platform == "win32" else "unix-none"
 _EXAMPLES = """(
     id INTEGER PRIMARY KEY, live INTEGER NOT NULL CHECK (live IN (0, 1)),
     label BLOB NOT NULL, text BLOB, key BLOB
 )"""
-_SCHEMA = (
-    f"CREATE TABLE examples {_EXAMPLES}",
-    "CREATE TABLE requests (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE,"
-    " first INTEGER NOT NULL, count INTEGER NOT NULL)",
-    "CREATE TABLE counters (change INTEGER NOT NULL, last INTEGER NOT NULL)",
-    "INSERT INTO counters VALUES (0, 0)",
-    f"PRAGMA application_id = {_APPLICATION}",
-    f"PRAGMA user_version = {FORMAT}",
+_SCHEMA = Schema(
+    FORMAT,
+    (
+        f"CREATE TABLE examples {_EXAMPLES}",
+        "CREATE TABLE requests (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE,"
+        " first INTEGER NOT NULL, count INTEGER NOT NULL)",
+        "CREATE TABLE counters (change INTEGER NOT NULL, last INTEGER NOT NULL)",
+        "INSERT INTO counters VALUES (0, 0)",
+    ),
 )
 # Zeros of the same length leave the row its size, and so its place: SQLite writes over it.
 _OVERWRITE = """
@@ -60,20 +49,16 @@ _SIZE = """
 length(CAST(label AS BLOB)) + ifnull(length(CAST(text AS BLOB)), 0) + ifnull(length(key), 0) + 12
 """  # 12: what SQLite adds to a short row
 _SELECT = "SELECT id, label, text, key FROM examples WHERE live AND"
+_SELECT_WITHOUT_PICTURES = """
+SELECT id, label, CASE WHEN key IS NULL OR typeof(text) <> 'blob' THEN text END, key
+FROM examples WHERE live AND
+"""  # what is of type blob in the column of texts is the file of a picture
 _COPY_TO_NEW_TABLE = (
     f"CREATE TABLE kept {_EXAMPLES}",
     "INSERT INTO kept SELECT * FROM examples WHERE live ORDER BY id",
     "DROP TABLE examples",
     "ALTER TABLE kept RENAME TO examples",
 )
-
-
-class JournalError(RuntimeError):
-    """The journal cannot be opened, read or written; the message is a line on what to do."""
-
-
-class InUseError(JournalError):
-    """Another process has it open."""
 
 
 class InputError(ValueError):
@@ -118,7 +103,7 @@ class Journal:
         self._labels: Counter[str] = Counter()
         self._restored: frozenset[int] = frozenset()
         self._change = self._waste = 0  # committed writes; bytes of overwritten rows
-        self._database = _Database(path)
+        self._database = Database(path, _SCHEMA)
         try:
             self._count()
         except BaseException:
@@ -216,15 +201,19 @@ class Journal:
             self._database.empty_log()
         return sorted(found)
 
-    def examples(self, after: int = 0, limit: int | None = None) -> Iterator[Example]:
+    def examples(
+        self, after: int = 0, limit: int | None = None, *, with_pictures: bool = True
+    ) -> Iterator[Example]:
         """Examples with ids above ``after``, by rising id, as they are at the moment of the call.
 
         They are read at once, so that a slow consumer keeps nobody waiting; ``limit`` bounds
-        their number, and with it the memory this takes.
+        their number, and with it the memory this takes. Without pictures, only those examples have
+        theirs that have no key.
         """
+        select = _SELECT if with_pictures else _SELECT_WITHOUT_PICTURES
         with self._access, self._database.reading():
             rows = self._database.rows(
-                f"{_SELECT} id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit
+                f"{select} id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit
             )
         return (_example(*row) for row in rows)
 
@@ -328,172 +317,6 @@ class Journal:
             self._waste = 0
 
 
-class _Database:
-    """A file of SQLite that this process holds, and that is on the disk when it says so.
-
-    Nothing here keeps threads apart.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._log = path, path.with_name(path.name + "-wal")
-        self.read_only: str | None = None
-        self._opened = contextlib.ExitStack()
-        self._closed = False
-        try:
-            self._hold_lock()
-            with self.reading():
-                self._connect()
-                self._check_format()
-                self._flush_all()
-                ((problem,),) = self.rows("PRAGMA quick_check(1)")
-                if problem != "ok":
-                    where = problem.splitlines()[-1]
-                    raise JournalError(f"{path}: damaged ({where}): restore it from a copy")
-        except BaseException:
-            self.close()
-            raise
-
-    def rows(self, statement: str, *arguments: str | bytes | int | None) -> list[Any]:
-        return self._connection.execute(statement, arguments).fetchall()
-
-    def size(self) -> int:
-        ((pages,),), ((page,),) = self.rows("PRAGMA page_count"), self.rows("PRAGMA page_size")
-        return int(pages * page)
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        if self._closed:
-            raise JournalError(f"{self.path} is closed: open it again")
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise JournalError(f"{self.path}: {_advice(error)}") from error
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """An error of the disk in here ends all writing."""
-        with self.reading():
-            if self.read_only is not None:
-                raise JournalError(self.read_only)
-            try:
-                yield
-            except (sqlite3.Error, OSError) as error:
-                raise self._fail(error) from error
-
-    def _fail(self, error: sqlite3.Error | OSError) -> JournalError:
-        self.read_only = f"{self.path} is read-only since a write failed: {_advice(error)}"
-        return JournalError(self.read_only)
-
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        self.rows("BEGIN IMMEDIATE")
-        try:
-            yield
-            self.rows("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):  # some errors have rolled back by themselves
-                self.rows("ROLLBACK")
-            raise
-
-    def give_back_free_pages(self) -> None:
-        self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` gives back one
-
-    def shorten_log(self) -> None:
-        """After a call that is durable either way, and so is acknowledged even if this fails."""
-        try:
-            if self._log.stat().st_size > _LOG_BYTES:
-                self._copy_log()
-        except (sqlite3.Error, OSError) as error:
-            self._fail(error)
-
-    def empty_log(self) -> None:
-        self._copy_log()
-        _flush(self._log)  # SQLite does not; a power cut might bring back what was in it
-
-    def _copy_log(self) -> None:
-        """Into the database, flushed; then the log is cut to nothing."""
-        ((busy, _, _),) = self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
-        assert not busy, "somebody else reads what is locked exclusively"
-
-    def close(self) -> None:
-        self._closed = True
-        self._opened.close()
-
-    def _hold_lock(self) -> None:
-        """One process writes, or several read; a killed one's lock is released with it."""
-        if self.path.is_dir() or not self.path.parent.is_dir():
-            raise JournalError(f"{self.path} must be a file in a directory that exists")
-        beside = self.path.with_name(self.path.name + ".lock")
-        try:
-            lock = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
-            if self.path.exists() and not os.access(self.path, os.W_OK):
-                self.read_only = f"{self.path} is read-only: allow writing to it and restart"
-        except OSError as error:
-            if not self.path.exists():
-                message = f"{self.path} cannot be created ({error.strerror}): see to it and restart"
-                raise JournalError(message) from error
-            self.read_only = f"{self.path} is read-only ({error.strerror}): see to it and restart"
-            if not beside.exists():
-                return  # where nobody can write, nobody need be kept from it
-            lock = os.open(beside, os.O_RDONLY)
-        self._opened.callback(os.close, lock)
-        _lock(lock, self.path, exclusive=self.read_only is None)
-        self._opened.callback(_unlock, lock)
-
-    def _connect(self) -> None:
-        mode = "mode=rwc"
-        if self.read_only is not None:  # SQLite would want to create a log, or lock what it reads
-            mode = f"mode=ro&vfs={_UNLOCKED}" if self._log.exists() else "mode=ro&immutable=1"
-        self._connection = sqlite3.connect(
-            f"file:{quote(str(self.path.absolute()))}?{mode}",
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
-            timeout=1.0,
-        )
-        self._opened.callback(self._connection.close)
-        for setting in (
-            "locking_mode = EXCLUSIVE",  # no reader elsewhere keeps the log from being emptied
-            "synchronous = FULL",
-            "secure_delete = ON",
-            "temp_store = MEMORY",  # what is to be forgotten must not reach temporary files
-            "wal_autocheckpoint = 0",  # SQLite would ignore its failure
-        ):
-            self.rows(f"PRAGMA {setting}")
-
-    def _check_format(self) -> None:
-        """Look before writing: the file may be somebody else's."""
-        ((application,),) = self.rows("PRAGMA application_id")
-        ((format,),) = self.rows("PRAGMA user_version")
-        ((tables,),) = self.rows("SELECT count(*) FROM sqlite_master")
-        if application == 0 and tables == 0 and self.read_only is None:
-            self.rows("PRAGMA auto_vacuum = INCREMENTAL")
-            self.rows("PRAGMA journal_mode = WAL")
-            with self.transaction():
-                for statement in _SCHEMA:
-                    self.rows(statement)
-        elif application != _APPLICATION:
-            raise JournalError(f"{self.path}: {_NOT_A_JOURNAL}")
-        elif format > FORMAT:
-            raise JournalError(
-                f"{self.path} has format {format}, this version of mbpa reads up to {FORMAT}: "
-                "use the version that wrote it, or a later one"
-            )
-
-    def _flush_all(self) -> None:
-        """What an earlier process may not have flushed is, before anything is built on it."""
-        if self.read_only is None:
-            try:
-                self.rows("PRAGMA journal_mode = WAL")  # somebody may have changed it
-                _write_again(self._log)
-                self.empty_log()
-                _flush(self.path.parent)  # SQLite ignores failure; removed files might come back
-            except (sqlite3.Error, OSError) as error:
-                if _code(error) == sqlite3.SQLITE_CORRUPT:
-                    raise
-                self._fail(error)
-
-
 def _example(id: int, label: str, said: str | bytes | None, key: bytes | None) -> Example:
     """Texts and files share a column: what is text for SQLite is one."""
     if isinstance(said, bytes):
@@ -520,73 +343,3 @@ def _validate(label: str, said: str | bytes | None, key: bytes | None) -> None:
         raise ValueError(f"label and text must be Unicode without surrogates: {error}") from error
     if size > _LARGEST_EXAMPLE:
         raise ValueError(f"an example must have at most {_LARGEST_EXAMPLE} bytes, got {size}")
-
-
-def _lock(descriptor: int, path: Path, *, exclusive: bool) -> None:
-    if sys.platform == "win32":
-        return  # SQLite's own lock has to do there
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_NB | (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH))
-    except BlockingIOError as error:
-        holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-        message = f"{path} is in use by process {holder or '?'}: stop it, or use another path"
-        raise InUseError(message) from error
-    except OSError as error:
-        message = f"{path} cannot be locked ({error.strerror}): keep it on a local disk"
-        raise JournalError(message) from error
-    if exclusive:
-        with contextlib.suppress(OSError):  # it is for the message above only
-            os.pwrite(descriptor, f"{os.getpid():<20}".encode(), 0)
-
-
-def _unlock(descriptor: int) -> None:
-    """Closing is not enough if a process forked meanwhile has inherited the descriptor."""
-    if sys.platform != "win32":
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def _write_again(path: Path) -> None:
-    """Flush even what the kernel wrongly calls clean, since an earlier flush failed."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        offset = 0
-        while chunk := os.pread(descriptor, 1 << 20, offset):
-            offset += os.pwrite(descriptor, chunk, offset)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _flush(path: Path) -> None:
-    if sys.platform == "win32":  # directories cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that does not flush directories
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _code(error: Exception) -> int:
-    """The primary code, such as SQLITE_IOERR for SQLITE_IOERR_FSYNC."""
-    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-
-
-def _advice(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"the disk failed ({error.strerror}): see to it and restart"
-    name = getattr(error, "sqlite_errorname", "?")
-    advice = {
-        sqlite3.SQLITE_NOTADB: _NOT_A_JOURNAL,
-        sqlite3.SQLITE_CORRUPT: f"damaged ({error}): restore it from a copy",
-        sqlite3.SQLITE_BUSY: "open in another program: close it there and restart",
-        sqlite3.SQLITE_FULL: "the disk is full: free some space and restart",
-        sqlite3.SQLITE_IOERR: f"the disk failed ({name}): see to it and restart",
-        sqlite3.SQLITE_READONLY: "must not be written: allow that and restart",
-        sqlite3.SQLITE_CANTOPEN: "cannot be opened: see to permissions and space, and restart",
-    }
-    return advice.get(_code(error), f"{error} ({name})")

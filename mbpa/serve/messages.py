@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from mbpa.serve.answers import MOST_FILE, MOST_LABEL, MOST_TEXT, Answer, NearExample, Reason
 
+BASE64 = 4 * MOST_FILE // 3  # characters of the largest picture
 MOST_QUERIES, MOST_EXPLAINED, MOST_EXAMPLES, MOST_IDS = 256, 16, 256, 10_000  # a call
 
 
@@ -33,7 +34,7 @@ Picture = Annotated[
     str,
     Field(
         min_length=1,
-        max_length=4 * MOST_FILE // 3 + 100,
+        max_length=BASE64 + 2 * BASE64 // 64 + 100,  # it may come in lines, and as a data URL
         json_schema_extra={"contentEncoding": "base64"},
     ),
 ]
@@ -212,7 +213,7 @@ class LabelCount(Message):
     label: str
     examples: int
     trained: bool
-    """Whether the head was trained with it; else it is known from the memory alone."""
+    """Whether it has a trained row of the head; else all that is known of it are its examples."""
 
 
 class Labels(Message):

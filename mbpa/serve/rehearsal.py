@@ -15,15 +15,20 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
 import mbpa
 from mbpa.rows import NewRows, even_scale, label_sums
+from mbpa.serve.training import Training, held_out, trained_head
 from mbpa.split import grow
 
+REHEARSALS = 3
+ASKED = 0.25  # share of each old label's examples, in a rehearsal
+SHOTS = 3  # examples of a label that is new, in the rehearsal
+NEW = 1 / 3  # share of the labels that are new in it
 MOST_LOST = 0.003  # share of the queries of old labels, or one; of other queries it is more
 
 
@@ -87,6 +92,64 @@ class Rehearsal:
     queries: Float[Tensor, "Q D"]
     answers: Int[Tensor, "Q"]
     classes: int
+
+
+def rehearsed(
+    keys: Float[Tensor, "N D"],
+    labels: Int[Tensor, "N"],
+    training: Training,
+    generator: torch.Generator,
+    progress: bool = False,
+) -> Choice | None:
+    """What rehearsals say, each with other labels and other held-out examples; `None` if there are
+    too few for one."""
+    tasks = [
+        staged(keys, labels, held_out(labels, generator, ASKED), training, generator)
+        for _ in range(REHEARSALS)
+    ]
+    there = [task for task in tasks if task is not None]
+    return choose(there, progress) if there else None
+
+
+def staged(
+    keys: Float[Tensor, "N D"],
+    labels: Int[Tensor, "N"],
+    held: Bool[Tensor, "N"],
+    training: Training,
+    generator: torch.Generator,
+    most_queries: int = 1000,
+) -> Rehearsal | None:
+    """Some labels as if they were new; `None` if there are too few examples for that."""
+    counts = labels.bincount()
+    rich = (counts > SHOTS).nonzero()[:, 0]
+    new = rich[torch.randperm(len(rich), generator=generator)[: int(NEW * len(counts))]]
+    if not len(new) or len(counts) - len(new) < 2:
+        return None
+    is_new = torch.isin(labels, new)
+    order = torch.cat([torch.tensor(sorted(set(range(len(counts))) - set(new.tolist()))), new])
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    numbered, known = places[labels], len(order) - len(new)
+    shots = torch.cat([_some(labels == label, SHOTS, generator) for label in new])
+    fit = ~held & ~is_new
+    head = trained_head(
+        keys[fit], numbered[fit], known, training, (keys[held & ~is_new], numbered[held & ~is_new])
+    )
+    unused = is_new.clone()
+    unused[shots] = False
+    old = _some(held & ~is_new, most_queries, generator)
+    asked = torch.cat([old, _some(unused, most_queries // 2, generator)])
+    if not 0 < len(old) < len(asked):
+        return None
+    in_memory = torch.cat([fit.nonzero()[:, 0], shots])
+    return Rehearsal(
+        head, keys[in_memory], numbered[in_memory], keys[asked], numbered[asked], len(order)
+    )
+
+
+def _some(wanted: Bool[Tensor, "N"], most: int, generator: torch.Generator) -> Int[Tensor, "S"]:
+    places = wanted.nonzero()[:, 0]
+    return places[torch.randperm(len(places), generator=generator)[:most]]
 
 
 def choose(tasks: Sequence[Rehearsal], progress: bool = False) -> Choice:

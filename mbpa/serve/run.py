@@ -23,11 +23,13 @@ from mbpa import image, text
 from mbpa.checkpoint import load_checkpoint, save_checkpoint
 from mbpa.embedding import Encoder
 from mbpa.errors import CheckpointError, RunError
-from mbpa.rows import NewRows
+from mbpa.rows import NewRows, require_unit_norm
 from mbpa.serve.journal import Journal
 from mbpa.spec import build, describe
 
-FORMATS = {"texts": 1, "images": 2}  # what knows of texts alone cannot read the others
+# What knows of texts alone cannot read pictures, and what knows no rows would leave them zero.
+FORMATS = {"texts": 1, "images": 2}
+WITH_ROWS = 3
 RUN, MODEL, JOURNAL = "run.json", "model", "journal.sqlite"
 ROWS, MIDDLE = "rows", ("direction", "weight", "bias")  # in the checkpoint
 
@@ -51,9 +53,9 @@ class RunInfo:
     takes: Literal["texts", "images"] = "texts"
     """What the encoder is of."""
 
-    def write(self, directory: Path) -> None:
+    def write(self, directory: Path, *, has_rows: bool = False) -> None:
         told = dict(vars(self))
-        format = FORMATS[told["takes"]]
+        format = WITH_ROWS if has_rows else FORMATS[self.takes]
         if format == 1:
             del told["takes"]
         content = {"format": format, "mbpa": mbpa.__version__, **told}
@@ -65,7 +67,7 @@ class RunInfo:
         path = directory / RUN
         try:
             content = json.loads(path.read_text("utf-8"))
-            if content.pop("format") not in FORMATS.values():
+            if content.pop("format") not in (*FORMATS.values(), WITH_ROWS):
                 raise RunError(f"{path} was written by a newer mbpa: upgrade mbpa")
             content.pop("mbpa")
             labels = tuple(content.pop("labels"))
@@ -92,7 +94,12 @@ def write_run(
 
     Args:
         rows: how those of new labels are made, of keys of unit norm; by default they are zero.
+
+    Raises:
+        ValueError: with `rows`, a key has another norm.
     """
+    if rows is not None:
+        require_unit_norm(keys)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {"head": dict(head.state_dict())}
     description = {"predictor": describe(predictor)}
@@ -106,7 +113,7 @@ def write_run(
     ]
     with Journal(directory / JOURNAL) as journal:
         journal.learn(written)
-    info.write(directory)
+    info.write(directory, has_rows=rows is not None)
 
 
 class Model(NamedTuple):

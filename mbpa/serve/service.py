@@ -96,8 +96,6 @@ class Service:
         if query.embeddings is not None:
             rows = _rows(query.embeddings)
             self.classifier.check_rows(rows)
-        elif self.classifier.takes is None:
-            raise InputError("this run takes embeddings only: it was made without a text encoder")
         elif query.images is not None:
             items = tuple(await self.read(query.images))
         else:
@@ -126,8 +124,6 @@ class Service:
 
     async def learn(self, lessons: messages.Lessons) -> list[int]:
         sent = [each.image for each in lessons.examples if each.image is not None]
-        if sent and self.classifier.takes is None:
-            raise InputError("this run takes embeddings only: it was made without a text encoder")
         pictures = iter(await self.read(sent) if sent else ())
         taught = [
             _lesson(each, None if each.image is None else next(pictures))
@@ -141,7 +137,7 @@ class Service:
         return await self.writer(lambda: self.classifier.forget(asked.ids or (), asked.label))
 
     def _answered(self, batch: list[_Asked]) -> list[Sequence[Answer | Reason]]:
-        """In the model's thread: embed all texts at once, then answer all queries at once."""
+        """In the model's thread: embed all items at once, then answer all queries at once."""
         self.metrics.batch.observe(sum(asked.size for asked in batch))
         items: list[Any] = [item for asked in batch for item in asked.items]
         encoded = self.classifier.encode(items).cpu() if items else torch.empty(0)

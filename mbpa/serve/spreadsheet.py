@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from mbpa.errors import RunError
 from mbpa.serve.answers import check_label, check_text
@@ -23,6 +23,8 @@ MOST_FIELD = 1 << 20  # characters in a field of a CSV file
 class Spreadsheet:
     """Distinct pairs of a text and its label, in the order of the file."""
 
+    takes: ClassVar[Literal["texts"]] = "texts"
+    """What an encoder of its items takes."""
     texts: tuple[str, ...]
     labels: tuple[str, ...]
     rows: int
