@@ -17,7 +17,6 @@ from mbpa.serve.answers import check_label
 from mbpa.serve.journal import InputError
 from mbpa.serve.spreadsheet import read_spreadsheet
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"}
 MOST_PIXELS = 80_000_000  # of a file of one's own
 
 
@@ -91,13 +90,13 @@ def _in_folders(root: Path) -> tuple[list[tuple[Path, str]], int]:
             for file in sorted(folder.rglob("*"))
             if file.is_file() and not any(map(_is_hidden, file.relative_to(root).parts))
         ]
-        pictures = [file for file in files if file.suffix.lower() in SUFFIXES]
+        pictures = [file for file in files if file.suffix.lower() in image.SUFFIXES]
         strays += len(files) - len(pictures)
         if pictures:
             _check(folder)
         found += [(file, folder.name.strip()) for file in pictures]
     if not found:
-        kinds = ", ".join(sorted(SUFFIXES))
+        kinds = ", ".join(sorted(image.SUFFIXES))
         raise RunError(
             f"{root} has no pictures ({kinds}) in sub-folders; it must have one for each label"
         )
