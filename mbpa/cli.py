@@ -321,11 +321,17 @@ class Serve(Command):
             self.directory,
             host=self.host,
             port=self.port,
-            settings=Settings(token=self.token or os.environ.get("MBPA_TOKEN") or None),
+            settings=Settings(token=self._asked_for()),
             threshold=self.threshold,
             device=self.device,
         )
         return 0
+
+    def _asked_for(self) -> str | None:
+        """The token. An empty option is a variable that was not set, and would let everybody in."""
+        if self.token == "":
+            raise RunError("--token must not be empty; leave it out to ask nobody for one")
+        return self.token or os.environ.get("MBPA_TOKEN") or None
 
 
 @dataclass(frozen=True)
@@ -343,9 +349,7 @@ class Explore(Serve):
             self.directory,
             host=self.host,
             port=self.port,
-            settings=Settings(
-                token=self.token or os.environ.get("MBPA_TOKEN") or None, open_paths=(page.PATH,)
-            ),
+            settings=Settings(token=self._asked_for(), open_paths=(page.PATH,)),
             threshold=self.threshold,
             device=self.device,
             page=page.mount,

@@ -62,7 +62,7 @@ def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> Image
     try:
         directory = local_model(name)
     except ValueError as error:
-        raise ValueError(f"name must be {DEFAULT!r}, {error}") from error
+        raise ValueError(f"the encoder must be {DEFAULT!r}, {error}") from error
     return _Vision(name, directory, torch.device(device))
 
 

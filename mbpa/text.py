@@ -196,7 +196,7 @@ def directory_of(name: str) -> Path:
     try:
         return local_model(name)
     except ValueError as error:
-        raise ValueError(f"name must be {DEFAULT!r}, {error}") from error
+        raise ValueError(f"the encoder must be {DEFAULT!r}, {error}") from error
 
 
 def _json(path: Path) -> Any:

@@ -42,6 +42,18 @@ def test_help_of_serve_says_what_the_token_is_for(capsys):
     assert "environment variable MBPA_TOKEN" in printed
 
 
+@pytest.mark.parametrize("command", ["serve", "explore"])
+def test_an_empty_token_is_refused(command, tmp_path, capsys):
+    assert cli.main([command, str(tmp_path), "--token", ""]) == 2
+    assert "--token must not be empty" in capsys.readouterr().err
+
+
+def test_a_file_is_no_run(tmp_path, capsys):
+    (tmp_path / "intents.csv").write_text("text,label\n")
+    assert cli.main(["serve", str(tmp_path / "intents.csv")]) == 2
+    assert "intents.csv is no run" in capsys.readouterr().err
+
+
 def test_help_and_list_import_neither_images_nor_plots():
     calls = "".join(f"main([{word!r}, '--help']); " for word in cli.COMMANDS if word != "data")
     check = "assert not {'sklearn', 'matplotlib', 'mbpa.experiments'} & set(sys.modules)"

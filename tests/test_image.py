@@ -425,7 +425,7 @@ def test_the_kinds_of_files_are_those_that_are_read():
 
 def test_what_is_no_encoder_of_pictures_is_named(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
-    with pytest.raises(ValueError, match=r"name must be 'edges', a directory, .* 'nobody/has-it'"):
+    with pytest.raises(ValueError, match=r"must be 'edges', a directory, .* 'nobody/has-it'"):
         encoder("nobody/has-it")
     config = transformers.BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8

@@ -504,6 +504,23 @@ def test_what_cannot_be_shown_is_told_and_a_deed_that_is_done_is_shown_as_such(c
     assert after[0] == "And this."
 
 
+def test_a_folder_for_uploads_is_the_runs_own(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "letter.txt").write_text("mine")
+    folder = tmp_path / "journal.sqlite-uploads"
+    folder.symlink_to(tmp_path / "elsewhere")
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        uploads = Uploads.beside(journal)
+        assert uploads.folder == folder.resolve()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        uploads.close()
+        assert not folder.exists()
+        folder.write_text("in the way")
+        with pytest.raises(RunError, match="uploads must be emptied"):
+            Uploads.beside(journal)
+    assert (tmp_path / "elsewhere" / "letter.txt").read_text() == "mine"
+
+
 def test_the_oldest_uploads_go_when_there_are_too_many(tmp_path):
     uploads = Uploads(tmp_path, most_bytes=1000, most_files=5)
     try:

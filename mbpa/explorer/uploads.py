@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
 
+from mbpa.errors import RunError
 from mbpa.serve.gate import App, Message, Receive, Scope, Send, refuse
 from mbpa.serve.journal import InputError, Journal
 
@@ -34,7 +35,10 @@ class _File(NamedTuple):
 
 
 class Uploads:
-    """The folder. To be closed when no page uses it any more."""
+    """The folder. To be closed when no page uses it any more.
+
+    Until then an environment variable of the process names it.
+    """
 
     def __init__(
         self, folder: Path, *, most_bytes: int = MOST_BYTES, most_files: int = MOST_FILES
@@ -52,8 +56,14 @@ class Uploads:
         folder = journal.path.with_name(f"{journal.path.name}-uploads")
         if journal.read_only is not None:  # others may read it, too
             return cls(Path(tempfile.mkdtemp(prefix="mbpa-uploads-")), most_bytes=most_bytes)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            if folder.is_symlink():  # what it leads to is not ours
+                folder.unlink()
+            elif folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise RunError(f"{folder} must be emptied for what visitors drop: {error}") from error
         return cls(folder, most_bytes=most_bytes)
 
     def close(self) -> None:
@@ -78,11 +88,16 @@ class Uploads:
             with contextlib.suppress(InputError):
                 self._delete(self.path(each))
 
-    def _delete(self, path: Path) -> None:
-        with contextlib.suppress(OSError):  # it may be gone, and its folder may hold another
-            path.unlink()
-            if path.parent != self.folder:
+    def _delete(self, path: Path) -> bool:
+        """Whether it is gone."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            return False
+        if path.parent != self.folder:
+            with contextlib.suppress(OSError):  # it may hold another
                 path.parent.rmdir()
+        return True
 
     def admit(self, size: int) -> None:
         """Let an upload come, until it has `left`; `HTTPException` if it cannot."""
@@ -104,8 +119,8 @@ class Uploads:
         for file in files:
             if held <= most_bytes and count <= self._most_files:
                 break
-            self._delete(file.path)
-            held, count = held - file.size, count - 1
+            if self._delete(file.path):
+                held, count = held - file.size, count - 1
         parts = _looked_at(path for path in self.folder.glob("*") if path.is_file())
         for part in parts:
             if part.written < time.time() - 2 * SLOWEST:
@@ -142,7 +157,12 @@ class Entrance:
             await self._app(scope, receive, send)
 
     async def _uploaded(self, scope: Scope, receive: Receive, send: Send, size: int) -> None:
-        is_in = False
+        is_in = is_answered = False
+
+        async def answering(message: Message) -> None:
+            nonlocal is_answered
+            is_answered = True
+            await send(message)
 
         async def receiving() -> Message:
             nonlocal is_in
@@ -153,9 +173,11 @@ class Entrance:
             return await receive()
 
         try:
-            async with asyncio.timeout(SLOWEST):
-                await self._app(scope, receiving, send)
+            async with asyncio.timeout(SLOWEST) as limit:
+                await self._app(scope, receiving, answering)
         except TimeoutError:
+            if is_answered or not limit.expired():
+                raise
             await refuse(send, 408, f"an upload must come within {SLOWEST} seconds")
         finally:
             if is_in:

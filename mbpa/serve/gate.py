@@ -112,7 +112,7 @@ class Gate:
             self._metrics.shed.inc()
             await refuse(send, 429, "too many requests at once, try again", retry_after=1)
         elif not self._may_pass(path, headers):
-            text = "give the token: Authorization: Bearer …"
+            text = "give the right token: Authorization: Bearer TOKEN"
             await refuse(send, 401, text, extra=[(b"www-authenticate", b"Bearer")])
         elif _length(headers) > settings.body_bytes:
             await _drained(receive, _patience())

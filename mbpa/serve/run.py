@@ -72,7 +72,7 @@ class RunInfo:
             content.pop("mbpa")
             labels = tuple(content.pop("labels"))
             return cls(labels=labels, **content)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise RunError(
                 f"{directory} is no run: there is no {RUN}; make one with `mbpa teach`"
             ) from error

@@ -192,10 +192,10 @@ def report(taught: Taught, data: Spreadsheet | Album) -> str:
             ("held out", f"{summary['held_out']} examples"),
             ("accuracy", f"{summary['accuracy']:.1%} (the head alone {alone:.1%})"),
             ("threshold", f"{taught.info.threshold:.2f}: {summary['answered']:.1%} are answered"),
+            ("", f"of which {answers:.1%} right" if answers is not None else ""),
             ("", "it never abstains: no answer to what was held out is worth refusing")
             if not taught.info.threshold
             else ("", ""),
-            ("", f"of which {answers:.1%} right" if answers is not None else ""),
         ]
     else:
         lines.append(("held out", "nothing: there are too few examples, so it never abstains"))
