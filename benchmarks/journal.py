@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import platform
 import random
@@ -22,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import markdown, replaced
+from benchmarks.tables import markdown, replaced, write
 from mbpa.serve.journal import Journal
 
 NAME = "journal"
@@ -46,11 +45,8 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         report = measured(Path(folder), arguments.seconds)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    page = arguments.document.read_text("utf-8")
-    arguments.document.write_text(refreshed(page, report), "utf-8")
-    print(f"{table(report)}\nwritten to {arguments.out} and {arguments.document}")
+    print(table(report))
+    write(report, arguments.out, arguments.document, refreshed)
     return 0
 
 

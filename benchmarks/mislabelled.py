@@ -9,7 +9,6 @@ without the example, and the head alone, both trained with the wrong labels.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import mbpa
-from benchmarks.tables import markdown, replaced
+from benchmarks.tables import markdown, replaced, write
 from mbpa import text
 from mbpa.experiments import data
 from mbpa.explorer import review
@@ -62,11 +61,8 @@ def main() -> int:
             }
             for method in draws[0]
         }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    page = arguments.document.read_text("utf-8")
-    arguments.document.write_text(refreshed(page, report), "utf-8")
-    print(f"{table(report)}\nwritten to {arguments.out} and {arguments.document}")
+    print(table(report))
+    write(report, arguments.out, arguments.document, refreshed)
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import mbpa
-from benchmarks.tables import markdown, replaced
+from benchmarks.tables import markdown, replaced, write
 from mbpa import text
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.intents.measures import subsets, top1
@@ -61,11 +61,8 @@ def main() -> int:
                 task = make_task(corpus, split)
                 found.append({"split": split, **measured(task, encoder, cache, run)})
                 print(name, json.dumps(found[-1]), flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    page = arguments.document.read_text("utf-8")
-    arguments.document.write_text(refreshed(page, report), "utf-8")
-    print(f"{table(report)}\nwritten to {arguments.out} and {arguments.document}")
+    print(table(report))
+    write(report, arguments.out, arguments.document, refreshed)
     return 0
 
 

@@ -42,6 +42,7 @@ from benchmarks.clients import (
     served,
 )
 from benchmarks.serving_tables import refreshed
+from benchmarks.tables import write
 from mbpa.serve.classifier import Classifier
 
 LESSONS = 10  # a second, while it is taught at a steady pace
@@ -68,11 +69,7 @@ def main() -> int:
             report |= asyncio.run(measured(server, arguments.seconds))
             if arguments.soak:
                 report["soak"] = asyncio.run(soaked(server, run, arguments.soak))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    page = arguments.document.read_text("utf-8")
-    arguments.document.write_text(refreshed(page, report), "utf-8")
-    print(f"written to {arguments.out} and {arguments.document}")
+    write(report, arguments.out, arguments.document, refreshed)
     return 0
 
 

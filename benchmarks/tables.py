@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 END = "<!-- end of benchmarks -->"
 
@@ -21,3 +24,16 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     head, *others = rows
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *others]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def write(
+    report: dict[str, Any],
+    out: Path,
+    document: Path,
+    refreshed: Callable[[str, dict[str, Any]], str],
+) -> None:
+    """Keep a report, and bring the document that shows it up to date."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    document.write_text(refreshed(document.read_text("utf-8"), report), "utf-8")
+    print(f"written to {out} and {document}")
