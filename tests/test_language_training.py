@@ -21,7 +21,7 @@ from mbpa import cli
 from mbpa.errors import ExperimentError
 from mbpa.experiments.data import END, Corpus
 from mbpa.experiments.experiment import Context
-from mbpa.experiments.language import curve_records, training
+from mbpa.experiments.language import curve_records, recording, training
 from mbpa.experiments.language.config import PRESETS, LanguageConfig, Network, Training
 from mbpa.experiments.language.corpus import UNKNOWN, frequencies, read_corpus
 from mbpa.experiments.language.network import (
@@ -446,7 +446,7 @@ def test_recorded_steps_are_the_steps_that_were_recorded(
         ("recorded", 3, TrainingRun),
         ("interrupted", 3, Interrupted),
     ):
-        monkeypatch.setattr(training, "FIRST_STEPS", first)
+        monkeypatch.setattr(recording, "FIRST", first)
         monkeypatch.setattr(training, "TrainingRun", class_)
         monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
         place = replace(a_context(tmp_path / name), device=torch.device("cuda"))

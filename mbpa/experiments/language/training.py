@@ -36,9 +36,10 @@ from torch.nn import functional
 from mbpa.errors import ExperimentError
 from mbpa.experiments.data import Corpus
 from mbpa.experiments.experiment import Context, one_thread
-from mbpa.experiments.language import network
+from mbpa.experiments.language import network, recording
 from mbpa.experiments.language.config import LanguageConfig, Training
 from mbpa.experiments.language.network import LanguageModel, draw, products
+from mbpa.experiments.language.recording import Recorded
 from mbpa.experiments.results import write_whole
 
 FORMAT = 1  # of the kept network
@@ -49,7 +50,6 @@ STREAMS = 32  # that are read side by side for it
 CHUNK = 1024  # tokens whose logits are there at a time
 WIDE = 400  # units, from where a second thread helps, on a busy machine too
 TENSOR_CORES = 8  # widths are filled up to a multiple of this
-FIRST_STEPS = 3  # of a process, before one is recorded: libraries set themselves up in them
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class TrainingRun:
         self.following = torch.zeros_like(self.words)
         self._learn: Callable[[], None] = self._learned
         if device.type == "cuda":
-            self._learn = _Recorded(self._learned, self.source)
+            self._learn = Recorded(self._learned, self.source)
         self.curve: list[Point] = []
         self._seconds_before, self._start = 0.0, time.perf_counter()
         self._saved_at, self._saving = self._start, Future[None]()
@@ -348,35 +348,6 @@ def _initial(config: LanguageConfig, corpus: Corpus, seed: int) -> LanguageModel
         return LanguageModel(len(corpus.words), **vars(config.network))
 
 
-class _Recorded:
-    """A call that is made as it is a few times, then recorded as a CUDA graph and replayed.
-
-    Args:
-        call: reads and writes the same tensors each time.
-        source: that it draws random numbers from.
-    """
-
-    def __init__(self, call: Callable[[], None], source: torch.Generator) -> None:
-        self._call, self._source, self._made = call, source, 0
-        self._stream = torch.cuda.Stream()
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        if self._graph is None and self._made < FIRST_STEPS:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                self._call()
-            torch.cuda.current_stream().wait_stream(self._stream)
-            self._made += 1
-            return
-        if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            self._graph.register_generator_state(self._source)
-            with torch.cuda.graph(self._graph, stream=self._stream):
-                self._call()
-        self._graph.replay()
-
-
 def _optimizer(
     parameters: list[Tensor], settings: Training, device: torch.device
 ) -> torch.optim.Adam:
@@ -426,7 +397,7 @@ def _path(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -
 @functools.cache
 def _code() -> list[str]:
     """The sources as they were when first asked for: somebody may edit them meanwhile."""
-    return [inspect.getsource(module) for module in (network, sys.modules[__name__])]
+    return [inspect.getsource(module) for module in (network, recording, sys.modules[__name__])]
 
 
 def _read(path: Path, kind: str, device: torch.device) -> dict[str, Tensor] | None:
