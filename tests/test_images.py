@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 import mbpa
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.images import INCREMENTAL, NEIGHBOURHOODS, SENSITIVITY, UNBALANCED, run
 from mbpa.experiments.images import task as task_module
-from mbpa.experiments.images.discriminant import discriminant_layer, statistics
 from mbpa.experiments.images.incremental import (
     area,
     compared,
@@ -31,10 +31,10 @@ from mbpa.experiments.images.incremental import (
 )
 from mbpa.experiments.images.methods import (
     METHODS,
-    Discriminants,
     Kept,
     Local,
     Mixed,
+    Retrained,
     Scale,
     Situation,
     Vote,
@@ -221,7 +221,7 @@ def test_curves_begin_with_what_is_known_before_the_first_entry(task: Task) -> N
     queries, answers = scored_part(task, SMOKE)
     known = 100 * float((grown_head(task)(queries).argmax(1) == answers).double().mean())
     for method in METHODS:
-        first = 0.0 if method in ("memory only", "discriminants") else known
+        first = 0.0 if method == "memory only" else known
         (then,) = of(records, name="top1", method=method, subset="all", epochs=0.1)
         (area,) = of(records, name="auc", method=method, subset="all", epochs=0.1)
         assert area["value"] == pytest.approx((first + then["value"]) / 2)
@@ -326,7 +326,8 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     assert isinstance(rule, mbpa.Gradient)
     assert rule.lr == pytest.approx(0.2)
     config = replace(SMOKE, vote=Vote(7, 0.5), mixture=Mixed(9, 0.25, weight=0.3))
-    situation = Situation(nn.Linear(3, 6), mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3)
+    head = nn.Linear(3, 6)
+    situation = Situation(head, mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3, head)
     situation.memory.write(torch.ones(1, 3), [4])
     found = {name: model.predictor for name, model in config.models(situation).items()}
     assert list(found) == list(METHODS)
@@ -335,29 +336,42 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     assert found["mixture"] == mbpa.Mixture(mbpa.Parametric(), vote, weights=(0.7, 0.3))
 
 
-def test_what_keeps_the_old_classes_mixes_two_layers_and_holds_new_classes_back(task: Task) -> None:
+def test_what_keeps_the_old_classes_adapts_a_layer_of_the_memory_and_holds_new_classes_back(
+    task: Task,
+) -> None:
     moment = next(iter(moments(task, SMOKE, 1)))
     situation, queries = situation_of(moment, task), task.test[:50]
-    entries = moment.memory.entries()
-    found = statistics(entries.keys, entries.values, 6)
-    settings = {"shrinkage": 0.2, "pull": 3.0, "scale": 0.7}
-    layer = discriminant_layer(found, **settings)
+    entries, known, length = moment.memory.entries(), grown_head(task), situation.scale.length
+    weight, bias = (
+        tensor.detach().double().requires_grad_() for tensor in (known.weight, known.bias)
+    )
+    counts = entries.values.bincount(minlength=6)
+    shares = len(entries.values) / (int((counts > 0).sum()) * counts[entries.values]).double()
+
+    def loss(weight: Tensor, bias: Tensor) -> Tensor:
+        logits = entries.keys.double() @ weight.mT + bias
+        losses = functional.cross_entropy(logits, entries.values, reduction="none")
+        away = length * (weight - known.weight).square().sum() + (bias - known.bias).square().sum()
+        return shares @ losses + 0.2 / 2 * away
+
+    found = situation.retrained(0.2)
+    slopes = torch.autograd.grad(loss(weight, bias), (weight, bias))
+    there = found.weight.double().requires_grad_(), found.bias.double().requires_grad_()
+    least = torch.autograd.grad(loss(*there), there)
+    for begun, ended in zip(slopes, least, strict=True):
+        assert ended.abs().max() < 0.02 * begun.abs().max()  # it is where the loss is least
+    assert situation.retrained(0.2) is found
     local = Local(lr=2.0, steps=3, k=15, bandwidth=0.5)
-    kept = Kept(
-        **settings, lr=2.0, steps=3, k=15, bandwidth=0.5, weight=0.3, offset=2.0, entries=50.0
-    )
+    kept = Kept(penalty=0.2, lr=2.0, steps=3, k=15, bandwidth=0.5, offset=2.0, entries=50.0)
     model = mbpa.MbPA(
-        head=layer, memory=situation.memory, predictor=local.predictor(situation.scale)
+        head=found, memory=situation.memory, predictor=local.predictor(situation.scale)
     )
-    adapted = model(keys=queries)
-    trained = moment.head(queries).softmax(1)
-    expected = 0.3 * adapted.exp() + 0.7 * trained
-    surer = torch.cat((torch.zeros(3), 2.0 * 50 / (50 + found.counts[3:])))
-    expected = expected * torch.exp(-surer)
+    surer = torch.cat((torch.zeros(3), 2.0 * 50 / (50 + counts[3:])))
+    expected = model(keys=queries).exp() * torch.exp(-surer)
     said = kept.model(situation)(keys=queries).exp()
     assert torch.allclose(said, expected / expected.sum(1, keepdim=True), atol=1e-5)
-    only = Discriminants(0.2, 3.0).model(situation)(keys=queries)
-    assert torch.equal(only.argmax(1), layer(queries).argmax(1))
+    only = Retrained(0.2).model(situation)(keys=queries)
+    assert torch.equal(only.argmax(1), found(queries).argmax(1))
 
 
 def test_rmsprop_starts_where_it_is_told_to() -> None:
@@ -374,9 +388,8 @@ def test_rmsprop_starts_where_it_is_told_to() -> None:
         (lambda: Mixed(weight=1.5), "weight must be between 0 and 1, got 1.5"),
         (lambda: Local(lr=0.0), "lr positive"),
         (lambda: Local(decay=-0.1), "decay and initial_square must not be negative"),
-        (lambda: Kept(scale=0.0), "scale and entries must be positive"),
-        (lambda: Kept(pull=-1.0), "pull not negative"),
-        (lambda: Kept(weight=1.0), "weight must be between 0 and 1"),
+        (lambda: Kept(entries=0.0), "entries must be positive"),
+        (lambda: Kept(penalty=0.0), "penalty must be positive, got 0.0"),
         (lambda: Kept(k=0), "k must be at least 1"),
     ],
 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mbpa
 from mbpa import text
 from mbpa.errors import MissingExtraError
-from mbpa.experiments import data
+from mbpa.experiments import data, logistic
 from mbpa.experiments.drawing import Spread
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.intents import EXPERIMENT, heads, run, tuning
@@ -246,7 +246,7 @@ def test_logistic_regression_is_that_of_scikit_learn(
     task: Task, start: Start, balanced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear_model = pytest.importorskip("sklearn.linear_model")
-    monkeypatch.setattr(heads, "TOLERANCE", 1e-7)
+    monkeypatch.setattr(logistic, "TOLERANCE", 1e-7)
     classifier = Logistic(penalty=0.5, balanced=balanced).classifier(start)
     classifier.learn(task.examples(1))
     classifier.learn(task.examples(2, skipped=1))

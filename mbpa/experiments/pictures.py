@@ -231,7 +231,7 @@ def moved(
     drawn = torch.randint(2 * padding + 1, (2, count, 1), generator=draws)
     mirrored = torch.randint(2, (1, count, 1), generator=draws)
     all_drawn = torch.cat((drawn, mirrored)).transpose(0, 1)  # one tensor, one copy
-    down, right, mirrored = share.part(all_drawn).to(device).unbind(1)
+    down, right, mirrored = _sent(share.part(all_drawn), device).unbind(1)
     rows = down + torch.arange(height, device=device)
     columns = torch.arange(width, device=device)
     columns = right + torch.where(mirrored == 1, columns.flip(0), columns)
@@ -256,7 +256,7 @@ def cropped(
             the image has no room for that.
     """
     drawn = torch.rand(len(images) * share.count, 5, generator=draws)
-    area, shape, right, down, mirror = share.part(drawn).to(images.device).unbind(1)
+    area, shape, right, down, mirror = _sent(share.part(drawn), images.device).unbind(1)
     area, ratio = smallest + (1 - smallest) * area, (4 / 3) ** (2 * shape - 1)
     width, height = ((area * by).sqrt().clamp(max=1) for by in (ratio, 1 / ratio))
     affine = torch.zeros(len(images), 2, 3, device=images.device)
@@ -279,10 +279,16 @@ def recoloured(
         inputs: the share's of a batch, normalised.
     """
     drawn = most * (2 * torch.rand(len(inputs) * share.count, 3, generator=draws) - 1)
-    contrast, light, colour = share.part(drawn).to(inputs.device)[..., None, None, None].unbind(1)
+    mine = _sent(share.part(drawn), inputs.device)
+    contrast, light, colour = mine[..., None, None, None].unbind(1)
     found = inputs * (1 + contrast) + light
     grey = found.mean(1, keepdim=True)
     return grey + (found - grey) * (1 + colour)
+
+
+def _sent(drawn: Tensor, device: torch.device) -> Tensor:
+    """What was drawn on the CPU, on the device; a GPU is not waited for, which has work enough."""
+    return drawn.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else drawn
 
 
 def patched(

@@ -37,7 +37,7 @@ from mbpa.experiments.resnet import DEPTHS, ResNet
 from mbpa.experiments.workspace import Workspace
 
 SMALL = 64  # pixels: up to here the network keeps the size of the picture at first
-KEPT_EVERY, KEPT_AFTER = 10, 60.0  # the state is saved after so many epochs, or so many seconds
+KEPT_AFTER = 60.0  # seconds, and the state of training is saved again
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,8 @@ def _trained(job: _Job, fabric: Any = None) -> ResNet:
     kept: dict[str, Any] = context.workspace.load(name) or {"epochs": 0}
     done, learner, recorded = kept["epochs"], _learner(job, fabric, kept), 0
     last_kept = time.monotonic()
-    with context.bar(settings.epochs, f"training {name}", "epochs", initial=done) as bar:
+    bar_of_epochs = context.bar(settings.epochs, f"training {name}", "epochs", initial=done)
+    with _fastest_convolutions(), bar_of_epochs as bar:
         for epoch in range(done, settings.epochs):
             size = settings.pixels(job.pictures, epoch)
             if learner.records and size != recorded:
@@ -200,8 +201,8 @@ def _trained(job: _Job, fabric: Any = None) -> ResNet:
                 recorded = size
             _epoch(learner, settings, job.pictures, job.seed, epoch)
             bar.update()
-            due = (epoch + 1) % KEPT_EVERY == 0 or epoch + 1 == settings.epochs
-            if learner.share.rank == 0 and (due or time.monotonic() - last_kept > KEPT_AFTER):
+            due = epoch + 1 == settings.epochs or time.monotonic() - last_kept > KEPT_AFTER
+            if learner.share.rank == 0 and due:
                 context.workspace.save(name, learner.state(epoch + 1))
                 last_kept = time.monotonic()
     trained = _placed(job)  # without the memory that recording took
@@ -218,6 +219,7 @@ def _learner(job: _Job, fabric: Any, kept: Mapping[str, Any]) -> Learner:
         momentum=0.9,
         weight_decay=job.settings.weight_decay,
         nesterov=True,
+        fused=job.context.device.type == "cuda" or None,  # one pass over all parameters
     )
     if "network" in kept:
         network.load_state_dict(kept["network"])
@@ -362,6 +364,17 @@ def features_of(
         done += len(part)
         tick(len(part))
     return found
+
+
+@contextlib.contextmanager
+def _fastest_convolutions() -> Iterator[None]:
+    """Those of cuDNN that are fastest for the sizes at hand, found by trying."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ from typing import Literal
 import mbpa
 from mbpa.experiments.images.methods import (
     METHODS,
-    Discriminants,
     Kept,
     Local,
     Mixed,
     Model,
+    Retrained,
     Settings,
     Situation,
     Vote,
@@ -67,7 +67,7 @@ class ImagesConfig:
     mixture: Mixed = field(default_factory=Mixed)
     rmsprop: Local = field(default_factory=lambda: Local("rmsprop", lr=0.001))
     gradient: Local = field(default_factory=Local)
-    discriminants: Discriminants = field(default_factory=Discriminants)
+    retraining: Retrained = field(default_factory=Retrained)
     kept: Kept = field(default_factory=Kept)
 
     def __post_init__(self) -> None:
@@ -119,10 +119,12 @@ class ImagesConfig:
         found: Settings = getattr(self, METHODS[method].settings)
         return found
 
-    def models(self, situation: Situation) -> dict[str, Model]:
-        """The methods that are compared, in this situation."""
+    def models(self, situation: Situation, with_own_layers: bool = True) -> dict[str, Model]:
+        """The methods that are compared, in this situation; perhaps without those that have a layer
+        of their own."""
         alone = mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=mbpa.Parametric())
         return {
             name: self.settings(name).model(situation) if method.settings else alone
             for name, method in METHODS.items()
+            if with_own_layers or not method.has_own_layer
         }

@@ -107,8 +107,8 @@ def incremental_sections(results: Sequence[Result]) -> list[Section]:
         f"{data_in_words(scores.config)} A ResNet knows a random half of the classes "
         f"({told(known, 1)}% right on those); then all classes arrive and only the last layer "
         "learns. All methods have the same memory, and the same layer but for the last two: "
-        "`discriminants` is a layer computed from the memory in closed form, `MbPA (kept)` adapts "
-        "that one and mixes its answer with the trained layer's, old classes first.",
+        "`retrained` is a logistic regression on all that the memory holds, `MbPA (kept)` adapts "
+        "that one and asks a new class to be surer than an old one.",
     )
     figure = Figure(
         "incremental-images",

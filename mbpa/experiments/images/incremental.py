@@ -203,7 +203,8 @@ def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
 
 def situation_of(moment: Moment, task: Task) -> Situation:
     """What methods find at this moment."""
-    return Situation(moment.head, moment.memory, scale_of(moment, task), task.old)
+    scale, known = scale_of(moment, task), grown_head(task)
+    return Situation(moment.head, moment.memory, scale, task.old, known)
 
 
 def scale_of(moment: Moment, task: Task) -> Scale:

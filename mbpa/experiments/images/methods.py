@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import mbpa
-from mbpa.experiments.images.discriminant import Statistics, discriminant_layer, statistics
+from mbpa.experiments.logistic import logistic
 from mbpa.experiments.searching import Grid
 
 
@@ -39,12 +39,29 @@ class Situation:
     scale: Scale
     old: int
     """Labels below this are of classes that the network knows."""
+    known: nn.Linear
+    """The layer as it was before anything new arrived."""
+    _retrained: dict[float, nn.Linear] = field(default_factory=dict)
 
     @cached_property
-    def statistics(self) -> Statistics:
-        """Of the memory's entries."""
-        entries = self.memory.entries()
-        return statistics(entries.keys, entries.values, self.head.out_features)
+    def counts(self) -> Int[Tensor, "C"]:
+        """Of each class's entries in the memory."""
+        return self.memory.entries().values.bincount(minlength=self.head.out_features)
+
+    def retrained(self, penalty: float) -> nn.Linear:
+        """The layer that fits the memory best, all classes counting alike; see `Retrained`."""
+        if penalty not in self._retrained:
+            entries = self.memory.entries()
+            self._retrained[penalty] = logistic(
+                self.known,
+                entries.keys,
+                entries.values,
+                penalty=penalty * self.scale.length,
+                bias_penalty=penalty,
+                prior=self.known,
+                balanced=True,
+            )
+        return self._retrained[penalty]
 
 
 class Settings(abc.ABC):
@@ -137,44 +154,36 @@ class Local(Recalling):
 
 
 @dataclass(frozen=True)
-class Discriminants(Settings):
-    """A layer from the memory in closed form (`discriminant`); nothing is adapted."""
+class Retrained(Settings):
+    """A layer fitted to the memory, a logistic regression that stays near the layer as it was
+    before anything new arrived; nothing is adapted."""
 
-    shrinkage: float = 0.3
-    """How much the first guess of the covariance counts, in entries a dimension."""
-    pull: float = 3.0
-    """How much the first guess of a class's mean counts, in entries."""
+    penalty: float = 0.3
+    """On the squares of changes of biases, and, times the mean square of a key's length, of
+    weights."""
 
     def __post_init__(self) -> None:
-        if not (self.shrinkage > 0 and self.pull >= 0):
-            raise ValueError(f"shrinkage must be positive, pull not negative, got {self}")
+        if not self.penalty > 0:
+            raise ValueError(f"penalty must be positive, got {self.penalty}")
 
     def model(self, situation: Situation) -> mbpa.MbPA:
-        layer = discriminant_layer(
-            situation.statistics, shrinkage=self.shrinkage, pull=self.pull, scale=1.0
-        )
+        layer = situation.retrained(self.penalty)
         return mbpa.MbPA(head=layer, memory=situation.memory, predictor=mbpa.Parametric())
 
 
 @dataclass(frozen=True)
 class Kept(Local):
-    """An adaptation that keeps what the network knew: of the layer from the memory, mixed with the
-    trained one, and a new class must be surer than an old one."""
+    """An adaptation that keeps what the network knew: of a layer fitted to the memory, and a new
+    class must be surer than an old one."""
 
-    lr: float = 3.0
+    lr: float = 1.0
     """Divided by the mean square of a key's length."""
     k: int = 100
     """Neighbours."""
     bandwidth: float = 0.5
     """As that of a vote."""
-    shrinkage: float = 0.3
-    """As that of discriminants."""
-    pull: float = 3.0
-    """As that of discriminants."""
-    scale: float = 0.1
-    """Of the discriminants' outputs."""
-    weight: float = 0.5
-    """Of the adapted layer's probabilities, beside the trained one's."""
+    penalty: float = 0.3
+    """As that of the retrained layer."""
     offset: float = 0.4
     """How much surer a new class must be that has no entries yet, in logits."""
     entries: float = 1e9
@@ -182,63 +191,50 @@ class Kept(Local):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Discriminants(self.shrinkage, self.pull)  # refuses what these would
-        if not (self.scale > 0 and self.entries > 0 and math.isfinite(self.offset)):
-            raise ValueError(f"scale and entries must be positive, offset finite, got {self}")
-        if not 0 < self.weight < 1:
-            raise ValueError(f"weight must be between 0 and 1, got {self.weight}")
+        Retrained(self.penalty)  # refuses what that would
+        if not (self.entries > 0 and math.isfinite(self.offset)):
+            raise ValueError(f"entries must be positive, offset finite, got {self}")
 
-    def model(self, situation: Situation) -> WithTrained:
-        layer = discriminant_layer(
-            situation.statistics, shrinkage=self.shrinkage, pull=self.pull, scale=self.scale
+    def model(self, situation: Situation) -> HeldBack:
+        adapted = mbpa.MbPA(
+            head=situation.retrained(self.penalty),
+            memory=situation.memory,
+            predictor=self.predictor(situation.scale),
         )
-        memory, predictor = situation.memory, self.predictor(situation.scale)
-        return WithTrained(
-            adapted=mbpa.MbPA(head=layer, memory=memory, predictor=predictor),
-            trained=mbpa.MbPA(head=situation.head, memory=memory, predictor=mbpa.Parametric()),
-            weight=self.weight,
-            held_back=self.held_back(situation),
-        )
+        return HeldBack(adapted, self.held_back(situation))
 
     def held_back(self, situation: Situation) -> Float[Tensor, "C"]:
         """How much surer each class must be."""
-        counts = situation.statistics.counts
+        counts = situation.counts
         less = self.offset / (1 + counts / self.entries)
         is_new = torch.arange(len(counts), device=counts.device) >= situation.old
         return torch.where(is_new, less, 0).to(situation.head.weight.dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class WithTrained:
-    """A mixture of two models that differ in their layers, some classes held back."""
+class HeldBack:
+    """A model of which some classes must be surer than others."""
 
-    adapted: mbpa.MbPA
-    trained: mbpa.MbPA
-    weight: float
-    """Of the adapted one."""
-    held_back: Float[Tensor, "C"]
+    model: mbpa.MbPA
+    by: Float[Tensor, "C"]
 
     @property
     def predictor(self) -> mbpa.Predictor:
         """That needs neighbours."""
-        return self.adapted.predictor
+        return self.model.predictor
 
     @property
     def memory(self) -> mbpa.Memory:
-        """Of both."""
-        return self.adapted.memory
+        """That it reads."""
+        return self.model.memory
 
     def __call__(
         self, *, keys: Float[Tensor, "B D"], neighbors: mbpa.Neighbors | None = None
     ) -> Float[Tensor, "B C"]:
-        said = torch.logaddexp(
-            math.log(self.weight) + self.adapted(keys=keys, neighbors=neighbors),
-            math.log(1 - self.weight) + self.trained(keys=keys),
-        )
-        return (said - self.held_back).log_softmax(1)
+        return (self.model(keys=keys, neighbors=neighbors) - self.by).log_softmax(1)
 
 
-Model = mbpa.MbPA | WithTrained
+Model = mbpa.MbPA | HeldBack
 """What all methods come to."""
 
 
@@ -258,6 +254,8 @@ class Method:
     """What the search tries, one grid after the other, the rest as it was best so far."""
     is_memory_alone: bool = False
     """Whether it makes no use of the trained layer, and knows nothing before the first entry."""
+    has_own_layer: bool = False
+    """Whether it makes a layer from the memory, and no use of the one that goes on learning."""
     keeps_old: bool = False
     """Whether the search asks of it, beside accuracy over all classes, that old ones do not
     suffer."""
@@ -272,12 +270,11 @@ RMSPROP_STEPS: Grid = {
     "steps": (1, 5, 10, 20),
     "initial_square": (0.0, 1.0),
 }
-GUESSES: Grid = {"shrinkage": (0.1, 0.3, 1.0), "pull": (1.0, 3.0, 10.0)}
-OFFSETS = tuple(place / 10 for place in range(13))  # the last of a grid: the rest serves for all
-KEPT_RATES: Grid = {"scale": (0.05, 0.1, 0.2), "lr": (1.0, 3.0, 10.0), "offset": OFFSETS}
+PENALTIES: Grid = {"penalty": (0.03, 0.1, 0.3, 1.0, 3.0)}
+OFFSETS = tuple(place / 10 for place in range(21))  # the last of a grid: the rest serves for all
+KEPT_RATES: Grid = {"penalty": (0.1, 0.3, 1.0), "lr": (0.3, 1.0, 3.0), "offset": OFFSETS}
 KEPT_NEIGHBOURS: Grid = {"k": (50, 100, 200), "bandwidth": (0.3, 0.5, 0.7), "offset": OFFSETS}
-KEPT_WEIGHTS: Grid = {"weight": (0.3, 0.4, 0.5, 0.6, 0.7), "offset": OFFSETS}
-KEPT_GUESSES: Grid = {**GUESSES, "offset": OFFSETS}
+KEPT_STEPS: Grid = {"lr": (0.3, 1.0, 3.0), "steps": (5, 10, 20), "offset": OFFSETS}
 KEPT_LATER: Grid = {"entries": (30.0, 100.0, 300.0, 1e9), "offset": OFFSETS}
 METHODS: dict[str, Method] = {
     "parametric": Method("#1b7837"),
@@ -289,11 +286,12 @@ METHODS: dict[str, Method] = {
     "MbPA (gradient)": Method(
         "#67a9cf", "gradient", (GRADIENT_STEPS, NEIGHBOURS, GRADIENT_STEPS, DECAYS)
     ),
-    "discriminants": Method("#b8a1cf", "discriminants", (GUESSES,), is_memory_alone=True),
+    "retrained": Method("#b8a1cf", "retraining", (PENALTIES,), has_own_layer=True),
     "MbPA (kept)": Method(
         "#762a83",
         "kept",
-        (KEPT_RATES, KEPT_NEIGHBOURS, KEPT_WEIGHTS, KEPT_GUESSES, KEPT_LATER),
+        (KEPT_RATES, KEPT_NEIGHBOURS, KEPT_STEPS, KEPT_LATER),
+        has_own_layer=True,
         keeps_old=True,
     ),
 }

@@ -117,10 +117,12 @@ class Study:
         self.sizes = [max(2, round(share * epoch)) for share in config.capacities]
 
     def rate(self, lr: float) -> list[Record]:
-        """All methods with a layer that learns at another rate."""
+        """All methods but those with a layer of their own, the layer learning at another rate."""
         records: list[Record] = []
         for moment in moments(self.task, replace(self.config, lr=lr), self.seed):
-            records += self._accuracies(self._answered(moment), moment, lr=lr)
+            models = self.config.models(situation_of(moment, self.task), with_own_layers=False)
+            right = compared(models, self.queries, self.answers)
+            records += self._accuracies(right, moment, lr=lr)
         return records
 
     def stream(self) -> list[Record]:

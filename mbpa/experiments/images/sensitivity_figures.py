@@ -179,7 +179,8 @@ def _rates(scores: Scores) -> Section:
                 for subset in ("novel", "all")
                 for span in spans
             ]
-            rows.append([method, f"{lr:g}", *(told(spread, 1) for spread in spreads)])
+            if any(spreads):
+                rows.append([method, f"{lr:g}", *(told(spread, 1) for spread in spreads)])
     columns = [f"{word} at {span:g}" for word in ("new", "all") for span in spans]
     drawn = ", ".join(DRAWN_RATES)
     return Section(
@@ -228,9 +229,7 @@ def _draw_rates(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
     lines += [
         Line2D([], [], color="#555555", linewidth=widths[lr], label=f"rate {lr:g}") for lr in rates
     ]
-    canvas.legend(
-        handles=lines, loc="outside lower center", ncols=len(lines), fontsize=9, frameon=False
-    )
+    canvas.legend(handles=lines, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
 
 
 # The long run

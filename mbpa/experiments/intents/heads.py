@@ -1,4 +1,4 @@
-"""Heads over frozen keys: trained for some epochs, fitted to the optimum, or made of means."""
+"""Heads over frozen keys: trained for some epochs, or made of means."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from mbpa.rows import NewRows
 from mbpa.split import grow
 
 BATCH = 256
-MOST_ITERATIONS = 200
-TOLERANCE = 3e-5  # of the gradient of the mean loss; accuracies stand still long before
 
 
 def grown(head: nn.Linear, outputs: int) -> nn.Linear:
@@ -47,49 +45,6 @@ def trained(
             F.cross_entropy(head(keys[rows]), labels[rows]).backward()
             optimizer.step()
             taken += 1
-    return head.requires_grad_(False)
-
-
-def logistic(
-    start: nn.Linear,
-    keys: Float[Tensor, "N D"],
-    labels: Int[Tensor, "N"],
-    *,
-    penalty: float,
-    balanced: bool,
-) -> nn.Linear:
-    """Multinomial logistic regression: the minimum of Σ_i s_i loss_i + penalty/2 ‖weight‖².
-
-    There is one minimum, so where the search for it starts matters for the time alone.
-
-    Args:
-        balanced: every label counts the same in the sum (s_i is inverse to how many share the
-            label); otherwise every sentence (s_i = 1).
-    """
-    head = grown(start, start.out_features).requires_grad_(True)
-    counts = labels.bincount(minlength=head.out_features).clamp(min=1)
-    shares = torch.ones(len(labels), device=labels.device)
-    if balanced:
-        present = int((labels.bincount() > 0).sum())
-        shares = (len(labels) / (present * counts))[labels]
-    optimizer = torch.optim.LBFGS(
-        head.parameters(),
-        max_iter=MOST_ITERATIONS,
-        history_size=20,
-        tolerance_grad=TOLERANCE,
-        tolerance_change=0,
-        line_search_fn="strong_wolfe",
-    )
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        losses = F.cross_entropy(head(keys), labels, reduction="none")
-        total = shares @ losses + penalty / 2 * head.weight.square().sum()
-        mean = total / len(labels)
-        mean.backward()
-        return mean
-
-    optimizer.step(loss)
     return head.requires_grad_(False)
 
 

@@ -22,6 +22,7 @@ import mbpa
 from mbpa import text
 from mbpa.experiments.intents import heads
 from mbpa.experiments.intents.task import Sentences
+from mbpa.experiments.logistic import logistic
 
 ROOM = 4096  # of a memory, for examples to come
 
@@ -132,7 +133,7 @@ class Logistic(Settings):
         def fitted(new: Sentences) -> nn.Linear:
             nonlocal last
             given = start.known + new
-            last = heads.logistic(
+            last = logistic(
                 last, given.keys, given.labels, penalty=self.penalty, balanced=self.balanced
             )
             return last

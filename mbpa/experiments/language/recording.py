@@ -34,6 +34,9 @@ class Recorded:
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
             self._graph.register_generator_state(self._source)
-            with torch.cuda.graph(self._graph, stream=self._stream):
+            # Other threads may go on with what they do, such as saving.
+            with torch.cuda.graph(
+                self._graph, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 self._call()
         self._graph.replay()
