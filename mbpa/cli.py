@@ -289,6 +289,10 @@ class Teach(Command):
                 self.data, column=self.image or "image", progress=self.progress, **columns
             )
             return pictures, encoder
+        if self.data.suffix.lower() in image.SUFFIXES:
+            raise RunError(
+                f"{self.data} is a picture: name a folder, with a sub-folder of pictures a label"
+            )
         data = spreadsheet.read_spreadsheet(self.data, text=self.text, **columns)
         return data, text.encoder(self.encoder or text.DEFAULT, device=device)
 

@@ -192,6 +192,7 @@ def _reviews(visitor: Visitor, classifier: Classifier) -> None:
     visitor.press("Undo", "Undone: Now “card”")
     assert WRONG in [each.text for each in classifier.examples("loan")]
     visitor.page.get_by_role("tab", name="Least certain").click()
+    visitor.page.get_by_text("Its neighbours").filter(visible=True).wait_for()
     count = len(classifier)
     visitor.press("Forget this example", "Forgot one example of")
     assert len(classifier) == count - 1

@@ -388,9 +388,11 @@ def test_folders_and_tables_of_pictures_are_read(tmp_path):
     write(tmp_path / "all" / ".cache" / "x.png", "red")
     (tmp_path / "all" / "empty").mkdir()
     (tmp_path / "all" / "warm" / "notes.txt").write_text("mine")
+    write(tmp_path / "all" / "of_no_label.png", "green")
+    (tmp_path / "all" / ".hidden").write_text("not counted")
     album = read_album(tmp_path / "all")
     assert album.labels == ("cold", "cold", "warm", "warm")
-    assert (album.rows, album.duplicates, album.contradictions, album.strays) == (5, 1, 1, 1)
+    assert (album.rows, album.duplicates, album.contradictions, album.strays) == (5, 1, 1, 2)
     table = tmp_path / "all" / "table.csv"
     table.write_text("file,kind\nwarm/red.png,hot\ncold/blue.jpg,cool\n")
     rows = read_album(table, column="file", label="kind")
@@ -448,7 +450,7 @@ def test_the_report_names_what_was_left_out(tmp_path):
     made = teaching.teach(album, image.encoder())
     said = teaching.report(made, album)
     assert "examples   4 of 2 labels\nleft out   1 duplicate picture\n" in said
-    assert "           1 file that is no picture\n" in said
+    assert "           1 file that is no picture of a label\n" in said
 
 
 # The page

@@ -359,6 +359,14 @@ def test_what_is_not_sent_as_json_is_told_how(client):
         assert answer.json()["error"].endswith("with Content-Type: application/json")
 
 
+def test_what_is_missing_is_told_in_our_own_words(client):
+    answer = client.post("/predict", json={})
+    assert (answer.status_code, answer.json()["error"].startswith("give one of these: ")) == (
+        422,
+        True,
+    )
+
+
 def test_a_mistake_of_ours_is_not_called_one_of_theirs(tmp_path):
     write_word_run(tmp_path / "run")
     with (
@@ -921,7 +929,7 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
         if what == "no threshold":
             options += ["--threshold", "1.5"]
         assert cli.main(["serve", str(run), *options]) == 2
-    printed = capsys.readouterr().err
+    printed = capsys.readouterr().err.removeprefix(f"loading {run}\n")
     assert printed.startswith("mbpa: ")
     assert printed.count("\n") == 1
     assert {

@@ -407,8 +407,8 @@ def test_files_that_are_no_pictures_are_left_out_in_words(taught):
     _, made, _ = taught
     for strays, told in (
         (0, ""),
-        (1, "left out   1 file that is no picture\n"),
-        (2, "left out   2 files that are no pictures\n"),
+        (1, "left out   1 file that is no picture of a label\n"),
+        (2, "left out   2 files that are no pictures of a label\n"),
     ):
         data = Album((b"a", b"b"), ("x", "y"), 2, 0, strays)
         assert teaching.report(made, data).startswith(f"examples   2 of 9 labels\n{told}held out")
@@ -525,6 +525,13 @@ def test_runs_with_rows_are_not_opened_by_what_knows_none_and_earlier_ones_still
     (earlier / "run.json").write_text(json.dumps(content | {"format": 4}))
     with pytest.raises(RunError, match="written by a newer mbpa: upgrade mbpa"):
         Classifier.load(earlier, text_encoder=WordEncoder())
+
+
+def test_a_single_picture_is_no_spreadsheet(tmp_path, capsys):
+    path = tmp_path / "8.PNG"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert cli.main(["teach", str(path), "--out", str(tmp_path / "run")]) == 2
+    assert "8.PNG is a picture: name a folder" in capsys.readouterr().err
 
 
 def test_a_workbook_is_to_be_saved_as_csv(tmp_path):

@@ -33,7 +33,7 @@ class Album:
     contradictions: int
     """Pictures that come with more than one label; all of them are kept."""
     strays: int = 0
-    """Files in the folders that are no pictures by their names."""
+    """Files that are no pictures by their names, or lie beside the sub-folders."""
 
     @property
     def items(self) -> tuple[bytes, ...]:
@@ -83,7 +83,7 @@ def read_album(
 def _in_folders(root: Path) -> tuple[list[tuple[Path, str]], int]:
     """Pictures with their labels, by name, and how many other files there are."""
     found: list[tuple[Path, str]] = []
-    strays = 0
+    strays = sum(each.is_file() and not _is_hidden(each.name) for each in root.iterdir())
     for folder in sorted(each for each in root.iterdir() if each.is_dir()):
         files = [
             file

@@ -58,6 +58,7 @@ def serve(
     RunInfo.read(directory)  # what is wrong with the run is told first, and at once
     listener = _listening(host, port)
     with listener:
+        print(f"loading {directory}", file=sys.stderr, flush=True)
         chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device
         try:
             classifier = Classifier.load(directory, device="cpu" if chosen == "auto" else chosen)

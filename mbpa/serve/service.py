@@ -330,7 +330,8 @@ def _add_errors(app: FastAPI) -> None:
         if first["type"] == "model_attributes_type":
             return _error(422, "send a JSON object, with Content-Type: application/json")
         where = ".".join(str(part) for part in first["loc"] if part not in ("body", "path"))
-        return _error(422, f"{where}: {first['msg']}" if where else str(first["msg"]))
+        why = str(first["msg"]).removeprefix("Value error, ")  # as pydantic marks our own
+        return _error(422, f"{where}: {why}" if where else why)
 
     @app.exception_handler(InputError)
     async def impossible(_: Request, error: InputError) -> Response:

@@ -168,7 +168,7 @@ def _left_out(data: Spreadsheet | Album) -> list[tuple[str, str]]:
     strays = data.strays if isinstance(data, Album) else 0
     counts = [
         (data.duplicates, f"duplicate {row}", f"duplicate {row}s"),
-        (strays, "file that is no picture", "files that are no pictures"),
+        (strays, "file that is no picture of a label", "files that are no pictures of a label"),
     ]
     told = [_counted(*each) for each in counts if each[0]]
     lines = list(zip(["left out", ""], told, strict=False))
