@@ -289,7 +289,7 @@ class Teach(Command):
                 self.data, column=self.image or "image", progress=self.progress, **columns
             )
             return pictures, encoder
-        if self.data.suffix.lower() in image.SUFFIXES:
+        if self.data.is_file() and self.data.suffix.lower() in image.SUFFIXES:
             raise RunError(
                 f"{self.data} is a picture: name a folder, with a sub-folder of pictures a label"
             )

@@ -305,13 +305,16 @@ def test_it_learns_on_a_gpu_in_half_precision_and_goes_on(tmp_path: Path) -> Non
         assert (network.fc(found).argmax(1) == test.labels).float().mean() > 0.9
 
 
-def test_training_goes_on_where_it_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(-1.0, [0, 1, 2, 3, 3, 4]), (1e9, [0, 1, 2, 3, 0, 1, 2, 3, 4])]
+)
+def test_training_goes_on_where_it_was_last_saved(
+    seconds: float, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = replace(TINY, epochs=5)
     whole = pretrained(settings, pictures(), 2, 3, context(tmp_path / "whole"), "split")
     epochs: list[int] = []
-    monkeypatch.setattr(pretraining, "KEPT_AFTER", 0.0)
+    monkeypatch.setattr(pretraining, "KEPT_AFTER", seconds)
     real = pretraining._epoch
 
     def watched(*arguments: object) -> None:
@@ -325,7 +328,7 @@ def test_training_goes_on_where_it_was_interrupted(
     with pytest.raises(KeyboardInterrupt):
         pretrained(settings, pictures(), 2, 3, context(tmp_path / "cut"), "split")
     resumed = pretrained(settings, pictures(), 2, 3, context(tmp_path / "cut"), "split")
-    assert epochs == [0, 1, 2, 3, 3, 4]
+    assert epochs == expected
     for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 

@@ -929,7 +929,10 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
         if what == "no threshold":
             options += ["--threshold", "1.5"]
         assert cli.main(["serve", str(run), *options]) == 2
-    printed = capsys.readouterr().err.removeprefix(f"loading {run}\n")
+    printed = capsys.readouterr().err
+    if what == "a run in use":  # which shows when it is loaded
+        assert printed.startswith(f"loading {run}\n")
+        printed = printed.removeprefix(f"loading {run}\n")
     assert printed.startswith("mbpa: ")
     assert printed.count("\n") == 1
     assert {

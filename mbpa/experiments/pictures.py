@@ -288,7 +288,9 @@ def recoloured(
 
 def _sent(drawn: Tensor, device: torch.device) -> Tensor:
     """What was drawn on the CPU, on the device; a GPU is not waited for, which has work enough."""
-    return drawn.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else drawn
+    if device.type == "cuda":
+        return drawn.pin_memory().to(device, non_blocking=True)
+    return drawn.to(device)
 
 
 def patched(

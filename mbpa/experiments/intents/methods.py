@@ -25,6 +25,7 @@ from mbpa.experiments.intents.task import Sentences
 from mbpa.experiments.logistic import logistic
 
 ROOM = 4096  # of a memory, for examples to come
+TOLERANCE = 1e-6  # of the regression, in which three new sentences stand among ten thousand
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +135,12 @@ class Logistic(Settings):
             nonlocal last
             given = start.known + new
             last = logistic(
-                last, given.keys, given.labels, penalty=self.penalty, balanced=self.balanced
+                last,
+                given.keys,
+                given.labels,
+                penalty=self.penalty,
+                balanced=self.balanced,
+                tolerance=TOLERANCE,
             )
             return last
 
