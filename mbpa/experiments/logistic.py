@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 MOST_ITERATIONS = 500
+AT_ONCE = 1 << 17  # examples whose outputs are held
 
 
 def logistic(
@@ -53,14 +54,19 @@ def logistic(
         line_search_fn="strong_wolfe",
     )
 
+    parts = list(zip(*(each.split(AT_ONCE) for each in (keys, labels, shares)), strict=True))
+
     def loss() -> Tensor:
         optimizer.zero_grad()
-        losses = F.cross_entropy(head(keys), labels, reduction="none")
-        total = shares @ losses + penalty / 2 * (head.weight - weight).square().sum()
-        total = total + bias_penalty / 2 * (head.bias - bias).square().sum()
-        mean = total / len(labels)
-        mean.backward()
-        return mean
+        total = penalty / 2 * (head.weight - weight).square().sum()
+        total = (total + bias_penalty / 2 * (head.bias - bias).square().sum()) / len(labels)
+        total.backward()
+        for inputs, targets, counted in parts:
+            losses = F.cross_entropy(head(inputs), targets, reduction="none")
+            part = counted @ losses / len(labels)
+            part.backward()
+            total = total.detach() + part.detach()
+        return total
 
     optimizer.step(loss)
     return head.requires_grad_(False)
