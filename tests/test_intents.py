@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mbpa
 from mbpa import text
 from mbpa.errors import MissingExtraError
-from mbpa.experiments import data
+from mbpa.experiments import data, logistic
 from mbpa.experiments.drawing import Spread
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.intents import EXPERIMENT, heads, run, tuning
@@ -243,9 +243,10 @@ def test_retraining_begins_with_the_deployed_head_and_sees_everything(
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_logistic_regression_is_that_of_scikit_learn(
-    task: Task, start: Start, balanced: bool
+    task: Task, start: Start, balanced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear_model = pytest.importorskip("sklearn.linear_model")
+    monkeypatch.setattr(logistic, "AT_ONCE", 7)  # several parts
     classifier = Logistic(penalty=0.5, balanced=balanced).classifier(start)
     classifier.learn(task.examples(1))
     classifier.learn(task.examples(2, skipped=1))
