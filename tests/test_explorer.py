@@ -84,15 +84,21 @@ def visited(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 class Visitor:
     """Somebody with a browser, who notes what goes wrong and who is asked for what."""
 
-    def __init__(self, page, url: str) -> None:
-        self.page, self.hosts, self.troubles = page, set(), []
+    def __init__(self, opened, url: str) -> None:
+        self._opened, self.hosts, self.troubles = opened, set(), []
+        self.page = self.visit(url)
+        self.page.locator("#map svg").wait_for()
+
+    def visit(self, url: str):
+        """Open a tab; Gradio's page complains when it is left while something is on its way."""
+        page = self._opened.new_page()
         page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
         page.on("websocket", lambda opened: self.hosts.add(opened.url.split("/")[2]))
         page.on("pageerror", lambda error: self.troubles.append(str(error)))
         page.on("response", self._look_at)
         page.on("console", self._hear)
         page.goto(url)
-        page.locator("#map svg").wait_for()
+        return page
 
     def _look_at(self, response) -> None:
         if response.status >= 400:
@@ -144,12 +150,12 @@ def test_a_visitor_teaches_and_undoes_and_nothing_leaves_the_machine(classifier,
             executable_path=chromium.program, env=chromium.environment
         ) as opened,
     ):
-        visitor = Visitor(opened.new_page(), f"{url}{page.PATH}")
+        visitor = Visitor(opened, f"{url}{page.PATH}")
         _teaches_a_label_and_undoes_it(visitor, classifier, untaught)
         _corrects_an_answer(visitor, classifier)
         _reviews(visitor, classifier)
-        visitor.page.goto(f"{url}/docs")
-        assert visitor.page.get_by_role("heading", name="POST /predict").is_visible()
+        reference = visitor.visit(f"{url}/docs")
+        assert reference.get_by_role("heading", name="POST /predict").is_visible()
     gc.collect()  # here, where what is left open is no error
     assert visitor.troubles == []
     assert visitor.hosts == {url.removeprefix("http://")}
