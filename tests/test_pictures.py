@@ -654,7 +654,7 @@ def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path
             executable_path=chromium.program, env=chromium.environment
         ) as opened,
     ):
-        visitor = Visitor(opened.new_page(), url)  # which leads to the page
+        visitor = Visitor(opened, url)  # which leads to the page
         _asks_teaches_and_undoes(visitor, classifier, files)
         assert uploaded(classifier) == 1, "what is asked; what was taught is in the journal alone"
         _reviews(visitor, classifier)
