@@ -9,7 +9,8 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,20 @@ LIMITS = {"operations": 795e12 / 3, "bytes": 4.2e12}
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    named = "; ".join(names(torch.device(device)))
     parser.add_argument("--device", default=device)
-    parser.add_argument("--only", nargs="*", help="cases whose name has one of these in it")
+    parser.add_argument(
+        "--only", nargs="*", help=f"those whose name has one of these words in it; here: {named}"
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="to spend on each timing")
     parser.add_argument("--curves", action="store_true", help="growth in every size, too")
     parser.add_argument("--out", type=Path, help="default: results/benchmarks/DEVICE.json")
     arguments = parser.parse_args()
     chosen = torch.device(arguments.device)
+    wanted = [name for name in names(chosen) if is_asked_for(name, arguments.only)]
+    if not wanted:
+        asked, known = " ".join(arguments.only), "\n  ".join(names(chosen))
+        parser.error(f"nothing on {chosen.type} is called {asked!r}; there are\n  {known}")
     name = f"{chosen.type}-part" if arguments.only else chosen.type  # a part replaces no whole
     out = arguments.out or Path("results/benchmarks") / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -47,35 +55,48 @@ def main() -> int:
     return int(failed)
 
 
-def parts(device: torch.device, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    def wanted(name: str) -> bool:
-        return not arguments.only or any(word in name for word in arguments.only)
+def is_asked_for(name: str, only: list[str] | None) -> bool:
+    return not only or any(word in name for word in only)
 
-    budget, is_gpu = arguments.seconds, device.type == "cuda"
+
+def names(device: torch.device) -> list[str]:
+    """Of all that is measured on the device."""
+    return list(dict.fromkeys(name for name, _ in measurements(device, budget=0.0)))
+
+
+def measurements(device: torch.device, budget: float) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What can be measured, by name; the first word of a name is the part of the report."""
+    is_gpu = device.type == "cuda"
     for case in adaptation.CASES[device.type]:
-        if wanted(f"adaptation {case.name}"):
-            try:
-                yield "adaptation", adaptation.measure(case, device, budget)
-            except AssertionError as error:  # it does not agree: the others are still worth having
-                yield "failed", {"case": case.name, "error": str(error)}
+        yield f"adaptation {case.name}", partial(adaptation.measure, case, device, budget)
     for kind in retrieval.KINDS:
+        entries = 400_000 if is_gpu else 20_000
         for batch in (1, 64, 1024) if is_gpu else (1, 64):
-            if wanted(f"retrieval {kind}"):
-                entries = 400_000 if is_gpu else 20_000
-                yield (
-                    "retrieval",
-                    retrieval.measure(kind, entries, 512, 50, batch, device, budget),
-                )
-        if is_gpu and wanted(f"millions {kind}"):
-            yield "millions", retrieval.measure_millions(kind, 10_000_000, 256, device, budget)
+            yield (
+                f"retrieval {kind}",
+                partial(retrieval.measure, kind, entries, 512, 50, batch, device, budget),
+            )
+        if is_gpu:
+            yield (
+                f"millions {kind}",
+                partial(retrieval.measure_millions, kind, 10_000_000, 256, device, budget),
+            )
     for batch in (1, 64):
-        if wanted("prediction"):
-            yield "prediction", end_to_end.measure_prediction(batch, device, budget)
-    if wanted("stream") and is_gpu:
-        for block in (1024, 2048, 4096):
-            yield "stream", end_to_end.measure_stream(device, block)
+        yield "prediction", partial(end_to_end.measure_prediction, batch, device, budget)
+    for block in (1024, 2048, 4096) if is_gpu else ():
+        yield "stream", partial(end_to_end.measure_stream, device, block)
+
+
+def parts(device: torch.device, arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    for name, measure in measurements(device, arguments.seconds):
+        if is_asked_for(name, arguments.only):
+            part, _, case = name.partition(" ")
+            try:
+                yield part, measure()
+            except AssertionError as error:  # it does not agree: the others are still worth having
+                yield "failed", {"case": case or part, "error": str(error)}
     if arguments.curves:
-        yield "curves", adaptation.curves(device, budget / 2)
+        yield "curves", adaptation.curves(device, arguments.seconds / 2)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
