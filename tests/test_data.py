@@ -35,7 +35,7 @@ import torch
 from PIL import Image
 
 from mbpa.errors import MissingExtraError
-from mbpa.experiments import data
+from mbpa.experiments import EXPERIMENTS, data
 from mbpa.experiments.data import command, download, sources
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
@@ -199,6 +199,9 @@ def test_the_directory_is_the_flag_then_the_environment_then_the_cache(
 
 def test_the_table_is_complete() -> None:
     assert tuple(data.SETS) == get_args(sources.Name)
+    users = {user for one in data.SETS.values() for user in one.used_by}
+    ours = {name for name, place in EXPERIMENTS.items() if place.startswith("mbpa.")}
+    assert users == ours - {"illustration"}
     for one in data.SETS.values():
         assert one.used_by, one.name
         assert one.terms, one.name
@@ -939,6 +942,8 @@ def test_list_tells_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     assert "mnist          yes      11.6 MB  permuted-mnist" in lines
     assert any(line.startswith("imagenet       no          none") for line in lines)
+    told = [line.strip(" ,") for line in lines]
+    assert told.count("image-neighbourhoods") == 2, "what does not fit is on a line of its own"
     assert max(map(len, lines)) <= 100
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -71,7 +72,10 @@ class List(Command):
         for one in SETS.values():
             here = "yes" if is_present(one, self.data_dir) else "no"
             size = _megabytes(one.size) if one.can_be_fetched else "none"
-            print(f"{one.name:15}{here:6}{size:>10}  {', '.join(one.used_by)}")
+            users = textwrap.wrap(", ".join(one.used_by), 100 - 33, break_on_hyphens=False)
+            print(f"{one.name:15}{here:6}{size:>10}  {users[0]}")
+            for more in users[1:]:
+                print(f"{'':33}{more}")
             print(f"{'':15}{one.terms}\n{'':15}{one.home}")
         print(f"\nin {data_dir(self.data_dir)}")
         return 0

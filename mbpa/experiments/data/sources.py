@@ -16,6 +16,7 @@ from typing import Literal
 Name = Literal[
     "mnist", "ptb", "wikitext-2", "tiny-imagenet", "imagenet", "clinc150", "banking77"
 ]  # the command line offers these; SETS has the same, by test
+IMAGES = ("incremental-images", "unbalanced-images", "image-sensitivity", "image-neighbourhoods")
 
 
 class DataError(OSError):
@@ -248,7 +249,7 @@ WIKITEXT_2 = DataSet(
 
 TINY_IMAGENET = DataSet(
     name="tiny-imagenet",
-    used_by=("incremental-images", "unbalanced-images"),
+    used_by=IMAGES,
     terms="ImageNet's: non-commercial research and education only",
     home="https://cs231n.stanford.edu/tiny-imagenet-200.zip",
     size=248_100_043,
@@ -271,7 +272,7 @@ TINY_IMAGENET = DataSet(
 
 IMAGENET = DataSet(
     name="imagenet",
-    used_by=("incremental-images", "unbalanced-images"),
+    used_by=IMAGES,
     terms="ImageNet's: non-commercial research and education only, on request",
     home="https://image-net.org/download.php",
     size=155_000_000_000,
