@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -315,3 +316,13 @@ def _check_neighbors(predictor: Adapted | NeighborVote) -> None:
     object.__setattr__(predictor, "k", validation.count("k", predictor.k))
     if not callable(predictor.kernel) or isinstance(predictor.kernel, type):
         raise ValueError(f"kernel must be one, such as mbpa.uniform(), got {predictor.kernel!r}")
+
+
+def in_short(part: object) -> str:
+    """A predictor, rule or kernel as people read it: long numbers in three digits."""
+
+    def shorter(found: re.Match[str]) -> str:
+        number = float(found[0])
+        return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
+
+    return re.sub(r"\d+\.\d{3,}(e[+-]?\d+)?", shorter, str(part))

@@ -25,7 +25,7 @@ from mbpa.memory import Neighbors, validation
 from mbpa.memory.neighbors import TENSORS
 from mbpa.model import READ_BYTES, MbPA
 from mbpa.modules import own_precision
-from mbpa.predictors import Adapted, Context, Mixture, Parametric, Predictor
+from mbpa.predictors import Adapted, Context, Mixture, Parametric, Predictor, in_short
 from mbpa.rules import AUTO, Gradient
 
 Objective = Literal["loss", "accuracy"]
@@ -64,7 +64,7 @@ class Tuning:
         lines = [f"{len(self.trials)} predictors by {self.objective}, on {self.queries} {asked}"]
         for trial in self.trials[:SHOWN]:
             share = "" if trial.accuracy is None else f"{100 * trial.accuracy:6.1f}%"
-            lines.append(f"{trial.loss:9.4f} {share}  {trial.predictor}")
+            lines.append(f"{trial.loss:9.4f} {share}  {in_short(trial.predictor)}")
         if (more := len(self.trials) - SHOWN) > 0:
             lines.append(f"    and {more} more in trials")
         return "\n".join(lines)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import mbpa
+from mbpa.predictors import in_short
 from mbpa.tune import _drawn, _entries, leave_one_out, without
 
 
@@ -257,8 +259,18 @@ def test_a_result_reads_as_a_table() -> None:
     text = str(result).splitlines()
     assert text[0] == "11 predictors by loss, on 20 entries, each left out of the memory in turn"
     assert f"{result.trials[0].loss:.4f}" in text[1]
-    assert str(result.best) in text[1]
     assert len(text) == 12
+    shown = next(line for line in text if "gaussian" in line)
+    assert re.search(r"gaussian\(bandwidth=[\d.]{1,5}\)", shown), shown
+    assert all(not re.search(r"\d{6}", line) for line in text)
+
+
+def test_a_predictor_in_short_has_three_digits_where_it_had_more() -> None:
+    kernel = mbpa.gaussian(0.1288625697294871)
+    assert in_short(kernel) == "gaussian(bandwidth=0.129)"
+    assert in_short(mbpa.gaussian(12345.678901)) == "gaussian(bandwidth=12346)"
+    assert in_short(mbpa.Gradient(0.25, 20)) == str(mbpa.Gradient(0.25, 20))
+    assert eval(repr(kernel), vars(mbpa)) == kernel, "what programs read has all digits"
 
 
 def test_a_predictor_that_is_sure_of_a_wrong_answer_comes_last() -> None:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 import mbpa
 from mbpa.embedding import Encoder, embedded
+from mbpa.predictors import in_short
 from mbpa.rows import NewRows, even_scale, label_sums, require_unit_norm
 from mbpa.serve.album import Album
 from mbpa.serve.placing import in_its_place, writable
@@ -205,7 +206,7 @@ def report(taught: Taught, data: Spreadsheet | Album) -> str:
             ("new labels", f"{new:.1%} right from {SHOTS} examples each, others {old:.1%}")
         )
     if isinstance(rule, mbpa.Adapted):
-        lines += [("adapts by", f"{rule.rule}"), ("", f"k={rule.k}, {rule.kernel}")]
+        lines += [("adapts by", in_short(rule.rule)), ("", f"k={rule.k}, {in_short(rule.kernel)}")]
     if taught.rows is not None:
         scale, offset = taught.rows.scale, taught.rows.offset
         lines.append(("new rows", f"scale {scale:.1f}, offset {offset:.1f}"))
