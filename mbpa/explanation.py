@@ -25,7 +25,7 @@ class Explanation:
     after: Float[Tensor, "B *C"]
     """The prediction."""
     neighbors: Neighbors | None
-    """`None` if the predictor asked for none."""
+    """`None` if the predictor asked for none. Their distances are squared, those in print not."""
     parts: tuple[Part, ...]
     """What the prediction is made of; one part unless the predictor is a mixture."""
     has_labels: bool
@@ -108,8 +108,13 @@ def _path(adaptation: Adaptation) -> str:
     """How it was computed, and what speaks for that."""
     others = dict(sorted(adaptation.seconds.items(), key=lambda pair: pair[1]))
     own = others.pop(adaptation.path, 0.0)
-    beside = "".join(f", {name} {1e6 * took:.2g}" for name, took in others.items())
-    return f"path: {adaptation.path}, estimated {1e6 * own:.2g} µs a query{beside}"
+    beside = "".join(f", {name} {_micros(took)}" for name, took in others.items())
+    return f"path: {adaptation.path}, estimated {_micros(own)} µs a query{beside}"
+
+
+def _micros(seconds: float) -> str:
+    micros = 1e6 * seconds
+    return f"{micros:.2g}" if micros < 99.5 else f"{micros:,.0f}"
 
 
 def _prediction(one: Explanation, prediction: Tensor) -> str:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
+from mbpa import explanation
+from mbpa.adaptation import Adaptation
 
 D, CLASSES = 6, 3
 
@@ -215,12 +217,22 @@ def test_explain_tells_neighbours_weights_before_after_change_and_path() -> None
     top = int(why.after[1].argmax())
     assert f"after   {['ant', 'bee', 'cat'][top]} {float(why.after[1, top].exp()):.1%}" in text
     assert f"moved by {float(why.change[1]):.3g} (path: span, estimated " in text
-    assert f"id {int(why.neighbors.ids[1, 0])}: " in text
+    nearest = f"id {int(why.neighbors.ids[1, 0])}: "
+    root = float(why.neighbors.distances[1, 0]) ** 0.5
+    assert nearest in text
+    assert f"distance {root:.3g}" in text.partition(nearest)[2].splitlines()[0]
     assert "neighbours (5 of 5)" in text
     assert str(why).count("before") == 3
     assert str(list(why)[1]) == text
     with pytest.raises(IndexError, match="below 3, got 3"):
         why[3]
+
+
+def test_estimated_times_are_printed_without_exponents() -> None:
+    estimates = {"span": 263.4e-6, "dense": 12345.6e-6, "stored": 0.26e-6, "layers": 99.7e-6}
+    adaptation = Adaptation(torch.zeros(1, 3), None, path="span", seconds=estimates)
+    said = explanation._path(adaptation)
+    assert said == ("path: span, estimated 263 µs a query, stored 0.26, layers 100, dense 12,346")
 
 
 def test_explain_names_the_parts_of_a_mixture_and_an_empty_memory() -> None:

@@ -20,6 +20,9 @@ class Neighbors:
 
     Rows that found fewer than K entries are padded; the padding is False in `mask`, has id and
     slot −1 and infinite distance, and its keys and values are finite but mean nothing.
+
+    Distances are squared. What people read, printed explanations, the service and the page, has
+    their square roots.
     """
 
     values: Shaped[Tensor, "B K *V"]

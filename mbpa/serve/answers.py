@@ -62,7 +62,7 @@ class NearExample:
     text: str | None
     weight: float
     distance: float
-    """Euclidean, between keys."""
+    """Euclidean, between keys; not squared."""
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ class Neighbor(Message):
     text: str | None
     weight: float
     distance: float
+    """Euclidean, between keys; not squared."""
 
 
 class Explained(Message):
