@@ -45,9 +45,9 @@ class Server:
         self.process.send_signal(signal.SIGKILL)
         self._ended()
 
-    def stop(self) -> int:
+    def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
         """As its owner would."""
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(by)
         return self._ended()
 
     def _ended(self) -> int:

@@ -120,6 +120,7 @@ def test_digits_that_it_never_saw_are_taught_over_http(run, files):
         assert sum(right[22:]) > 11
         assert [answer["label"] for answer in ask(server.client, *known)] == list(KNOWN)
         assert server.stop() == 0, "".join(server.said)
+        assert server.said[-1] == f"stopped; what was taught is in {run}\n"
         assert not any("Traceback" in line for line in server.said)
     pictures = [image.kept(path.read_bytes()) for path in asked]
     with Classifier.load(run) as again:

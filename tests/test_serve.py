@@ -14,6 +14,7 @@ import re
 import resource
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -839,8 +840,9 @@ def test_two_commands_lead_from_a_spreadsheet_to_a_classifier_that_learns(tmp_pa
         after = ask(texts[new][5])
         assert after["label"] == before["label"]
         assert after["confidence"] == pytest.approx(before["confidence"], abs=1e-5)
-        assert server.stop() == 0, "".join(server.said)
+        assert server.stop(by=signal.SIGINT) == 0, "".join(server.said)
         assert not any("Traceback" in line for line in server.said)
+        assert server.said[-1] == f"stopped; what was taught is in {run}\n"
 
 
 # Batches

@@ -70,6 +70,7 @@ def serve(
             app = create_app(classifier, settings)
             app = page(app, classifier) if page else app
             _run(app, listener, lambda: _announce(classifier, listener, settings, path))
+    print(f"stopped; what was taught is in {directory}", file=sys.stderr)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -129,8 +130,11 @@ def _run(app: FastAPI, listener: socket.socket, is_ready: Callable[[], None]) ->
     # turn, a busy event loop would make it wait longer than it works.
     sys.setswitchinterval(5e-4)
     # Uvicorn raises the signal again when all is done; the classifier is still to be closed.
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    before = {
+        each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         _Server(config, is_ready).run(sockets=[listener])
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
