@@ -141,7 +141,12 @@ class Run(Command):
                 print(f"\n{table.as_text()}")
             if not section.tables:
                 print("\n" + "\n".join([section.title, *section.text]))
+        self._warn()
         return 0
+
+    def _warn(self) -> None:
+        if self.general.preset == "smoke":
+            print("\nsmoke is a test of the code: its figures mean nothing")
 
     def _results(self, kind: Literal["run", "tune"]) -> list[Result]:
         from mbpa.experiments import experiment, running
@@ -178,6 +183,7 @@ class Tune(Run):
 
         results = self._results("tune")
         print(f"\n{chosen(results).as_text()}")
+        self._warn()
         if isinstance(self.general, SearchOptions) and self.general.adopt:
             for result in results:
                 tuned.adopt(result)
@@ -197,6 +203,8 @@ class Report(Command):
     """Show the results of these alone."""
     documents: tuple[Path, ...] = ()
     """Instead of a page: bring the tables and figures in these Markdown files up to date."""
+    progress: bool = True
+    """Show a progress bar on standard error."""
 
     def run(self) -> int:
         from mbpa.experiments.documents import refresh
@@ -206,7 +214,8 @@ class Report(Command):
             news = refresh(document, self.results)
             print(f"{document} {'brought up to date' if news else 'is up to date'}")
         if not self.documents:
-            print(f"wrote {write_report(self.results, self.out, self.presets)}")
+            page = write_report(self.results, self.out, self.presets, progress=self.progress)
+            print(f"wrote {page}")
         return 0
 
 

@@ -328,12 +328,18 @@ def test_a_missing_file_names_the_addresses_tried(server: Server, tmp_path: Path
     assert len(server.requests) == 2, "what is not there is not asked for again"
 
 
-def test_no_server_at_all_is_an_error_of_one_line(tmp_path: Path) -> None:
+def test_no_server_at_all_is_an_error_of_one_line_after_what_was_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}/a"
         with pytest.raises(data.DataError, match="refused"):
-            data.fetch(one(address), tmp_path, patience=SOON)
+            data.fetch(one(address), tmp_path, progress=True, patience=SOON)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "numbers.bin: asking 127.0.0.1"
+    assert len(told) == SOON.attempts, "and why it is asked again"
+    assert all("refused" in line and "; again in " in line for line in told[1:])
 
 
 @pytest.mark.parametrize("size", [True, False])

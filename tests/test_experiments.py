@@ -714,6 +714,15 @@ def test_presets_searches_and_changed_settings_are_told_apart(tmp_path: Path) ->
     assert len(list(alone.iter("img"))) == 2
 
 
+def test_a_report_tells_what_it_draws(tmp_path: Path, capsys) -> None:
+    counted(tmp_path / "results", "paper")
+    words = ["report", str(tmp_path / "results"), "--out", str(tmp_path / "report")]
+    assert cli.main(words) == 0
+    assert "drawing counting" in capsys.readouterr().err
+    assert cli.main([*words, "--no-progress"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_report_without_results_says_how_to_get_some(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match="holds no results: `mbpa run NAME"):
         write_report(tmp_path, tmp_path / "report")
@@ -774,6 +783,7 @@ def test_a_run_prints_its_files_and_a_table_and_says_when_it_has_them(tmp_path, 
     assert re.fullmatch(r"wrote .*/counting/custom-\w+-seed0.json", lines[0])
     assert any(line.startswith("done in ") for line in lines)
     assert lines[4:6] == ["Totals", ""]
+    assert lines[-1] == "smoke is a test of the code: its figures mean nothing"
     assert "6/6" in done.stderr
     assert cli.main([*words, "--out", str(tmp_path), "--no-progress"]) == 0
     told = capsys.readouterr()
@@ -818,7 +828,7 @@ def test_an_out_that_cannot_be_written_to_is_one_line(tmp_path, capsys, command,
     before = files(tmp_path)
     words = {
         "run": ["run", "counting", "--no-progress"],
-        "report": ["report", str(tmp_path / "results")],
+        "report": ["report", str(tmp_path / "results"), "--no-progress"],
     }
     assert cli.main([*words[command], "--out", str(tmp_path / out)]) == 2
     told = capsys.readouterr()
@@ -852,7 +862,8 @@ def test_a_report_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
     hide = (
         "import sys; sys.modules['matplotlib'] = None; import counting; from mbpa.cli import main; "
     )
-    done = in_a_process(f"{hide} sys.exit(main())", "report", tmp_path / "results")
+    words = ("report", tmp_path / "results", "--no-progress")
+    done = in_a_process(f"{hide} sys.exit(main())", *words)
     assert done.returncode == 1
     assert done.stderr == "mbpa: matplotlib is not installed: pip install 'mbpa[experiments]'\n"
 

@@ -7,10 +7,13 @@ import html
 import io
 import itertools
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from mbpa.errors import ExperimentError, MissingExtraError
 from mbpa.experiments import EXPERIMENTS
@@ -21,11 +24,14 @@ from mbpa.experiments.sections import Figure, Section, Table
 __all__ = ["Figure", "Section", "Table", "chosen", "drawn", "shown", "write_report"]
 
 
-def write_report(results_folder: Path, out: Path, presets: Sequence[str] = ()) -> Path:
+def write_report(
+    results_folder: Path, out: Path, presets: Sequence[str] = (), *, progress: bool = False
+) -> Path:
     """Write `index.html` and the figures into `out`, and return where the page is.
 
     Args:
         presets: show the results of these alone.
+        progress: show a bar on standard error.
 
     Raises:
         ExperimentError: there are no results, a file is damaged, or `out` cannot be written to.
@@ -43,7 +49,12 @@ def write_report(results_folder: Path, out: Path, presets: Sequence[str] = ()) -
             "makes some, `mbpa list` names the experiments"
         )
     files: dict[str, bytes] = {}
-    body = "\n".join(_chapter_html(chapter, files) for chapter in chapters)
+    articles: list[str] = []
+    with tqdm(chapters, file=sys.stderr, disable=not progress, leave=False) as bar:
+        for chapter in bar:
+            bar.set_description(f"drawing {chapter.experiment.name}")
+            articles.append(_chapter_html(chapter, files))
+    body = "\n".join(articles)
     files["index.html"] = _page_html(chapters, body).encode()
     try:
         out.mkdir(parents=True, exist_ok=True)

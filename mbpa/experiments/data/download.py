@@ -17,6 +17,7 @@ import stat
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 from dataclasses import dataclass
@@ -202,6 +203,7 @@ class _Work:
         part = self.folder / f"{file.name}.part"
         failures = []
         for address in file.addresses:
+            self._say(f"{file.name}: asking {urllib.parse.urlsplit(address).hostname}")
             for _ in range(2):
                 resumed = part.exists()
                 try:
@@ -229,7 +231,9 @@ class _Work:
                 furthest = max(furthest, _size(part))
                 if failures >= self.patience.attempts:
                     raise _Refused(str(broken)) from broken
-                time.sleep(self.patience.pause * 2 ** (failures - 1))
+                pause = self.patience.pause * 2 ** (failures - 1)
+                self._say(f"{file.name}: {broken}; again in {pause:g} s")
+                time.sleep(pause)
 
     def _attempt(self, address: str, file: File, part: Path) -> None:
         if file.size is not None and _size(part) > file.size:
@@ -289,6 +293,10 @@ class _Work:
                 f"{self.data_set.name} needs {(needed + _SLACK) / 1e6:,.0f} MB more in "
                 f"{self.folder}, which has {free / 1e6:,.0f} MB left"
             )
+
+    def _say(self, line: str) -> None:
+        if self.progress:
+            print(line, file=sys.stderr, flush=True)
 
     def _bar(self, iterable: object, **options: object) -> tqdm:
         often = 0.2 if sys.stderr.isatty() else 10.0
