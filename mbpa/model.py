@@ -105,8 +105,13 @@ class MbPA:
     def embed(self, *inputs: Any, **named: Any) -> Float[Tensor, "..."]:
         """Keys of inputs, any number of leading dimensions before the key's own; no gradients."""
         check_mode("embed", self._embed)
-        with torch.no_grad():
-            keys = self._running_embed(*inputs, **named)
+        try:
+            with torch.no_grad():
+                keys = self._running_embed(*inputs, **named)
+        except RuntimeError as error:  # the network's own, who alone knows what it takes
+            given = [each.shape for each in (*inputs, *named.values()) if isinstance(each, Tensor)]
+            error.add_note(f"raised by embed, given shapes {[tuple(shape) for shape in given]}")
+            raise
         shape = self.memory.key_shape
         if not isinstance(keys, Tensor) or keys.shape[max(0, keys.ndim - len(shape)) :] != shape:
             got = tuple(keys.shape) if isinstance(keys, Tensor) else type(keys).__name__

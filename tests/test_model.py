@@ -197,6 +197,14 @@ def test_predictions_during_writes_come_from_some_state_of_the_memory() -> None:
     assert len(seen) > 1
 
 
+def test_an_error_of_the_network_itself_tells_what_it_was_given() -> None:
+    model = make_model()
+    for call in (model, model.embed, partial(model.write, values=[0, 0]), model.explain):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+            call(torch.zeros(2, 7))
+        assert raised.value.__notes__ == ["raised by embed, given shapes [(2, 7)]"]
+
+
 # Explaining
 
 
