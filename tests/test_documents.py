@@ -51,6 +51,14 @@ def test_a_changed_number_is_noticed_and_mended(tmp_path: Path) -> None:
     assert path.read_text() == fresh
 
 
+def test_a_table_may_be_shown_in_part() -> None:
+    whole = refreshed(f"{TABLE}{END}\n", RESULTS).text.splitlines()
+    begin = TABLE.replace(" -->", " | MbPA | attention -->")
+    part = refreshed(f"{begin}{END}\n", RESULTS).text.splitlines()
+    (left_out,) = [line for line in whole if line.startswith("| parametric |")]
+    assert part[1:] == [line for line in whole[1:] if line != left_out]
+
+
 def test_a_figure_of_other_results_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(f"{FIGURE}{END}\n")
@@ -67,6 +75,10 @@ def test_a_figure_of_other_results_is_noticed(tmp_path: Path) -> None:
     ("asked", "why"),
     [
         ("illustration paper: No such table", "shows no 'No such table': name one of Error where"),
+        (
+            "illustration paper: Error where nothing was seen | none",
+            "has no row 'none': .*MbPA",
+        ),
         ("illustration smoke: Any", "holds no results of illustration smoke"),
         ("no-such paper: Any", "no experiment is called 'no-such'"),
     ],

@@ -6,8 +6,9 @@ its title or name; `mbpa report results --documents README.md docs/*.md` writes 
     <!-- results: permuted-mnist paper: Accuracy after 20 tasks -->
     <!-- end of results -->
 
-A figure is a PNG file in the folder `figures` beside the document, and carries a digest of the
-results it was drawn from, so that a test can tell whether it is of today's.
+A title may be followed by the rows to show, by their first cells: `TITLE | MLP | MbPA`. A figure is
+a PNG file in the folder `figures` beside the document, and carries a digest of the results it was
+drawn from, so that a test can tell whether it is of today's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mbpa.errors import ExperimentError
@@ -66,7 +67,8 @@ def refreshed(text: str, results_folder: Path) -> Document:
     figures: dict[str, tuple[Figure, str]] = {}
 
     def block(match: re.Match[str]) -> str:
-        experiment, preset, title = match["experiment"], match["preset"], match["title"]
+        experiment, preset = match["experiment"], match["preset"]
+        title, *rows = match["title"].split(" | ")
         results, sections = _shown(results_folder, experiment, preset)
         found = _found(sections, title)
         if found is None:
@@ -76,7 +78,7 @@ def refreshed(text: str, results_folder: Path) -> Document:
                 f"{experiment} {preset} shows no {title!r}: name one of {', '.join(names)}"
             )
         if isinstance(found, Table):
-            return match["begin"] + markdown(found) + match["end"]
+            return match["begin"] + markdown(_with_rows(found, rows)) + match["end"]
         name = f"{found.name}-{preset}.png"
         figures[name] = found, digest(results)
         return f"{match['begin']}![{found.caption}]({FIGURES}/{name})\n{match['end']}"
@@ -144,3 +146,11 @@ def _found(sections: Sequence[Section], title: str) -> Table | Figure | None:
     shown += [figure for section in sections for figure in section.figures]
     names = [each.title if isinstance(each, Table) else each.name for each in shown]
     return shown[names.index(title)] if title in names else None
+
+
+def _with_rows(table: Table, names: Sequence[str]) -> Table:
+    """These rows alone, in the table's order; all if none is named."""
+    known = [row[0] for row in table.rows]
+    if strange := [name for name in names if name not in known]:
+        raise ExperimentError(f"{table.title!r} has no row {strange[0]!r}: {', '.join(known)}")
+    return replace(table, rows=[row for row in table.rows if not names or row[0] in names])
