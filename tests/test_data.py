@@ -15,6 +15,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import shutil
 import signal
 import socket
@@ -27,7 +28,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -41,6 +42,12 @@ from mbpa.experiments.data import command, download, sources
 CONTENT = np.random.default_rng(0).bytes(300_000)
 SOON = data.Patience(timeout=0.5, attempts=3, pause=0.01)
 ROOT = Path(__file__).parents[1]
+
+
+def example(number: int) -> str:
+    """A block of Python from the document."""
+    text = (ROOT / "docs" / "data.md").read_text("utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
 
 
 # A server that can be told to misbehave
@@ -912,6 +919,17 @@ def test_a_folder_of_imagenet_is_listed_and_read_in_parts(tmp_path: Path) -> Non
         data.imagenet(tmp_path)
 
 
+def test_the_example_of_the_document_reads_a_folder_of_imagenet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("train", "val"):
+        for k in range(6):
+            put(tmp_path, f"imagenet/{part}/n01/{k}.JPEG", jpeg(k))
+    monkeypatch.setenv("MBPA_DATA", str(tmp_path))
+    exec(example(1), {})
+    assert capsys.readouterr().out == "torch.Size([6, 224, 224, 3])\n"
+
+
 def test_the_middle_of_a_picture_is_cut_out(tmp_path: Path) -> None:
     wide = np.zeros((20, 60, 3), np.uint8)
     wide[:, 20:40] = 255
@@ -1030,6 +1048,18 @@ def the(name: str, root: Path) -> data.DataSet:
 def test_the_published_data_pass_their_check(name: str, published: Path) -> None:
     finding = data.check(the(name, published), published)
     assert finding.status == "good", finding.detail
+
+
+def test_the_example_of_the_document_reads_the_published_data(
+    published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mnist", "ptb", "clinc150", "tiny-imagenet"):
+        the(name, published)
+    monkeypatch.setenv("MBPA_DATA", str(published))
+    found: dict[str, Any] = {}
+    exec(example(0), found)
+    assert found["digits"].train.images.shape == (60000, 28, 28)
+    assert found["pictures"].train.images.shape == (10000, 3, 40, 40)
 
 
 def test_the_published_digits_are_those_of_the_field(published: Path) -> None:
