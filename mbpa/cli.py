@@ -141,10 +141,10 @@ class Run(Command):
                 print(f"\n{table.as_text()}")
             if not section.tables:
                 print("\n" + "\n".join([section.title, *section.text]))
-        self._warn()
+        self._say_if_smoke()
         return 0
 
-    def _warn(self) -> None:
+    def _say_if_smoke(self) -> None:
         if self.general.preset == "smoke":
             print("\nsmoke is a test of the code: its figures mean nothing")
 
@@ -183,7 +183,7 @@ class Tune(Run):
 
         results = self._results("tune")
         print(f"\n{chosen(results).as_text()}")
-        self._warn()
+        self._say_if_smoke()
         if isinstance(self.general, SearchOptions) and self.general.adopt:
             for result in results:
                 tuned.adopt(result)
