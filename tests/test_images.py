@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from mbpa.experiments.images.incremental import (
     area,
     compared,
     grown_head,
+    known_of,
     moments,
     run_split,
     scored_part,
@@ -35,11 +37,11 @@ from mbpa.experiments.images.methods import (
     Local,
     Mixed,
     Retrained,
-    Scale,
     Situation,
     Vote,
 )
 from mbpa.experiments.images.presets import PRESETS
+from mbpa.experiments.images.roots import RIDGE, Known, Scale, nearness, translated
 from mbpa.experiments.images.task import Task, make_task
 from mbpa.experiments.pictures import Held
 from mbpa.experiments.pretraining import Pretraining, features_of, initial_network
@@ -235,7 +237,7 @@ def test_methods_that_share_a_retrieval_answer_as_they_would_alone(task: Task) -
     models = {name: each.model(situation) for name, each in settings.items()}
     together = compared(models, queries, answers)
     for name, model in models.items():
-        alone = model(keys=queries).argmax(1) == answers
+        alone = model(queries).argmax(1) == answers
         assert (together[name] == alone).float().mean() > 0.99
 
 
@@ -327,7 +329,8 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     assert rule.lr == pytest.approx(0.2)
     config = replace(SMOKE, vote=Vote(7, 0.5), mixture=Mixed(9, 0.25, weight=0.3))
     head = nn.Linear(3, 6)
-    situation = Situation(head, mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3, head)
+    known = Known(head, 10.0)
+    situation = Situation(head, mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3, known)
     situation.memory.write(torch.ones(1, 3), [4])
     found = {name: model.predictor for name, model in config.models(situation).items()}
     assert list(found) == list(METHODS)
@@ -336,42 +339,63 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     assert found["mixture"] == mbpa.Mixture(mbpa.Parametric(), vote, weights=(0.7, 0.3))
 
 
+def test_a_layer_of_roots_says_what_the_layer_of_features_said(task: Task) -> None:
+    features = task.train[task.train_labels < task.old]
+    layer = grown_head(task)
+    found, length = translated(layer, features)
+    roots = features.sqrt()
+    assert length == pytest.approx(float(roots.square().sum(1).mean()))
+    with torch.no_grad():
+        said, meant = found(roots), layer(features)
+        assert (said - meant)[:, :3].square().mean() < 0.1 * meant[:, :3].var(0).mean()
+        assert said[:, 3:].abs().max() < 1e-5  # of new classes neither says anything
+        keys, others = roots.double() - roots.double().mean(0), meant.double()
+        spread = keys.mT @ keys
+        ridge = RIDGE * spread.diagonal().mean()
+        slope = 2 * keys.mT @ (keys @ found.weight.double().mT - (others - others.mean(0)))
+        slope = slope + 2 * ridge * found.weight.double().mT
+        assert slope.abs().max() < 1e-3 * (keys.mT @ others).abs().max()  # it is least there
+    assert known_of(task) is known_of(task)
+
+
 def test_what_keeps_the_old_classes_adapts_a_layer_of_the_memory_and_holds_new_classes_back(
     task: Task,
 ) -> None:
     moment = next(iter(moments(task, SMOKE, 1)))
     situation, queries = situation_of(moment, task), task.test[:50]
-    entries, known, length = moment.memory.entries(), grown_head(task), situation.scale.length
+    entries, known, roots = moment.memory.entries(), known_of(task).layer, situation.roots
+    assert torch.equal(roots.memory.entries().keys, entries.keys.sqrt())
+    assert torch.equal(roots.memory.entries().values, entries.values)
     weight, bias = (
         tensor.detach().double().requires_grad_() for tensor in (known.weight, known.bias)
     )
     counts = entries.values.bincount(minlength=6)
     shares = len(entries.values) / (int((counts > 0).sum()) * counts[entries.values]).double()
+    length = float(task.train[task.train_labels < task.old].sum(1).mean())
 
     def loss(weight: Tensor, bias: Tensor) -> Tensor:
-        logits = entries.keys.double() @ weight.mT + bias
+        logits = entries.keys.double().sqrt() @ weight.mT + bias
         losses = functional.cross_entropy(logits, entries.values, reduction="none")
         away = length * (weight - known.weight).square().sum() + (bias - known.bias).square().sum()
         return shares @ losses + 0.2 / 2 * away
 
-    found = situation.retrained(0.2)
+    found = roots.retrained(0.2)
     slopes = torch.autograd.grad(loss(weight, bias), (weight, bias))
     there = found.weight.double().requires_grad_(), found.bias.double().requires_grad_()
     least = torch.autograd.grad(loss(*there), there)
     for begun, ended in zip(slopes, least, strict=True):
         assert ended.abs().max() < 0.02 * begun.abs().max()  # it is where the loss is least
-    assert situation.retrained(0.2) is found
+    assert roots.retrained(0.2) is found
     local = Local(lr=2.0, steps=3, k=15, bandwidth=0.5)
-    kept = Kept(penalty=0.2, lr=2.0, steps=3, k=15, bandwidth=0.5, offset=2.0, entries=50.0)
-    model = mbpa.MbPA(
-        head=found, memory=situation.memory, predictor=local.predictor(situation.scale)
-    )
-    surer = torch.cat((torch.zeros(3), 2.0 * 50 / (50 + counts[3:])))
-    expected = model(keys=queries).exp() * torch.exp(-surer)
-    said = kept.model(situation)(keys=queries).exp()
+    kept = Kept(penalty=0.2, lr=2.0, steps=3, k=15, bandwidth=0.5, offset=2.0)
+    predictor = local.predictor(Scale(nearness(roots.memory, 1), length))
+    model = mbpa.MbPA(head=found, memory=roots.memory, predictor=predictor)
+    surer = torch.tensor([0.0, 0.0, 0.0, 2.0, 2.0, 2.0])
+    expected = model(keys=queries.sqrt()).exp() * torch.exp(-surer)
+    said = kept.model(situation)(queries).exp()
     assert torch.allclose(said, expected / expected.sum(1, keepdim=True), atol=1e-5)
-    only = Retrained(0.2).model(situation)(keys=queries)
-    assert torch.equal(only.argmax(1), found(queries).argmax(1))
+    only = Retrained(0.2).model(situation)(queries)
+    assert torch.equal(only.argmax(1), found(queries.sqrt()).argmax(1))
 
 
 def test_rmsprop_starts_where_it_is_told_to() -> None:
@@ -388,7 +412,7 @@ def test_rmsprop_starts_where_it_is_told_to() -> None:
         (lambda: Mixed(weight=1.5), "weight must be between 0 and 1, got 1.5"),
         (lambda: Local(lr=0.0), "lr positive"),
         (lambda: Local(decay=-0.1), "decay and initial_square must not be negative"),
-        (lambda: Kept(entries=0.0), "entries must be positive"),
+        (lambda: Kept(offset=math.inf), "offset must be finite, got inf"),
         (lambda: Kept(penalty=0.0), "penalty must be positive, got 0.0"),
         (lambda: Kept(k=0), "k must be at least 1"),
     ],

@@ -48,7 +48,7 @@ class Pretraining:
     """Of the ResNet: 18, 34 or 50."""
     width: int = 64
     """Channels of its first stage."""
-    epochs: int = 75
+    epochs: int = 70
     batch: int = 256
     lr: float = 0.2
     """Of stochastic gradient descent with momentum 0.9, at its highest: after two epochs, from

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -16,12 +16,12 @@ from torch.nn import functional
 import mbpa
 from mbpa.errors import ExperimentError
 from mbpa.experiments.images.config import ImagesConfig
-from mbpa.experiments.images.methods import METHODS, Model, Scale, Situation
+from mbpa.experiments.images.methods import METHODS, Model, Situation
+from mbpa.experiments.images.roots import Known, Scale, nearness, translated
 from mbpa.experiments.images.task import Task
 from mbpa.experiments.results import Record, value_of
 
 READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 28}  # of neighbours' keys, at a time
-SOME = 1_000  # entries, whose distances tell the scale of all
 AREAS = (0.1, 1.0, 3.0)
 """Epochs up to which the area under a learning curve is measured."""
 
@@ -182,18 +182,24 @@ def compared(
 def predictions(
     models: Mapping[Name, Model], queries: Float[Tensor, "Q D"]
 ) -> Iterator[tuple[slice, dict[Name, Float[Tensor, "B C"]]]]:
-    """What each model says, some queries at a time; one retrieval from the memory they share."""
-    k = max(1, *(model.predictor.k for model in models.values()))
-    keys_for = max(model.predictor.keys_for for model in models.values())
-    memory = next(iter(models.values())).memory
-    most = most_queries(queries, max(1, keys_for))
+    """What each model says, some queries at a time; models that share a memory share a
+    retrieval."""
+    groups: dict[mbpa.Memory, dict[Name, Model]] = {}
+    for name, model in models.items():
+        groups.setdefault(model.memory, {})[name] = model
+    most = most_queries(queries, max(1, *(model.predictor.keys_for for model in models.values())))
     for start in range(0, len(queries), most):
-        rows = slice(start, start + most)
-        neighbors = memory.read(queries[rows], k, keys_for=keys_for)
-        said = {
-            name: model(keys=queries[rows], neighbors=neighbors) for name, model in models.items()
-        }
-        yield rows, said
+        part = queries[start : start + most]
+        said: dict[Name, Tensor] = {}
+        for memory, group in groups.items():
+            k, keys_for = (
+                max(getattr(model.predictor, name) for model in group.values())
+                for name in ("k", "keys_for")
+            )
+            keys = next(iter(group.values())).embed(part)
+            neighbors = memory.read(keys, max(1, k), keys_for=keys_for)
+            said |= {name: model(part, neighbors=neighbors) for name, model in group.items()}
+        yield slice(start, start + most), {name: said[name] for name in models}
 
 
 def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
@@ -203,19 +209,15 @@ def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
 
 def situation_of(moment: Moment, task: Task) -> Situation:
     """What methods find at this moment."""
-    scale, known = scale_of(moment, task), grown_head(task)
-    return Situation(moment.head, moment.memory, scale, task.old, known)
+    copies = int(moment.passed[-len(moment.memory) :].bincount().max())
+    scale = Scale(nearness(moment.memory, copies), key_length(task))
+    return Situation(moment.head, moment.memory, scale, task.old, known_of(task), copies)
 
 
-def scale_of(moment: Moment, task: Task) -> Scale:
-    """Of the keys in the memory; an image that is in it several times is not its own neighbour."""
-    memory = moment.memory
-    copies = int(moment.passed[-len(memory) :].bincount().max())
-    found = memory.read(memory.entries().keys[:SOME], copies + 1, keys_for=0).distances
-    nearest = found.masked_fill(found == 0, math.inf).amin(1)
-    nearest = nearest[nearest.isfinite()]
-    near = float(nearest.sqrt().mean()) if len(nearest) else 1.0  # all keys are the same
-    return Scale(near, key_length(task))
+@lru_cache(maxsize=1)
+def known_of(task: Task) -> Known:
+    """What the network knows, in terms of square roots: as far as what it was trained on tells."""
+    return translated(grown_head(task), task.train[task.train_labels < task.old])
 
 
 def key_length(task: Task) -> float:

@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
-from mbpa.experiments.logistic import logistic
+from mbpa.experiments.images.roots import Known, Roots, Scale, roots_of
 from mbpa.experiments.searching import Grid
-
-TOLERANCE = 3e-5  # of the regression; classes weigh the same, and accuracies stand still by then
-
-
-class Scale(NamedTuple):
-    """Of the keys, so that settings mean the same for every network."""
-
-    near: float
-    """The mean distance between an entry of the memory and the nearest other one."""
-    length: float
-    """The mean square of a key's length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,30 +30,15 @@ class Situation:
     scale: Scale
     old: int
     """Labels below this are of classes that the network knows."""
-    known: nn.Linear
-    """The layer as it was before anything new arrived."""
-    _retrained: dict[float, nn.Linear] = field(default_factory=dict, init=False, repr=False)
+    known: Known
+    """What a layer of roots knew before anything new arrived."""
+    copies: int = 1
+    """How often an image may be in the memory."""
 
     @cached_property
-    def counts(self) -> Int[Tensor, "C"]:
-        """Of each class's entries in the memory."""
-        return self.memory.entries().values.bincount(minlength=self.head.out_features)
-
-    def retrained(self, penalty: float) -> nn.Linear:
-        """The layer that fits the memory best, all classes counting alike; see `Retrained`."""
-        if penalty not in self._retrained:
-            entries = self.memory.entries()
-            self._retrained[penalty] = logistic(
-                self.known,
-                entries.keys,
-                entries.values,
-                penalty=penalty * self.scale.length,
-                bias_penalty=penalty,
-                prior=self.known,
-                balanced=True,
-                tolerance=TOLERANCE,
-            )
-        return self._retrained[penalty]
+    def roots(self) -> Roots:
+        """What the memory holds, as square roots of features."""
+        return Roots.of(self.memory, self.known, self.copies)
 
 
 class Settings(abc.ABC):
@@ -158,60 +132,58 @@ class Local(Recalling):
 
 @dataclass(frozen=True)
 class Retrained(Settings):
-    """A layer fitted to the memory, a logistic regression that stays near the layer as it was
-    before anything new arrived; nothing is adapted."""
+    """A layer of roots fitted to the memory, near the one that the network came with; nothing is
+    adapted."""
 
     penalty: float = 0.3
-    """On the squares of changes of biases, and, times the mean square of a key's length, of
-    weights."""
+    """As that of `Roots.retrained`."""
 
     def __post_init__(self) -> None:
         if not self.penalty > 0:
             raise ValueError(f"penalty must be positive, got {self.penalty}")
 
     def model(self, situation: Situation) -> mbpa.MbPA:
-        layer = situation.retrained(self.penalty)
-        return mbpa.MbPA(head=layer, memory=situation.memory, predictor=mbpa.Parametric())
+        return _of_roots(situation.roots, self.penalty, mbpa.Parametric())
 
 
 @dataclass(frozen=True)
 class Kept(Local):
-    """An adaptation that keeps what the network knew: of a layer fitted to the memory, and a new
-    class must be surer than an old one."""
+    """An adaptation that keeps what the network knew: of a layer of roots fitted to the memory, and
+    a new class must be surer than an old one."""
 
-    lr: float = 1.0
+    lr: float = 0.3
     """Divided by the mean square of a key's length."""
-    k: int = 100
-    """Neighbours."""
+    k: int = 50
+    """Neighbours, by their roots."""
     bandwidth: float = 0.5
     """As that of a vote."""
-    penalty: float = 0.3
+    penalty: float = 0.15
     """As that of the retrained layer."""
-    offset: float = 0.4
-    """How much surer a new class must be that has no entries yet, in logits."""
-    entries: float = 1e9
-    """Of a new class, after which it must be half as much surer."""
+    offset: float = 0.15
+    """How much surer a new class must be, in logits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         Retrained(self.penalty)  # refuses what that would
-        if not (self.entries > 0 and math.isfinite(self.offset)):
-            raise ValueError(f"entries must be positive, offset finite, got {self}")
+        if not math.isfinite(self.offset):
+            raise ValueError(f"offset must be finite, got {self.offset}")
 
     def model(self, situation: Situation) -> HeldBack:
-        adapted = mbpa.MbPA(
-            head=situation.retrained(self.penalty),
-            memory=situation.memory,
-            predictor=self.predictor(situation.scale),
-        )
+        roots = situation.roots
+        adapted = _of_roots(roots, self.penalty, self.predictor(roots.scale))
         return HeldBack(adapted, self.held_back(situation))
 
     def held_back(self, situation: Situation) -> Float[Tensor, "C"]:
         """How much surer each class must be."""
-        counts = situation.counts
-        less = self.offset / (1 + counts / self.entries)
-        is_new = torch.arange(len(counts), device=counts.device) >= situation.old
-        return torch.where(is_new, less, 0).to(situation.head.weight.dtype)
+        weight = situation.head.weight
+        is_new = torch.arange(len(weight), device=weight.device) >= situation.old
+        return is_new.to(weight.dtype) * self.offset
+
+
+def _of_roots(roots: Roots, penalty: float, predictor: mbpa.Predictor) -> mbpa.MbPA:
+    """With the retrained layer, for features."""
+    layer = roots.retrained(penalty)
+    return mbpa.MbPA(roots_of, layer, memory=roots.memory, predictor=predictor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,10 +203,14 @@ class HeldBack:
         """That it reads."""
         return self.model.memory
 
+    def embed(self, features: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
+        """Keys, as the memory has them."""
+        return self.model.embed(features)
+
     def __call__(
-        self, *, keys: Float[Tensor, "B D"], neighbors: mbpa.Neighbors | None = None
+        self, features: Float[Tensor, "B D"], *, neighbors: mbpa.Neighbors | None = None
     ) -> Float[Tensor, "B C"]:
-        return (self.model(keys=keys, neighbors=neighbors) - self.by).log_softmax(1)
+        return (self.model(features, neighbors=neighbors) - self.by).log_softmax(1)
 
 
 Model = mbpa.MbPA | HeldBack
@@ -260,8 +236,8 @@ class Method:
     has_own_layer: bool = False
     """Whether it makes a layer from the memory, and no use of the one that goes on learning."""
     keeps_old: bool = False
-    """Whether the search asks of it, beside accuracy over all classes, that old ones do not
-    suffer."""
+    """Whether the search looks at how much it knows of new classes without losing old ones, in
+    place of accuracy over all classes."""
 
 
 NEIGHBOURS: Grid = {"k": (10, 20, 50, 100, 200), "bandwidth": (0.0, 0.3, 0.5, 0.7, 1.0)}
@@ -274,11 +250,10 @@ RMSPROP_STEPS: Grid = {
     "initial_square": (0.0, 1.0),
 }
 PENALTIES: Grid = {"penalty": (0.03, 0.1, 0.3, 1.0, 3.0)}
-OFFSETS = tuple(place / 10 for place in range(21))  # the last of a grid: the rest serves for all
-KEPT_RATES: Grid = {"penalty": (0.1, 0.3, 1.0), "lr": (0.3, 1.0, 3.0), "offset": OFFSETS}
-KEPT_NEIGHBOURS: Grid = {"k": (50, 100, 200), "bandwidth": (0.3, 0.5, 0.7), "offset": OFFSETS}
-KEPT_STEPS: Grid = {"lr": (0.3, 1.0, 3.0), "steps": (5, 10, 20), "offset": OFFSETS}
-KEPT_LATER: Grid = {"entries": (30.0, 100.0, 300.0, 1e9), "offset": OFFSETS}
+OFFSETS = tuple(place / 20 for place in range(31))  # the last of a grid: the rest serves for all
+KEPT_RATES: Grid = {"penalty": (0.07, 0.15, 0.3, 0.6), "lr": (0.1, 0.3, 1.0), "offset": OFFSETS}
+KEPT_NEIGHBOURS: Grid = {"k": (20, 50, 100), "bandwidth": (0.3, 0.5, 0.7), "offset": OFFSETS}
+KEPT_STEPS: Grid = {"lr": (0.1, 0.3, 1.0), "steps": (5, 10, 20), "offset": OFFSETS}
 METHODS: dict[str, Method] = {
     "parametric": Method("#1b7837"),
     "memory only": Method("#e08214", "vote", (NEIGHBOURS,), is_memory_alone=True),
@@ -293,7 +268,7 @@ METHODS: dict[str, Method] = {
     "MbPA (kept)": Method(
         "#762a83",
         "kept",
-        (KEPT_RATES, KEPT_NEIGHBOURS, KEPT_STEPS, KEPT_LATER),
+        (KEPT_RATES, KEPT_NEIGHBOURS, KEPT_STEPS),
         has_own_layer=True,
         keeps_old=True,
     ),

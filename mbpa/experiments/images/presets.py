@@ -38,7 +38,7 @@ QUICK = replace(
     seeds=(1,),
     classes=20,
     scored=1_000,
-    pretraining=Pretraining(width=16, epochs=12, batch=128, **LIGHT),
+    pretraining=Pretraining(width=16, epochs=8, batch=128, **LIGHT),
     enlarged=0,
     mirrored=False,
     shrunk=1.0,
