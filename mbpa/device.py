@@ -81,7 +81,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
     class for some of them."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    texts = "can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    texts = "DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 

@@ -174,6 +174,15 @@ def test_one_step_from_kept_rows(device: str, classes: int, dtype: torch.dtype) 
     assert difference(outputs, expected) < (2e-5 if dtype == torch.float32 else 1e-3)
 
 
+def begun_with(problem: Problem, first: int) -> Problem:
+    """The same with another order of the neighbours, and so of all sums over them."""
+    names = "keys", "values", "weights", "dots"
+    given = {name: getattr(problem, name) for name in names}
+    return replace(
+        problem, **{name: v if v is None else v.roll(-first, 1) for name, v in given.items()}
+    )
+
+
 RULES = {
     "rmsprop": mbpa.RMSprop(0.01, 3, decay=0.1, initial_square=1.0),
     "rmsprop from zero": mbpa.RMSprop(0.01, 2),
@@ -209,8 +218,10 @@ def test_elementwise_rules(
     assert difference(problem.outputs, expected) > 0.01  # it does adapt
     outputs = [dense(problem, None, False)[0], dense(problem, in_tables(problem), False)[0]]
     monkeypatch.setenv("MBPA_TRITON", "0")
-    # Where moments start at zero, the sign of a tiny slope decides: float32 itself is that far off.
-    tolerance = max(1e-4, 3 * difference(dense(problem, None, False)[0], expected))
+    # Where moments start at zero, the sign of a tiny slope decides: float32 itself is that far off,
+    # and how far is chance: sums are taken in several orders, and the worst of them counts.
+    itself = [dense(begun_with(problem, first), None, False)[0] for first in range(min(k, 8))]
+    tolerance = max(1e-4, 3 * max(difference(each, expected) for each in itself))
     assert max(difference(each, expected) for each in outputs) < tolerance
 
 

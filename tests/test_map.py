@@ -113,7 +113,9 @@ class Task:
             if float(slope.norm()) < 1e-13 * max(1.0, prior):
                 break
             bend = torch.einsum("k,kab,kc,kd->acbd", weights, curvature, inputs, inputs)
-            system = bend.reshape(change.numel(), -1) + prior * torch.eye(change.numel())
+            system = bend.reshape(change.numel(), -1) + prior * torch.eye(
+                change.numel(), dtype=DOUBLE
+            )
             step = torch.linalg.solve(system, slope.flatten()).view_as(change)
             length, height = 1.0, objective(change)
             while objective(change - length * step) > height and length > 1e-6:
