@@ -106,7 +106,7 @@ class Visitor:
 
     def _hear(self, message) -> None:
         if message.type == "error":
-            self.troubles.append(message.text)
+            self.troubles.append(f"{message.text} {message.location}")
 
     def ask(self, sentence: str) -> None:
         self.page.get_by_role("textbox", name="Sentence").fill(sentence)

@@ -18,6 +18,7 @@ from torch.nn import functional
 import mbpa
 from mbpa.experiments.experiment import Context
 from mbpa.experiments.images import INCREMENTAL, NEIGHBOURHOODS, SENSITIVITY, UNBALANCED, run
+from mbpa.experiments.images import roots as roots_module
 from mbpa.experiments.images import task as task_module
 from mbpa.experiments.images.incremental import (
     area,
@@ -41,7 +42,8 @@ from mbpa.experiments.images.methods import (
     Vote,
 )
 from mbpa.experiments.images.presets import PRESETS
-from mbpa.experiments.images.roots import RIDGE, Known, Scale, nearness, translated
+from mbpa.experiments.images.roots import RIDGE, Known, translated
+from mbpa.experiments.images.scale import Scale, nearness
 from mbpa.experiments.images.task import Task, make_task
 from mbpa.experiments.pictures import Held
 from mbpa.experiments.pretraining import Pretraining, features_of, initial_network
@@ -330,7 +332,7 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     config = replace(SMOKE, vote=Vote(7, 0.5), mixture=Mixed(9, 0.25, weight=0.3))
     head = nn.Linear(3, 6)
     known = Known(head, 10.0)
-    situation = Situation(head, mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3, known)
+    situation = Situation(head, mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3, known, 1)
     situation.memory.write(torch.ones(1, 3), [4])
     found = {name: model.predictor for name, model in config.models(situation).items()}
     assert list(found) == list(METHODS)
@@ -339,7 +341,10 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     assert found["mixture"] == mbpa.Mixture(mbpa.Parametric(), vote, weights=(0.7, 0.3))
 
 
-def test_a_layer_of_roots_says_what_the_layer_of_features_said(task: Task) -> None:
+def test_a_layer_of_roots_says_what_the_layer_of_features_said(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roots_module, "AT_ONCE", 700)  # of 1,500
     features = task.train[task.train_labels < task.old]
     layer = grown_head(task)
     found, length = translated(layer, features)

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from xml.etree import ElementTree
 
 import httpx
 import hypothesis
@@ -401,6 +402,12 @@ def test_the_page_of_the_description_names_everything_and_fetches_nothing(client
             assert re.search(rf"<code>([\w.]*\.)?{field}</code>", answer.text), (name, field)
     assert re.findall(r'(?:href|src|action)="([^"]*)"', answer.text) == ["openapi.json"]
     assert not re.search(r"<script|<link|<img|@import|url\(", answer.text)
+
+
+def test_there_is_the_icon_that_browsers_ask_for(client):
+    answer = httpx.get(client.base_url.join("/favicon.ico")).raise_for_status()  # without a token
+    assert answer.headers["content-type"] == "image/svg+xml"
+    assert ElementTree.fromstring(answer.text).tag == "{http://www.w3.org/2000/svg}svg"
 
 
 def test_the_commands_of_that_page_work(client):

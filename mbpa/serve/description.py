@@ -23,6 +23,13 @@ td, th {text-align: left; vertical-align: baseline; padding: .25rem 1rem .25rem 
 th {font-weight: 400; opacity: .7}
 td:first-child {width: 11rem}
 """
+ICON = (  # a query among its neighbours; browsers ask for one whatever page they are on
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
+    '<rect width="16" height="16" rx="4" fill="#4f46e5"/>'
+    '<circle cx="8" cy="8" r="2.4" fill="#fff"/>'
+    '<g fill="#c7d2fe"><circle cx="4" cy="5" r="1.3"/><circle cx="11.5" cy="4.5" r="1.3"/>'
+    '<circle cx="12" cy="11" r="1.3"/><circle cx="5" cy="12" r="1.3"/></g></svg>'
+)
 PICTURE = (  # of one pixel
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAsTj2FAAAAABJRU5ErkJggg=="
 )

@@ -25,7 +25,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = ("/", "/health", "/docs", "/openapi.json")  # says nothing of the run
+OPEN = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")  # says nothing of the run
 SLOWEST = 30  # seconds for a body to come
 PATIENCE = 1 << 26  # bytes of a body that is too large that are read before it is refused
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

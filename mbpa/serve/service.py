@@ -49,7 +49,7 @@ FAILED: dict[int | str, dict[str, Any]] = {
 }
 PATHS = {
     *("/predict", "/learn", "/explain", "/forget"),
-    *("/labels", "/stats", "/health", "/metrics", "/", "/docs", "/openapi.json"),
+    *("/labels", "/stats", "/health", "/metrics", "/", "/docs", "/openapi.json", "/favicon.ico"),
 }
 log = logging.getLogger("mbpa.serve")
 
@@ -291,6 +291,10 @@ def _add_looking(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def home(request: Request) -> Response:
         return RedirectResponse(f"{request.scope.get('root_path', '')}{app.state.home}")
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:
+        return Response(description.ICON, media_type="image/svg+xml")
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:

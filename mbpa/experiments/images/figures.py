@@ -106,9 +106,9 @@ def incremental_sections(results: Sequence[Result]) -> list[Section]:
     text = (
         f"{data_in_words(scores.config)} A ResNet knows a random half of the classes "
         f"({told(known, 1)}% right on those); then all classes arrive and only the last layer "
-        "learns. All methods have the same memory, and the same layer but for the last two: "
-        "`retrained` is a logistic regression on square roots of all that the memory holds, "
-        "`MbPA (kept)` adapts that one and asks a new class to be surer than an old one.",
+        "learns. All methods remember the same images, and have the same layer but for the last "
+        "two: `retrained` is a logistic regression on square roots of all that the memory holds, "
+        "`MbPA (kept)` adapts such a layer and asks a new class to be surer than an old one.",
     )
     figure = Figure(
         "incremental-images",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,7 +17,8 @@ import mbpa
 from mbpa.errors import ExperimentError
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.images.methods import METHODS, Model, Situation
-from mbpa.experiments.images.roots import Known, Scale, nearness, translated
+from mbpa.experiments.images.roots import Known, translated
+from mbpa.experiments.images.scale import Scale, nearness
 from mbpa.experiments.images.task import Task
 from mbpa.experiments.results import Record, value_of
 
@@ -191,15 +192,22 @@ def predictions(
     for start in range(0, len(queries), most):
         part = queries[start : start + most]
         said: dict[Name, Tensor] = {}
-        for memory, group in groups.items():
-            k, keys_for = (
-                max(getattr(model.predictor, name) for model in group.values())
-                for name in ("k", "keys_for")
-            )
-            keys = next(iter(group.values())).embed(part)
-            neighbors = memory.read(keys, max(1, k), keys_for=keys_for)
-            said |= {name: model(part, neighbors=neighbors) for name, model in group.items()}
+        for group in groups.values():
+            said |= _of_one_memory(group, part)
         yield slice(start, start + most), {name: said[name] for name in models}
+
+
+def _of_one_memory(
+    models: Mapping[Name, Model], queries: Float[Tensor, "B D"]
+) -> dict[Name, Float[Tensor, "B C"]]:
+    """What each model says; all have the same memory."""
+    k, keys_for = (
+        max(getattr(model.predictor, name) for model in models.values())
+        for name in ("k", "keys_for")
+    )
+    one = next(iter(models.values()))
+    neighbors = one.memory.read(one.embed(queries), max(1, k), keys_for=keys_for)
+    return {name: model(queries, neighbors=neighbors) for name, model in models.items()}
 
 
 def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
@@ -214,10 +222,15 @@ def situation_of(moment: Moment, task: Task) -> Situation:
     return Situation(moment.head, moment.memory, scale, task.old, known_of(task), copies)
 
 
-@lru_cache(maxsize=1)
 def known_of(task: Task) -> Known:
     """What the network knows, in terms of square roots: as far as what it was trained on tells."""
-    return translated(grown_head(task), task.train[task.train_labels < task.old])
+    if task not in _KNOWN:
+        features = task.train[task.train_labels < task.old]
+        _KNOWN[task] = translated(grown_head(task), features)
+    return _KNOWN[task]
+
+
+_KNOWN: WeakKeyDictionary[Task, Known] = WeakKeyDictionary()  # features go when their task goes
 
 
 def key_length(task: Task) -> float:

@@ -17,7 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
-from mbpa.experiments.images.roots import Known, Roots, Scale, roots_of
+from mbpa.experiments.images.roots import Known, Roots, roots_of
+from mbpa.experiments.images.scale import Scale
 from mbpa.experiments.searching import Grid
 
 
@@ -32,7 +33,7 @@ class Situation:
     """Labels below this are of classes that the network knows."""
     known: Known
     """What a layer of roots knew before anything new arrived."""
-    copies: int = 1
+    copies: int
     """How often an image may be in the memory."""
 
     @cached_property

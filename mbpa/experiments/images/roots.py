@@ -7,6 +7,7 @@ learns more of a new class from the same few images.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -15,20 +16,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
+from mbpa.experiments.images.scale import Scale, nearness
 from mbpa.experiments.logistic import logistic
 
+AT_ONCE = 1 << 16  # images whose roots are held in double precision
 RIDGE = 0.03  # of the translation, as a share of the roots' mean variance
-SOME = 1_000  # entries, whose distances tell those of all
 TOLERANCE = 3e-5  # of the regression; classes weigh the same, and accuracies stand still by then
-
-
-class Scale(NamedTuple):
-    """Of the keys, so that settings mean the same for every network."""
-
-    near: float
-    """The mean distance between an entry of the memory and the nearest other one."""
-    length: float
-    """The mean square of a key's length."""
 
 
 class Known(NamedTuple):
@@ -47,16 +40,28 @@ def roots_of(features: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
 def translated(layer: nn.Linear, features: Float[Tensor, "N D"]) -> Known:
     """The layer of roots that says of these features most nearly what a layer of features says:
     least squares, with a small ridge."""
+
+    def parts() -> Iterator[tuple[Tensor, Tensor]]:
+        for part in features.split(AT_ONCE):
+            yield roots_of(part).double(), layer(part).double()
+
     with torch.no_grad():
-        keys, said = roots_of(features).double(), layer(features).double()
-        key, answer = keys.mean(0), said.mean(0)
-        spread = (keys - key).mT @ (keys - key)
-        ridge = RIDGE * spread.diagonal().mean() * torch.eye(len(key), device=keys.device)
-        weight = torch.linalg.solve(spread + ridge, (keys - key).mT @ (said - answer)).mT
-        found = nn.Linear(len(key), len(answer), device=keys.device)
+        count = len(features)
+        key = torch.stack([keys.sum(0) for keys, _ in parts()]).sum(0) / count
+        answer = torch.stack([said.sum(0) for _, said in parts()]).sum(0) / count
+        spread = key.new_zeros(len(key), len(key))
+        shared = key.new_zeros(len(key), len(answer))
+        length = 0.0
+        for keys, said in parts():
+            spread += (keys - key).mT @ (keys - key)
+            shared += (keys - key).mT @ (said - answer)
+            length += float(keys.square().sum()) / count
+        ridge = RIDGE * spread.diagonal().mean() * torch.eye(len(key)).to(spread)
+        weight = torch.linalg.solve(spread + ridge, shared).mT
+        found = nn.Linear(len(key), len(answer), device=key.device)
         found.weight.copy_(weight)
         found.bias.copy_(answer - weight @ key)
-    return Known(found, float(keys.square().sum(1).mean()))
+    return Known(found, length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +69,8 @@ class Roots:
     """What a memory holds, as roots."""
 
     memory: mbpa.ExactMemory
-    known: nn.Linear
-    """The layer as it was before anything new arrived."""
+    layer: nn.Linear
+    """As it was before anything new arrived."""
     scale: Scale
     _retrained: dict[float, nn.Linear] = field(default_factory=dict, init=False, repr=False)
 
@@ -92,22 +97,13 @@ class Roots:
         if penalty not in self._retrained:
             entries = self.memory.entries()
             self._retrained[penalty] = logistic(
-                self.known,
+                self.layer,
                 entries.keys,
                 entries.values,
                 penalty=penalty * self.scale.length,
                 bias_penalty=penalty,
-                prior=self.known,
+                prior=self.layer,
                 balanced=True,
                 tolerance=TOLERANCE,
             )
         return self._retrained[penalty]
-
-
-def nearness(memory: mbpa.Memory, copies: int) -> float:
-    """The mean distance between an entry and the nearest other one; an image that is there several
-    times is not its own neighbour."""
-    found = memory.read(memory.entries().keys[:SOME], copies + 1, keys_for=0).distances
-    nearest = found.masked_fill(found == 0, torch.inf).amin(1)
-    nearest = nearest[nearest.isfinite()]
-    return float(nearest.sqrt().mean()) if len(nearest) else 1.0  # all keys are the same
