@@ -43,7 +43,7 @@ from mbpa.experiments.images.methods import (
 )
 from mbpa.experiments.images.presets import PRESETS
 from mbpa.experiments.images.roots import RIDGE, Known, translated
-from mbpa.experiments.images.scale import Scale, nearness
+from mbpa.experiments.images.scale import Scale, spacing
 from mbpa.experiments.images.task import Task, make_task
 from mbpa.experiments.pictures import Held
 from mbpa.experiments.pretraining import Pretraining, features_of, initial_network
@@ -393,7 +393,7 @@ def test_what_keeps_the_old_classes_adapts_a_layer_of_the_memory_and_holds_new_c
     assert roots.retrained(0.2) is found
     local = Local(lr=2.0, steps=3, k=15, bandwidth=0.5)
     kept = Kept(penalty=0.2, lr=2.0, steps=3, k=15, bandwidth=0.5, offset=2.0)
-    predictor = local.predictor(Scale(nearness(roots.memory, 1), length))
+    predictor = local.predictor(Scale(spacing(roots.memory, 1), length))
     model = mbpa.MbPA(head=found, memory=roots.memory, predictor=predictor)
     surer = torch.tensor([0.0, 0.0, 0.0, 2.0, 2.0, 2.0])
     expected = model(keys=queries.sqrt()).exp() * torch.exp(-surer)

@@ -282,7 +282,27 @@ def test_a_regression_comes_to_its_end_also_where_keys_are_nearly_alike() -> Non
     loss.backward()
     slopes = layer.weight.grad, layer.bias.grad
     assert max(float(slope.abs().max()) for slope in slopes if slope is not None) < 5e-6
-    assert (found(keys).argmax(1) == labels).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 0], [0, 1, 3]])  # not all of them occur
+def test_a_regression_wants_no_gradients_and_ends(labels: list[int]) -> None:
+    keys, start = torch.randn(3, 6) + 5, torch.nn.Linear(6, 5)
+    with torch.inference_mode():
+        found = logistic.logistic(
+            start, keys, torch.tensor(labels), penalty=0.1, balanced=True, tolerance=0.0
+        )
+    assert found.weight.isfinite().all()
+    assert not found.weight.requires_grad
+    assert found(keys).argmax(1).tolist() == labels
+
+
+@pytest.mark.parametrize(("penalty", "count"), [(0.0, 3), (1.0, 0)])
+def test_a_regression_needs_a_penalty_and_examples(penalty: float, count: int) -> None:
+    keys, labels = torch.randn(count, 2), torch.zeros(count, dtype=torch.int64)
+    with pytest.raises(ValueError, match=rf"above zero, with examples, got {penalty}, {count}"):
+        logistic.logistic(
+            torch.nn.Linear(2, 2), keys, labels, penalty=penalty, balanced=False, tolerance=1e-6
+        )
 
 
 def test_the_nearest_mean_is_found_by_the_angle(task: Task, start: Start) -> None:

@@ -408,6 +408,7 @@ def test_there_is_the_icon_that_browsers_ask_for(client):
     answer = httpx.get(client.base_url.join("/favicon.ico")).raise_for_status()  # without a token
     assert answer.headers["content-type"] == "image/svg+xml"
     assert ElementTree.fromstring(answer.text).tag == "{http://www.w3.org/2000/svg}svg"
+    assert 'path="/favicon.ico"' in client.get("/metrics").text
 
 
 def test_the_commands_of_that_page_work(client):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 MOST_ITERATIONS = 500
 BETWEEN_LOOKS = 10  # iterations, after which it is seen whether that will do
-AT_ONCE = 1 << 17  # examples whose outputs are held
+AT_ONCE = 1 << 15  # examples that are held in double precision, with their outputs
 
 
 def logistic(
@@ -29,27 +29,34 @@ def logistic(
 
         Σ_i s_i loss_i + penalty/2 ‖weight − prior's‖² + bias_penalty/2 ‖bias − prior's‖².
 
-    There is one minimum, so where the search for it starts matters for the time alone, if it goes
-    on to the end.
+    Its probabilities do not depend on where the search for it starts, if it goes on to the end and
+    all labels occur (one that does not, without a penalty on biases, would have none).
 
     Args:
         penalty: above zero.
-        tolerance: how large the gradient of the mean loss may be in the end. One example of N can
+        tolerance: how large the gradient, divided by N, may be in the end. One example can
             contribute no more than some 1/N to it: with a few among many it must be far below that.
+            The search ends before where double precision, or 500 steps, do not go as far.
         prior: where the penalties are none; zeros, unless it is told.
         balanced: every label counts the same in the sum (s_i is inverse to how many share the
             label); otherwise every example (s_i = 1).
     """
+    if not (penalty > 0 and len(labels)):
+        raise ValueError(f"penalty must be above zero, with examples, got {penalty}, {len(labels)}")
     counts = labels.bincount(minlength=start.out_features).clamp(min=1)
     shares = torch.ones(len(labels), device=labels.device)
     if balanced:
         present = int((labels.bincount() > 0).sum())
         shares = (len(labels) / (present * counts))[labels]
-    objective = _Objective(keys, labels, shares, start.out_features, penalty, bias_penalty, prior)
     found = copy.deepcopy(start).requires_grad_(False)
-    rows = _minimum(objective, _rows(start), tolerance).to(found.weight)
-    found.weight.copy_(rows[:, :-1])
-    found.bias.copy_(rows[:, -1])
+    with torch.no_grad():
+        origin = torch.zeros_like(_rows(start)) if prior is None else _rows(prior)
+        penalties = origin.new_full((origin.shape[1],), penalty)
+        penalties[-1] = bias_penalty
+        objective = _Objective(keys, labels, shares, origin, penalties)
+        rows = _minimum(objective, _rows(start), tolerance * len(labels)).to(found.weight)
+        found.weight.copy_(rows[:, :-1])
+        found.bias.copy_(rows[:, -1])
     return found
 
 
@@ -59,47 +66,44 @@ def _rows(layer: nn.Linear) -> Float[Tensor, "C E"]:
 
 
 class _Objective:
-    """What is minimised, divided by the number of examples; in double precision, since in single
-    its values near the minimum tell nothing apart. E = D + 1."""
+    """What is minimised; in double precision, since in single its values near the minimum tell
+    nothing apart. Rows have a place for every dimension of a key and, last, one for the bias."""
 
     def __init__(
         self,
         keys: Float[Tensor, "N D"],
         labels: Int[Tensor, "N"],
         shares: Float[Tensor, "N"],
-        classes: int,
-        penalty: float,
-        bias_penalty: float,
-        prior: nn.Linear | None,
+        origin: Float[Tensor, "C E"],
+        penalties: Float[Tensor, "E"],
     ) -> None:
-        self.parts = list(
-            zip(*(each.split(AT_ONCE) for each in (keys, labels, shares)), strict=True)
-        )
-        self.count, size = len(labels), keys.shape[1] + 1
-        self.penalties = torch.full((size,), penalty, dtype=torch.float64, device=keys.device)
-        self.penalties[-1] = bias_penalty
-        self.prior = self.penalties.new_zeros(classes, size) if prior is None else _rows(prior)
+        self.origin, self.penalties = origin, penalties
+        parts = (each.split(AT_ONCE) for each in (keys.detach(), labels, shares))
+        self._parts = list(zip(*parts, strict=True))
 
     def slope(self, rows: Float[Tensor, "C E"]) -> tuple[float, Float[Tensor, "C E"]]:
         """Its value and its gradient there."""
-        away = rows - self.prior
-        total = 0.5 * (self.penalties * away.square()).sum()
-        slope = self.penalties * away
-        layer = rows.clone().requires_grad_(True)
-        for keys, labels, shares in self.parts:
-            outputs = F.linear(keys.double(), layer[:, :-1], layer[:, -1])
-            loss = shares.double() @ F.cross_entropy(outputs, labels, reduction="none")
-            (grown,) = torch.autograd.grad(loss, layer)
-            total, slope = total + loss.detach(), slope + grown
-        return float(total) / self.count, slope / self.count
+        away = rows - self.origin
+        total, slope = (self.penalties * away.square()).sum() / 2, self.penalties * away
+        for keys, labels, shares in self._parts:
+            inputs = _with_ones(keys)
+            logs = F.linear(inputs, rows).log_softmax(1)
+            total -= shares.double() @ logs.gather(1, labels[:, None])[:, 0]
+            surplus = logs.exp_().scatter_add_(1, labels[:, None], -torch.ones_like(logs[:, :1]))
+            slope += (surplus * shares[:, None]).mT @ inputs
+        return float(total), slope
 
     def bend(self) -> Float[Tensor, "E E"]:
-        """Its curvature in the parameters of one output, were all outputs equally probable."""
+        """About its curvature in the parameters of one output, were all equally probable."""
         found = torch.diag(self.penalties)
-        for keys, _, shares in self.parts:
-            inputs = F.pad(keys.double(), (0, 1), value=1.0)
-            found += (shares[:, None] * inputs).mT @ inputs / len(self.prior)
-        return found / self.count
+        for keys, _, shares in self._parts:
+            inputs = _with_ones(keys)
+            found += (shares[:, None] * inputs).mT @ inputs / len(self.origin)
+        return found
+
+
+def _with_ones(keys: Float[Tensor, "N D"]) -> Float[Tensor, "N E"]:
+    return F.pad(keys.double(), (0, 1), value=1.0)
 
 
 def _minimum(
@@ -109,10 +113,11 @@ def _minimum(
     have a mean and a few directions of their own, along which it is thousands of times that of
     others, and steps would be as small as those ask for."""
     lower = torch.linalg.cholesky(objective.bend())
-    place = ((start - objective.prior) @ lower).requires_grad_(True)
+    place = (start - objective.origin) @ lower
     optimizer = torch.optim.LBFGS(
         [place],
         max_iter=BETWEEN_LOOKS,
+        max_eval=25 * BETWEEN_LOOKS,
         history_size=20,
         tolerance_grad=0,
         tolerance_change=0,
@@ -120,8 +125,8 @@ def _minimum(
     )
 
     def rows() -> Tensor:
-        away: Tensor = torch.linalg.solve_triangular(lower, place.detach(), upper=False, left=False)
-        return objective.prior + away
+        away: Tensor = torch.linalg.solve_triangular(lower, place, upper=False, left=False)
+        return objective.origin + away
 
     def loss() -> float:
         value, slope = objective.slope(rows())
@@ -130,7 +135,9 @@ def _minimum(
         return value
 
     for _ in range(MOST_ITERATIONS // BETWEEN_LOOKS):
-        if float(objective.slope(rows())[1].abs().max()) <= tolerance:
-            break
+        before = place.clone()
         optimizer.step(loss)
+        is_there = float(objective.slope(rows())[1].abs().max()) <= tolerance
+        if is_there or torch.equal(place, before):
+            break
     return rows()

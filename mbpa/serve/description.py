@@ -9,7 +9,9 @@ from html import escape
 from typing import Any
 
 # Were something of another host to find its way into the page, a browser would not fetch it.
-HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src 'self'"
+}
 STYLE = """
 :root {color-scheme: light dark}
 body {font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem}
@@ -23,7 +25,7 @@ td, th {text-align: left; vertical-align: baseline; padding: .25rem 1rem .25rem 
 th {font-weight: 400; opacity: .7}
 td:first-child {width: 11rem}
 """
-ICON = (  # a query among its neighbours; browsers ask for one whatever page they are on
+ICON = (  # a query among its neighbours; browsers ask for one on every page
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
     '<rect width="16" height="16" rx="4" fill="#4f46e5"/>'
     '<circle cx="8" cy="8" r="2.4" fill="#fff"/>'

@@ -18,7 +18,7 @@ from mbpa.errors import ExperimentError
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.images.methods import METHODS, Model, Situation
 from mbpa.experiments.images.roots import Known, translated
-from mbpa.experiments.images.scale import Scale, nearness
+from mbpa.experiments.images.scale import Scale, spacing
 from mbpa.experiments.images.task import Task
 from mbpa.experiments.results import Record, value_of
 
@@ -200,11 +200,9 @@ def predictions(
 def _of_one_memory(
     models: Mapping[Name, Model], queries: Float[Tensor, "B D"]
 ) -> dict[Name, Float[Tensor, "B C"]]:
-    """What each model says; all have the same memory."""
-    k, keys_for = (
-        max(getattr(model.predictor, name) for model in models.values())
-        for name in ("k", "keys_for")
-    )
+    """What each model says; all have the same memory, and find their keys in the same way."""
+    k = max(model.predictor.k for model in models.values())
+    keys_for = max(model.predictor.keys_for for model in models.values())
     one = next(iter(models.values()))
     neighbors = one.memory.read(one.embed(queries), max(1, k), keys_for=keys_for)
     return {name: model(queries, neighbors=neighbors) for name, model in models.items()}
@@ -218,7 +216,7 @@ def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
 def situation_of(moment: Moment, task: Task) -> Situation:
     """What methods find at this moment."""
     copies = int(moment.passed[-len(moment.memory) :].bincount().max())
-    scale = Scale(nearness(moment.memory, copies), key_length(task))
+    scale = Scale(spacing(moment.memory, copies), key_length(task))
     return Situation(moment.head, moment.memory, scale, task.old, known_of(task), copies)
 
 

@@ -153,7 +153,7 @@ class Kept(Local):
     a new class must be surer than an old one."""
 
     lr: float = 0.3
-    """Divided by the mean square of a key's length."""
+    """Divided by the mean square of the length of an image's roots."""
     k: int = 50
     """Neighbours, by their roots."""
     bandwidth: float = 0.5

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
-from mbpa.experiments.images.scale import Scale, nearness
+from mbpa.experiments.images.scale import Scale, spacing
 from mbpa.experiments.logistic import logistic
 
 AT_ONCE = 1 << 16  # images whose roots are held in double precision
@@ -29,7 +29,7 @@ class Known(NamedTuple):
 
     layer: nn.Linear
     length: float
-    """The mean square of a key's length."""
+    """The mean square of the length of an image's roots."""
 
 
 def roots_of(features: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
@@ -46,19 +46,20 @@ def translated(layer: nn.Linear, features: Float[Tensor, "N D"]) -> Known:
             yield roots_of(part).double(), layer(part).double()
 
     with torch.no_grad():
-        count = len(features)
-        key = torch.stack([keys.sum(0) for keys, _ in parts()]).sum(0) / count
-        answer = torch.stack([said.sum(0) for _, said in parts()]).sum(0) / count
-        spread = key.new_zeros(len(key), len(key))
-        shared = key.new_zeros(len(key), len(answer))
-        length = 0.0
+        count, size = len(features), layer.in_features
+        key = torch.zeros(size, dtype=torch.float64, device=features.device)
+        answer = key.new_zeros(layer.out_features)
+        for keys, said in parts():
+            key += keys.sum(0) / count
+            answer += said.sum(0) / count
+        spread, shared, length = key.new_zeros(size, size), key.new_zeros(size, len(answer)), 0.0
         for keys, said in parts():
             spread += (keys - key).mT @ (keys - key)
             shared += (keys - key).mT @ (said - answer)
             length += float(keys.square().sum()) / count
-        ridge = RIDGE * spread.diagonal().mean() * torch.eye(len(key)).to(spread)
+        ridge = RIDGE * spread.diagonal().mean() * torch.eye(size).to(spread)
         weight = torch.linalg.solve(spread + ridge, shared).mT
-        found = nn.Linear(len(key), len(answer), device=key.device)
+        found = nn.Linear(size, len(answer), device=key.device)
         found.weight.copy_(weight)
         found.bias.copy_(answer - weight @ key)
     return Known(found, length)
@@ -84,7 +85,7 @@ class Roots:
         entries = memory.entries()
         own = mbpa.ExactMemory(len(memory), memory.key_size, device=memory.device)
         own.write(roots_of(entries.keys), entries.values)
-        return cls(own, known.layer, Scale(nearness(own, copies), known.length))
+        return cls(own, known.layer, Scale(spacing(own, copies), known.length))
 
     def retrained(self, penalty: float) -> nn.Linear:
         """The layer that fits the memory best, all classes counting alike: a logistic regression

@@ -20,7 +20,7 @@ class Scale(NamedTuple):
     """The mean square of a key's length."""
 
 
-def nearness(memory: mbpa.Memory, copies: int) -> float:
+def spacing(memory: mbpa.Memory, copies: int) -> float:
     """The mean distance between an entry and the nearest other one; an image that is there several
     times is not its own neighbour."""
     found = memory.read(memory.entries().keys[:SOME], copies + 1, keys_for=0).distances

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
@@ -198,7 +198,8 @@ class Search:
         """The moment that is aimed at."""
         config, some = replace(self.config, points=(AIMED,)), slice(0, SCORED_FOR_AIM)
         (moment,) = moments(self.task, config, SPLIT)
-        found, most = situation_of(moment, self.task), self._most(keeping_old=True)
+        keeping = [name for name, method in WITH_SETTINGS.items() if method.keeps_old]
+        found, most = situation_of(moment, self.task), self._most(keeping)
         return Snapshot(found, self.queries[some], self.answers[some], most)
 
     @cached_property
@@ -226,16 +227,13 @@ class Search:
             still = moment.with_capacity(len(moment.memory))  # the stream's goes on growing
             still = replace(still, head=copy.deepcopy(moment.head))
             found = situation_of(still, self.task)
-            yield Snapshot(found, self.queries[some], self.answers[some], self._most())
+            yield Snapshot(found, self.queries[some], self.answers[some], self._most(WITH_SETTINGS))
 
-    def _most(self, keeping_old: bool = False) -> int:
-        """Neighbours that any setting asks for; perhaps only of methods that keep the old
-        classes."""
-        wanted = {
-            name: method
-            for name, method in WITH_SETTINGS.items()
-            if method.keeps_old or not keeping_old
-        }
-        counts = {int(k) for m in wanted.values() for g in m.stages for k in g.get("k", ())}
-        given = {getattr(self.config.settings(method), "k", 0) for method in wanted}
-        return max(counts | given)
+    def _most(self, methods: Iterable[str]) -> int:
+        """Neighbours that any setting of these methods asks for."""
+        most = [0]
+        for method in methods:
+            most.append(getattr(self.config.settings(method), "k", 0))
+            for grid in WITH_SETTINGS[method].stages:
+                most += map(int, grid.get("k", ()))
+        return max(most)
