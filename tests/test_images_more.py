@@ -265,12 +265,11 @@ def test_all_experiments_have_the_settings_of_the_comparison() -> None:
 def test_images_that_are_stored_twice_do_not_change_the_scale(task: Task) -> None:
     config = replace(SMOKE, points=(1.0, 3.0), capacity=10_000)
     for moment in moments(task, config, 1):
-        keys = task.train[moment.passed.unique()]
-        distances = torch.cdist(keys, keys).fill_diagonal_(torch.inf)
-        near = float(distances.amin(1)[: len(keys)].mean())
-        assert situation_of(moment, task).scale.near == pytest.approx(
-            near, rel=0.02
-        )  # of 1,000 entries
+        keys, situation = task.train[moment.passed.unique()], situation_of(moment, task)
+        for each, scale in ((keys, situation.scale), (keys.sqrt(), situation.roots.scale)):
+            distances = torch.cdist(each, each).fill_diagonal_(torch.inf)
+            near = float(distances.amin(1).mean())
+            assert scale.near == pytest.approx(near, rel=0.02)  # of 1,000 entries
     assert len(moment.memory) > 2 * len(task.train)
 
 

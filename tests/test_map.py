@@ -113,9 +113,8 @@ class Task:
             if float(slope.norm()) < 1e-13 * max(1.0, prior):
                 break
             bend = torch.einsum("k,kab,kc,kd->acbd", weights, curvature, inputs, inputs)
-            system = bend.reshape(change.numel(), -1) + prior * torch.eye(
-                change.numel(), dtype=DOUBLE
-            )
+            own_bend = prior * torch.eye(change.numel(), dtype=DOUBLE)
+            system = bend.reshape(change.numel(), -1) + own_bend
             step = torch.linalg.solve(system, slope.flatten()).view_as(change)
             length, height = 1.0, objective(change)
             while objective(change - length * step) > height and length > 1e-6:
