@@ -9,16 +9,17 @@ export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo report docs test check bench clean
+.PHONY: help demo report reproduce docs test check bench clean
 
 help:
-	@echo "make demo    a network meets digits it was not trained on: table, figure, explanation"
-	@echo "make report  one page of all results, drawn from results/"
-	@echo "make docs    bring tables and figures in the documents up to date with results/"
-	@echo "make test    formatting, types and all tests"
-	@echo "make check   formatting and types alone"
-	@echo "make bench   how fast the engine is, against a loop, torch.func and the hardware"
-	@echo "make clean   remove what the other targets made"
+	@printf "%-15s%s\n" "make demo" "a network meets digits it was not trained on: table, figure, explanation"
+	@printf "%-15s%s\n" "make report" "one page of all results, drawn from results/"
+	@printf "%-15s%s\n" "make reproduce" "all experiments anew and one page of them; PRESET=smoke, quick or paper"
+	@printf "%-15s%s\n" "make docs" "bring tables and figures in the documents up to date with results/"
+	@printf "%-15s%s\n" "make test" "formatting, types and all tests"
+	@printf "%-15s%s\n" "make check" "formatting and types alone"
+	@printf "%-15s%s\n" "make bench" "how fast the engine is, against a loop, torch.func and the hardware"
+	@printf "%-15s%s\n" "make clean" "remove what the other targets made"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +32,15 @@ demo: $(READY)
 
 report: $(READY)
 	$(BIN)/mbpa report results --out report
+
+# What is there in REPRODUCED is not run again, so this may be interrupted; `make clean` leaves it.
+PRESET ?= quick
+REPRODUCED ?= reproduced
+reproduce: $(READY)
+	$(BIN)/mbpa list | grep -E 'mbpa run .* --preset $(PRESET)(-|$$)' | while read -r run; do \
+	  echo "== $$run"; $(BIN)/$$run --out $(REPRODUCED) < /dev/null || exit 1; \
+	done
+	$(BIN)/mbpa report $(REPRODUCED) --out $(REPRODUCED)/report
 
 docs: $(READY)
 	$(BIN)/mbpa report results --documents README.md docs/*.md

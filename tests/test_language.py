@@ -23,7 +23,15 @@ from torch import Tensor, nn
 import mbpa
 from mbpa.experiments.data import Corpus
 from mbpa.experiments.experiment import Context, find
-from mbpa.experiments.language import dynamic_tuning, evaluation, figures, ledger, passage, tuning
+from mbpa.experiments.language import (
+    dynamic_tuning,
+    evaluation,
+    figures,
+    ledger,
+    passage,
+    recording,
+    tuning,
+)
 from mbpa.experiments.language.config import (
     PRESETS,
     Cache,
@@ -36,7 +44,9 @@ from mbpa.experiments.language.corpus import frequencies, read_corpus
 from mbpa.experiments.language.dynamic import (
     AdamUpdate,
     DynamicEvaluation,
+    Params,
     RMSUpdate,
+    Update,
     gradient_scale,
 )
 from mbpa.experiments.language.evaluation import METHODS, Text, evaluated, first_word, loop_scores
@@ -384,6 +394,44 @@ def test_mbpa_on_top_adapts_the_layer_as_it_is_to_keys_as_they_were(
         close(found.adapted[place], head(found.keys[place]).log_softmax(0)[tokens[place]], 1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", ["rms", "adam", "adam with moments"])
+@pytest.mark.parametrize("on_top", [None, Local(lr=0.5, steps=2, k=6)])
+def test_what_is_recorded_learns_as_what_is_not(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, rule: str, on_top: Local | None
+) -> None:
+    torch.manual_seed(0)
+    model, settings = LanguageModel(len(corpus.words), 24, 16).cuda(), CONFIG.dynamic
+    scale = gradient_scale(model, corpus.train.cuda(), settings)
+    tokens = corpus.valid[:43].cuda()  # the last segment is not whole
+    inputs = torch.cat([torch.tensor([first_word(corpus)], device="cuda"), tokens[:-1]])
+    trainer = torch.optim.Adam([p.detach().cpu().requires_grad_() for p in model.parameters()])
+    for p in trainer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    trainer.step()
+    moments = trainer.state_dict() if rule == "adam with moments" else None
+
+    def make(params: Params) -> Update:
+        if rule == "rms":
+            return RMSUpdate(params, scale, replace(settings, lr=1e-3))
+        return AdamUpdate(params, 1e-3, moments)
+
+    found = []
+    for first in (10**9, 3):
+        monkeypatch.setattr(recording, "FIRST", first)
+        network = DynamicEvaluation(model, make, settings, on_top, 12)
+        begun = network.read(inputs[:20], tokens[:20])
+        again = DynamicEvaluation(model, make, settings, on_top, 12)
+        again.resume(network.state(), Passage(begun.keys, tokens[:20], begun.own))
+        ended = again.read(inputs[20:], tokens[20:])
+        found.append([torch.cat([getattr(r, n) for r in (begun, ended)]) for n in vars(begun)])
+    plain = read_passage(model, tokens, first_word(corpus)).own
+    for slowly, recorded in zip(*found, strict=True):
+        torch.testing.assert_close(recorded, slowly, rtol=1e-3, atol=1e-4)
+    assert (found[1][1][20:] - plain[20:]).abs().max() > 1e-3  # it has learnt
+
+
 def test_adam_goes_on_with_the_moments_of_training(model: LanguageModel, corpus: Corpus) -> None:
     params = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     trainer = torch.optim.Adam(params, lr=0.1, betas=(0.0, 0.9), weight_decay=0.5)
@@ -571,7 +619,7 @@ def small_grids() -> Iterator[None]:
         "STEPS": (3,),
         "ONE_STEP_RATES": (0.5, 2.0),
         "COUNTS": (4, 20),
-        "OPTIMUM_COUNTS": (4,),
+        "OPTIMUM_COUNT": 4,
         "PRIORS": (0.1,),
         "BANDWIDTHS": (1.0,),
         "FACTORS": (0.2,),
@@ -580,8 +628,7 @@ def small_grids() -> Iterator[None]:
         "FIRST": Local(lr=1.0, steps=3, k=8),
     }
     dynamic_grids = {
-        "RATES": (5e-4, 1e-3),
-        "NARROW_RATES": (6e-5,),
+        "RATES": {2e-3: (5e-4, 1e-3), 2e-4: (6e-5,)},
         "DECAYS": (0.0,),
         "ADAM_RATES": (1e-4,),
     }
@@ -650,7 +697,7 @@ def test_a_search_that_can_afford_little_chooses_only_what_it_tried(
     corpus: Corpus, folder: Path, whole: list[Record]
 ) -> None:
     dynamic = replace(SEARCHED.dynamic, segment=1)
-    allowance = Search(tokens=12, dynamic_tokens=TOKENS, seconds=0.1)
+    allowance = Search(tokens=12, dynamic_tokens=TOKENS, seconds=0.06)
     less = replace(SEARCHED, search=allowance, dynamic=dynamic)
     few = searched_records(less, corpus, context_in(folder, "small search"))
     assert len(few) < len(whole)
@@ -696,7 +743,7 @@ def test_what_is_judged_by_a_quarter_is_compared_by_the_same_tokens(
         books = ledger.Ledger(context, "ptb", 100.0, bar)
         trials = tuning.Trials(SEARCHED, model, text, books)
         good, dear = (tuning.Trial(60, Local(lr=lr, steps=2, k=4)) for lr in (0.5, 1.0))
-        trials._try([good])
+        trials._try([good], 1.0)
         found = trials._by_quarter(dear)
         whole, *parts = (
             trials.judge(good, trials.sample),
@@ -707,6 +754,50 @@ def test_what_is_judged_by_a_quarter_is_compared_by_the_same_tokens(
         for mixture in (0, 1):
             ratio = parts[0][mixture] / parts[1][mixture]
             assert found[mixture] == pytest.approx(whole[mixture] * ratio)
+
+
+def test_of_what_does_as_well_the_quickest_is_chosen_and_nothing_that_takes_too_long(
+    model: LanguageModel, text: Passage, folder: Path
+) -> None:
+    context = context_in(folder, "quickest")
+    slow, quick, worse = (
+        tuning.Trial(60, Local(steps=steps, k=k)) for steps, k in ((40, 60), (20, 60), (5, 8))
+    )
+    most = tuning.estimated_seconds(2 * TOKENS, 60, 20, model.decoder.out_features)
+    search = Search(tokens=12, dynamic_tokens=15, seconds=0.6, scoring_seconds=1.01 * most)
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        books = ledger.Ledger(context, "ptb", 100.0, bar)
+        trials = tuning.Trials(replace(SEARCHED, search=search), model, text, books)
+        judged = {
+            slow: tuning.Judged(50.0, 40.0),
+            quick: tuning.Judged(50.04, 41.0),
+            worse: tuning.Judged(51.0, 42.0),
+        }
+        assert trials._quickest(judged, 0) == quick
+        assert trials._quickest(judged, 1) == slow
+        trials._explore([slow, quick, worse])
+        assert set(trials._tried) == {quick, worse}
+        assert books.left_out == 1
+        trials._try([slow], 1.0)  # for comparison
+        assert slow in trials._tried
+
+
+def test_the_memory_is_the_one_with_which_both_mixtures_do_best(
+    model: LanguageModel, text: Passage, folder: Path
+) -> None:
+    context = context_in(folder, "both")
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        trials = tuning.Trials(SEARCHED, model, text, ledger.Ledger(context, "ptb", 100.0, bar))
+        small, *large = (
+            tuning.Trial(window, Local(steps=1, k=4, lr=lr))
+            for window, lr in ((30, 1.0), (60, 1.0), (60, 2.0))
+        )
+        trials._tried = {
+            small: tuning.Judged(50.0, 40.0),
+            large[0]: tuning.Judged(50.5, 45.0),
+            large[1]: tuning.Judged(60.0, 39.0),
+        }
+        assert set(trials._finalists()) == set(large)  # 50.5 × 39 is less than 50 × 40
 
 
 def test_a_search_looks_at_nothing_that_it_is_to_choose() -> None:

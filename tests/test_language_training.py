@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 DROPPED = Dropouts(words=0.2, input=0.3, recurrent=0.4, output=0.3, projected=0.2)
 TINY = LanguageConfig(
     network=Network(hidden=12, embedding=8),
-    training=Training(epochs=3, batch=4, bptt=7, lr=0.01, average=0.9, dropouts=DROPPED),
+    training=Training(epochs=3, batch=4, bptt=7, lr=0.01, averages=(0.9, 0.5), dropouts=DROPPED),
 )
 
 
@@ -278,35 +278,61 @@ def test_a_text_that_is_short_for_its_batches_is_learnt_from_all_the_same(
     assert not torch.equal(model.decoder.weight, before.decoder.weight)
 
 
-def test_the_rate_is_constant_and_then_falls_in_a_line_to_a_hundredth(tmp_path: Path) -> None:
-    shares = [rate_share(done, 0.5) for done in (0.0, 0.25, 0.5, 0.75, 1.0)]
+def test_the_rate_is_constant_and_then_falls_in_a_line(tmp_path: Path) -> None:
+    half = Training(decay_from=0.5)
+    shares = [rate_share(done, half) for done in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert shares == pytest.approx([1, 1, 1, 0.505, 0.01])
-    assert rate_share(1.0, 1.0) == 1.0
+    assert rate_share(0.75, replace(half, decay_to=0.2)) == pytest.approx(0.6)
+    assert rate_share(1.0, Training(decay_from=1.0)) == 1.0
     run = TrainingRun(TINY, a_corpus(), a_context(tmp_path), 0, "x")
     run._begin_epoch()
     rates = []
     for run.steps in (0, 15, 29):  # of 30
         run._step()
         rates.append(run.optimizer.param_groups[0]["lr"])
-    expected = [0.01 * rate_share(steps / 30, 0.55) for steps in (0, 15, 29)]
+    expected = [0.01 * rate_share(steps / 30, TINY.training) for steps in (0, 15, 29)]
     assert rates == pytest.approx(expected)
     assert rates[2] < rates[1]
 
 
-def test_the_average_keeps_a_share_of_itself_at_every_step(tmp_path: Path) -> None:
-    run = TrainingRun(TINY, a_corpus(), a_context(tmp_path), 0, "x")
+def test_an_average_keeps_a_share_of_itself_at_every_step(tmp_path: Path) -> None:
+    config = replace(TINY, training=replace(TINY.training, averages=(0.9, 0.2)))
+    run = TrainingRun(config, a_corpus(), a_context(tmp_path), 0, "x")
     run._begin_epoch()
-    expected = [p.detach().clone() for p in run.model.parameters()]
+    start = [p.detach().clone() for p in run.model.parameters()]
+    expected = [start, start]
     for step in range(1, 6):
         run._step()
-        share = min(0.9, step / (step + 9))
+        shares = (min(share, step / (step + 9)) for share in (0.9, 0.2))
         expected = [
-            share * old + (1 - share) * new.detach()
-            for old, new in zip(expected, run.model.parameters(), strict=True)
+            [
+                share * old + (1 - share) * new.detach()
+                for old, new in zip(average, run.model.parameters(), strict=True)
+            ]
+            for share, average in zip(shares, expected, strict=True)
         ]
-    for average, wanted in zip(run.average.parameters(), expected, strict=True):
-        torch.testing.assert_close(average, wanted)
-    assert run.average.decoder.weight is run.average.embedding.weight
+    for average, parts in zip(run.averages, expected, strict=True):
+        for found, wanted in zip(average.parameters(), parts, strict=True):
+            torch.testing.assert_close(found, wanted)
+        assert average.decoder.weight is average.embedding.weight
+    assert not torch.equal(run.averages[0].decoder.weight, run.averages[1].decoder.weight)
+
+
+@pytest.mark.parametrize("better", [0, 1])
+def test_of_several_averages_the_one_that_does_best_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, better: int
+) -> None:
+    run = TrainingRun(TINY, a_corpus(), a_context(tmp_path), 0, "x")
+    run._begin_epoch()
+    while run.steps < run.steps_an_epoch:
+        run._step()
+    said = {id(run.averages[better]): 5.0, id(run.averages[1 - better]): math.inf}
+    monkeypatch.setattr(training, "perplexity", lambda model, *rest: said[id(model)])
+    run._end_epoch()
+    assert run.curve[-1].valid == 5.0
+    for name, parameter in run.averages[better].named_parameters():
+        assert torch.equal(run.best[name], parameter), name
+    assert not torch.equal(run.best["embedding.weight"], run.averages[1 - better].embedding.weight)
 
 
 def test_the_loss_is_the_mean_of_a_token_and_the_penalties(tmp_path: Path) -> None:
@@ -364,7 +390,7 @@ def test_the_weights_that_did_best_are_kept_also_by_a_run_that_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none = Dropouts(0, 0, 0, 0, 0)
-    settings = replace(TINY.training, epochs=6, lr=0.05, clip=5.0, average=0.5, dropouts=none)
+    settings = replace(TINY.training, epochs=6, lr=0.05, clip=5.0, averages=(0.5,), dropouts=none)
     config, corpus = replace(TINY, training=settings), a_corpus()  # nothing but chance to learn
     whole = trained(config, corpus, a_context(tmp_path / "whole"), 0)
     curve = [
@@ -700,7 +726,9 @@ def test_own_text_of_one_line_runs_from_the_command_line(
         (lambda: Network(hidden=0), "hidden must be at least 1, got 0"),
         (lambda: Training(bptt=0), "bptt must be at least 1, got 0"),
         (lambda: Training(lr=math.inf), "lr must be finite and positive, got inf"),
-        (lambda: Training(average=1.0), r"average must be at least 0 and below 1, got 1\.0"),
+        (lambda: Training(averages=(0.5, 1.0)), r"averages must be at least 0 .*, got 0\.5, 1\.0"),
+        (lambda: Training(averages=()), r"averages must be at least 0 and below 1, got none"),
+        (lambda: Training(decay_to=1.5), r"decay_to must be between 0 and 1, got 1\.5"),
         (lambda: Training(decay_from=1.5), r"decay_from must be between 0 and 1, got 1\.5"),
         (lambda: Training(weight_decay=-1.0), "weight_decay must be finite and not negative"),
         (lambda: LanguageConfig(seeds=()), "seeds must name at least one"),

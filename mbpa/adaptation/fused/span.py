@@ -95,7 +95,7 @@ def span_outputs(
         return result
     block = 32 if rows > 64 else 64
     blocks = triton.cdiv(classes, block)
-    parts = triton.cdiv(blocks, triton.cdiv(blocks, max(1, PROGRAMS // batch)))
+    parts = triton.cdiv(blocks, triton.cdiv(blocks, max(1, PROGRAMS // (batch * tiles))))
     outputs, sums = new(batch, padded, blocks * block), new(2, 2, batch, parts, padded)
     sizes = count, classes, blocks
     shape = {"BESIDE": beside, "ROWS": rows, "CLASSES": block, "num_warps": 4}
@@ -209,7 +209,7 @@ def _sources(
     return starts, is_row
 
 
-@triton.jit(do_not_specialize=["batch", "steps"])
+@triton.jit(do_not_specialize=["written", "batch", "steps"])
 def _resident(
     table, extra, index, at_query, written, stride, result,
     gram, factors, products, weights, labels, sums, arrived,
@@ -260,7 +260,7 @@ def _resident(
     tl.store(at, output / LOG2_E, mask=is_query)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["written"])
 def _start(
     table, extra, index, at_query, written, stride, outputs, sums,
     count, classes, blocks,
@@ -287,7 +287,7 @@ def _start(
     tl.store(at + 2 * tl.num_programs(0).to(tl.int64) * parts * padded, total)
 
 
-@triton.jit(do_not_specialize=["turn"])
+@triton.jit(do_not_specialize=["written", "turn"])
 def _step(
     table, extra, index, at_query, written, stride, old, new, result,
     gram, factors, products, weights, labels, sums, count, classes, blocks, turn, decay,

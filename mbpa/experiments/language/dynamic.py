@@ -8,6 +8,8 @@ learning: Adam, as the paper tried it, and the RMS rule of Krause et al. (2018),
 where θ_g are the trained parameters and RMS_g the root mean square of each one's gradient over the
 training text. MbPA on top remembers states as they were at their time, and adapts the softmax layer
 as it is now.
+
+A segment is a few tokens, so on a GPU what is done with it is recorded once and then replayed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import mbpa
 from mbpa.experiments.language.config import Dynamic, Local
 from mbpa.experiments.language.network import LanguageModel, products
 from mbpa.experiments.language.passage import Passage
+from mbpa.experiments.language.recording import Recorded
 
 Params = Sequence[nn.Parameter]
 MOST = 1e6  # that a key may be, in each direction
@@ -68,7 +71,7 @@ class RMSUpdate(Update):
     def step(self) -> None:
         parts = zip(self._params, self._start, self._rates, self._pulls, strict=True)
         for p, start, rate, pull in parts:
-            assert p.grad is not None  # every parameter has its part in a prediction
+            assert p.grad is not None
             change = p.grad * rate
             if self._has_pull:
                 change.addcmul_(start - p, pull, value=-1)
@@ -92,11 +95,14 @@ class AdamUpdate(Update):
         beta1: float = 0.0,
         beta2: float = 0.999,
     ) -> None:
-        self._optimizer = torch.optim.Adam(list(params), lr=lr, betas=(beta1, beta2))
+        on_gpu = params[0].is_cuda  # where it is to be recorded
+        self._optimizer = torch.optim.Adam(
+            list(params), lr=lr, betas=(beta1, beta2), capturable=on_gpu
+        )
         if moments is not None:
-            self.resume(copy.deepcopy(moments))
-            for group in self._optimizer.param_groups:
-                group["lr"], group["weight_decay"] = lr, 0.0
+            mine = {"lr": lr, "weight_decay": 0.0, "capturable": on_gpu, "fused": None}
+            groups = [{**group, **mine} for group in moments["param_groups"]]
+            self.resume({**copy.deepcopy(moments), "param_groups": groups})
 
     def step(self) -> None:
         self._optimizer.step()
@@ -165,9 +171,19 @@ class DynamicEvaluation:
     ) -> None:
         self._model = trainable_copy(model)
         self._params = list(self._model.parameters())
+        for p in self._params:
+            p.grad = torch.zeros_like(p)
         self._update = make_update(self._params)
         self._segment = settings.segment
-        self._state = self._model.initial_state(1)
+        hidden, cells = self._model.initial_state(1)
+        self._state = hidden, cells.clone()
+        self._words, self._answers = hidden.new_zeros(2, self._segment, dtype=torch.long)
+        self._keys = hidden.new_zeros(self._segment, self._model.decoder.in_features)
+        self._own = hidden.new_zeros(self._segment)
+        self._look: Callable[[], None] = self._looked
+        self._learn: Callable[[], None] = self._update.step
+        if hidden.is_cuda:
+            self._look, self._learn = Recorded(self._looked), Recorded(self._update.step)
         self._mbpa: mbpa.MbPA | None = None
         if on_top is not None:
             head = self._model.decoder
@@ -184,23 +200,49 @@ class DynamicEvaluation:
         for words, answers in zip(
             inputs.split(self._segment), targets.split(self._segment), strict=True
         ):
-            states, state = self._model.states(words[None], self._state)
-            self._state = state[0].detach(), state[1].detach()
-            losses = functional.cross_entropy(
-                self._model.decoder(states[0]), answers, reduction="none"
-            )
-            # A rate that is far too large makes them anything; the memory takes what is finite.
-            keys.append(states[0].detach().nan_to_num(0.0, 0.0, 0.0).clamp(-MOST, MOST))
-            own.append(-losses.detach())
+            is_whole = len(words) == self._segment  # but for the end of a text
+            if is_whole:
+                self._words.copy_(words)
+                self._answers.copy_(answers)
+                self._look()
+                found = self._keys.clone(), self._own.clone()
+            else:
+                found = self._read(words, answers)
+            keys.append(found[0])
+            own.append(found[1])
             if self._mbpa is None:
                 adapted.append(own[-1])
             else:
                 adapted.append(self._mbpa.score_then_write(keys[-1], answers))
-            self._model.zero_grad()
-            with products("ieee", inputs.device):  # as on the way forward
-                losses.mean().backward()
-            self._update.step()
+            if is_whole:
+                self._learn()
+            else:
+                self._update.step()
         return Read(torch.cat(keys), torch.cat(own), torch.cat(adapted))
+
+    def _looked(self) -> None:
+        """At the segment that is there."""
+        keys, own = self._read(self._words, self._answers)
+        self._keys.copy_(keys)
+        self._own.copy_(own)
+
+    def _read(
+        self, words: Int[Tensor, "S"], answers: Int[Tensor, "S"]
+    ) -> tuple[Float[Tensor, "S E"], Float[Tensor, "S"]]:
+        """Keys and log-probabilities of some words; their gradients are then there to learn from.
+        All that is changed, is changed in place."""
+        states, state = self._model.states(words[None], self._state)
+        losses = functional.cross_entropy(self._model.decoder(states[0]), answers, reduction="none")
+        with products("ieee", words.device):  # as on the way forward
+            grads = torch.autograd.grad(losses.mean(), self._params)
+        for p, grad in zip(self._params, grads, strict=True):
+            assert p.grad is not None
+            p.grad.copy_(grad)
+        for old, new in zip(self._state, state, strict=True):
+            old.copy_(new.detach())
+        # A rate that is far too large makes them anything; the memory takes what is finite.
+        keys = states[0].detach().nan_to_num(0.0, 0.0, 0.0).clamp(-MOST, MOST)
+        return keys, -losses.detach()
 
     def state(self) -> dict[str, Any]:
         """All that `resume` needs, less what was read."""
@@ -212,7 +254,8 @@ class DynamicEvaluation:
         """Go on from what `state` gave after this much of the text."""
         for p, kept in zip(self._params, state["params"], strict=True):
             p.copy_(kept)
-        self._state = tuple(part.to(self._params[0].device) for part in state["carried"])
+        for part, kept in zip(self._state, state["carried"], strict=True):
+            part.copy_(kept)
         self._update.resume(state["update"])
         if self._mbpa is not None:
             self._mbpa.memory.write(before.keys, before.targets)

@@ -23,8 +23,9 @@ from mbpa.experiments.language.ledger import Ledger
 from mbpa.experiments.language.network import LanguageModel
 from mbpa.experiments.language.passage import Passage, perplexity
 
-RATES, DECAYS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (0.0, 0.002, 0.1)
-NARROW_EPSILON, NARROW_RATES = 2e-4, (2e-5, 6e-5, 2e-4)  # which go together
+RATES = {2e-3: (2.5e-4, 5e-4, 1e-3), 2e-4: (2e-5, 6e-5, 2e-4), 2e-5: (1e-5, 3e-5, 1e-4)}
+"""By the ε that they go together with."""
+DECAYS = (0.0, 0.002, 0.006, 0.1)
 ADAM_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 
 
@@ -44,12 +45,11 @@ class DynamicTrials:
         """The rule of Krause et al. and Adam; what cannot be afforded is not chosen, and stays as
         it is."""
         settings, fields = self.config.dynamic, ("lr", "epsilon", "decay")
-        grids = {settings.epsilon: RATES, NARROW_EPSILON: NARROW_RATES}
-        options = [replace(settings, epsilon=e, lr=lr) for e in grids for lr in grids[e]]
+        options = [replace(settings, epsilon=e, lr=lr) for e in RATES for lr in RATES[e]]
         found = self._tried(DYNAMIC, options, fields)
         if found:
             best = _best(found)
-            rates = beyond(best.lr, grids[best.epsilon])
+            rates = beyond(best.lr, RATES[best.epsilon])
             found |= self._tried(DYNAMIC, [replace(best, lr=lr) for lr in rates], fields)
             pulled = [replace(_best(found), decay=decay) for decay in DECAYS]
             found |= self._tried(DYNAMIC, pulled, fields)
@@ -76,7 +76,7 @@ class DynamicTrials:
         tokens = self.passage.targets[: self.config.search.dynamic_tokens]
         weights = sum(p.numel() for p in self.model.parameters())
         for settings in options:
-            cost = len(tokens) / settings.segment * (1e-3 + 1e-10 * weights)
+            cost = len(tokens) / settings.segment * (3e-4 + 3e-11 * weights)
             if self.ledger.affords((method, settings), cost):
                 compute = functools.partial(self._judge, method, tokens, settings)
                 (value,) = self.ledger.known((method, settings, len(tokens)), compute)

@@ -48,12 +48,16 @@ class Ledger:
         """
         if self._spent + seconds > share * self.allowance:
             if setting is not None:
-                self._left_out.add(repr(setting))
+                self.leave_out(setting)
             return False
         self._left_out.discard(repr(setting))
         before, self._spent = self._spent, self._spent + seconds
         self._bar.update(round(self._spent) - round(before))
         return True
+
+    def leave_out(self, setting: object) -> None:
+        """Count a setting as one that is too dear."""
+        self._left_out.add(repr(setting))
 
     def known(self, identity: object, compute: Callable[[], Sequence[float]]) -> list[float]:
         """What was found for this, now or by a run that was interrupted."""

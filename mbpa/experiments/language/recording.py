@@ -15,10 +15,10 @@ class Recorded:
 
     Args:
         call: reads and writes the same tensors each time.
-        source: that it draws random numbers from.
+        source: that it draws random numbers from, if it does.
     """
 
-    def __init__(self, call: Callable[[], None], source: torch.Generator) -> None:
+    def __init__(self, call: Callable[[], None], source: torch.Generator | None = None) -> None:
         self._call, self._source, self._made = call, source, 0
         self._stream = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -33,7 +33,8 @@ class Recorded:
             return
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            self._graph.register_generator_state(self._source)
+            if self._source is not None:
+                self._graph.register_generator_state(self._source)
             # Other threads may go on with what they do, such as saving.
             with torch.cuda.graph(
                 self._graph, stream=self._stream, capture_error_mode="thread_local"

@@ -2,9 +2,10 @@
 
 The text is laid out as many places read side by side, from another first word in every epoch, so
 that batches never end at the same words. What is tested is an average of the weights, as it was
-when it did best on the validation text. On a GPU a step is recorded once and then replayed as a
-whole: the GPU is done with its many small parts sooner than Python has named them. Nothing in an
-epoch waits for it; a process that is killed loses half a minute.
+when it did best on the validation text; of several averages, the one that did. On a GPU a step is
+recorded once and then replayed as a whole: the GPU is done with its many small parts sooner than
+Python has named them. Nothing in an epoch waits for it; a process that is killed loses half a
+minute.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Point:
     train: float
     """Perplexity in the last epoch, with all that was dropped."""
     valid: float
-    """Perplexity of the averaged weights, the text read in several places at once."""
+    """Perplexity of the averaged weights, the text read in several places at once; of the best
+    average."""
 
 
 def trained(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -> LanguageModel:
@@ -139,12 +141,12 @@ def perplexity(
     return float((total / scored).exp())
 
 
-def rate_share(done: float, decay_from: float) -> float:
-    """Of the learning rate, when this share of the training is done: all, then a line down to a
-    hundredth."""
-    if done <= decay_from:
+def rate_share(done: float, settings: Training) -> float:
+    """Of the learning rate, when this share of the training is done: all, then a line down."""
+    if done <= settings.decay_from:
         return 1.0
-    return 1 - 0.99 * (done - decay_from) / (1 - decay_from)
+    fallen = (done - settings.decay_from) / (1 - settings.decay_from)
+    return 1 - (1 - settings.decay_to) * fallen
 
 
 class TrainingRun:
@@ -162,11 +164,11 @@ class TrainingRun:
         self.valid = corpus.valid
         self.text = corpus.train.to(device)
         self.model = _initial(config, corpus, seed).to(device)
-        self.average = copy.deepcopy(self.model).requires_grad_(False)
-        self.average.lstm.flatten_parameters()  # no more so after a copy
+        self.averages = [copy.deepcopy(self.model).requires_grad_(False) for _ in settings.averages]
+        for average in self.averages:
+            average.lstm.flatten_parameters()  # no more so after a copy
         self.parameters: list[Tensor] = list(self.model.parameters())
-        self.averages: list[Tensor] = list(self.average.parameters())
-        self.best = {name: p.clone() for name, p in self.average.named_parameters()}
+        self.best = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.optimizer = _optimizer(self.parameters, settings, device)
         self.multiple = TENSOR_CORES if device.type == "cuda" else 1
 
@@ -242,12 +244,14 @@ class TrainingRun:
         self.words.copy_(self.inputs[:, columns])
         self.following.copy_(self.targets[:, columns])
         done = self.steps / (self.steps_an_epoch * self.settings.epochs)
-        _set_rate(self.optimizer, self.settings.lr * rate_share(done, self.settings.decay_from))
+        _set_rate(self.optimizer, self.settings.lr * rate_share(done, self.settings))
         self._learn()
         self.steps += 1
-        kept = min(self.settings.average, self.steps / (self.steps + 9))  # fewer while few are done
+        most = self.steps / (self.steps + 9)  # while few are done
         with torch.no_grad():
-            torch._foreach_lerp_(self.averages, self.parameters, 1 - kept)
+            for average, share in zip(self.averages, self.settings.averages, strict=True):
+                kept = min(share, most)
+                torch._foreach_lerp_(list(average.parameters()), self.parameters, 1 - kept)
 
     def _learned(self) -> None:
         """Learn from the words that are there. All that it changes, it changes in place."""
@@ -288,14 +292,16 @@ class TrainingRun:
             return
         device = self.text.device
         streams = min(STREAMS, max(1, (len(self.valid) - 1) // 100))
-        valid = perplexity(self.average, self.valid, device, streams)
+        found = [perplexity(each, self.valid, device, streams) for each in self.averages]
+        valid = min((value for value in found if math.isfinite(value)), default=math.inf)
         if not math.isfinite(valid):
             raise ExperimentError(
                 f"the training diverged after {self.epochs} epochs: "
                 f"pass a --training.lr below {self.settings.lr}"
             )
         if valid < min((point.valid for point in self.curve), default=math.inf):
-            torch._foreach_copy_(list(self.best.values()), self.averages)
+            best = self.averages[found.index(valid)]
+            torch._foreach_copy_(list(self.best.values()), list(best.parameters()))
         train = float((self.loss / self.steps_an_epoch).exp())
         self.curve.append(Point(self.epochs, train, valid))
 
@@ -308,7 +314,7 @@ class TrainingRun:
             "name": self.name,
             "steps": self.steps,
             "model": dict(self.model.named_parameters()),
-            "average": dict(self.average.named_parameters()),
+            "averages": [dict(average.named_parameters()) for average in self.averages],
             "best": self.best,
             "optimizer": self.optimizer.state_dict(),
             "state": self.state,
@@ -326,9 +332,12 @@ class TrainingRun:
         if kept is None or kept["name"] != self.name:
             return
         with torch.no_grad():
-            for module, name in ((self.model, "model"), (self.average, "average")):
+            modules = zip(
+                (self.model, *self.averages), (kept["model"], *kept["averages"]), strict=True
+            )
+            for module, then in modules:
                 for key, parameter in module.named_parameters():
-                    parameter.copy_(kept[name][key])
+                    parameter.copy_(then[key])
             for key, tensor in self.best.items():
                 tensor.copy_(kept["best"][key])
         _load(self.optimizer, kept["optimizer"])

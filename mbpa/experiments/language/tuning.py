@@ -2,10 +2,10 @@
 
 One pass of states, one retrieval a memory size, and for every setting the weights of its mixture
 solved for. First the cache; then MbPA: the paper's grid for one step, then more steps and larger
-rates, memory sizes, neighbours, kernels, the pull back, each from the best so far, and the optimum.
-Settings are judged by tokens spread evenly over the text, each with the memory it would have, dear
-ones by a quarter of those, and those that do best by more of them. Last come dynamic evaluation and
-the rest of the paper's grid.
+rates, memory sizes, neighbours, kernels, the pull back, each from the best so far. Settings are
+judged by tokens spread evenly over the text, each with the memory it would have, dear ones by a
+quarter of those, and those that do best by more of them. Of what does as well as the best, the
+quickest is chosen. Last come dynamic evaluation, the optimum and the rest of the paper's grid.
 
 What a setting costs is estimated beforehand, and what would exceed the allowance is left out, so
 that what is tried does not depend on the speed of the day.
@@ -61,15 +61,18 @@ SCALES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
 RATES, STEPS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0), (5, 10, 20, 40)
 ONE_STEP_RATES, COUNTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), (16, 32, 64, 256, 512)
 BANDWIDTHS, FACTORS, DECAYS = (0.5, 0.7, 1.0, 1.5), (0.05, 0.2), (0.01, 0.03, 0.1)
-OPTIMUM_COUNTS, PRIORS = (32, 64), (0.01, 0.03, 0.1, 0.3)
-OPTIMUM_STEPS = 1000  # of gradients that take as long as to solve for the optimum
+OPTIMUM_COUNT, PRIORS = 32, (0.03, 0.1, 0.3)
+OPTIMUM_STEPS = 8000  # of gradients that take as long as to solve for the optimum
 FIRST = Local(lr=1.0, steps=20, k=128)
 AROUND = ((0.7, 1.0), (1.4, 1.0), (1.0, 0.5), (1.0, 1.5), (0.7, 1.5), (1.4, 0.75))
 """Times the rate and the steps."""
-FINALISTS = 2  # of each of the two mixtures, judged by more tokens, if possible all
-WORTH = 1e-3  # of the perplexity, for which the mixture with the cache gets settings of its own
+FINALISTS = 3  # of each of the two mixtures, judged by more tokens, if possible all
+WORTH = (
+    1e-3  # of the perplexity: for less, no setting is slower than another, nor its mixture's own
+)
 EXPLORING, FINISHING = 0.6, 0.8  # of the allowance, up to where settings are tried and judged
-DEAREST = 0.08  # of the allowance, for one setting
+DEAREST = 0.04  # of the allowance, for one setting
+CHEAP = 0.01  # seconds, which any setting may take
 
 
 class Trial(NamedTuple):
@@ -130,7 +133,7 @@ def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Rec
         trials.choose_mbpa()
         scale = kept_gradient_scale(config, context, model, corpus, "gradients")
         DynamicTrials(config, model, passage, first, scale, moments, ledger).choose()
-        trials.finish_paper_grid()
+        trials.compare()
         ledger.save()
     left_out: Record = {"name": "settings_left_out", "value": ledger.left_out}
     return [*ledger.records, left_out]
@@ -155,6 +158,7 @@ class Trials:
         self._ratios: Judged | None = None  # of perplexities by the two, for a good setting
         windows = [window for window in WINDOWS if window <= len(passage)]
         self.windows = windows or [len(passage)]
+        self._scored = config.search.scoring_seconds
 
     # The cache
 
@@ -198,37 +202,37 @@ class Trials:
         largest = max(usual or self.windows[:1])
         paper = [window for window in PAPER_WINDOWS if window in self.windows] or [largest]
         one_step = itertools.product(paper, PAPER_COUNTS, PAPER_RATES)
-        self._try(Trial(w, Local(lr=lr, steps=1, k=k)) for w, k, lr in one_step)
+        self._explore(Trial(w, Local(lr=lr, steps=1, k=k)) for w, k, lr in one_step)
         wide = [(lr, 1) for lr in ONE_STEP_RATES] + list(itertools.product(RATES, STEPS))
-        self._try(Trial(largest, replace(FIRST, lr=lr, steps=steps)) for lr, steps in wide)
+        self._explore(Trial(largest, replace(FIRST, lr=lr, steps=steps)) for lr, steps in wide)
         self._vary(lambda t: [_with(t, lr=lr) for lr in beyond(t.local.lr, _rates(t.local))])
         self._vary(lambda t: [t._replace(window=window) for window in self.windows])
         self._vary(lambda t: [_with(t, k=k) for k in COUNTS])
         self._vary(lambda t: [_with(t, **kernel) for kernel in self._kernels()])
         self._vary(lambda t: [_near(t, lr, steps) for lr, steps in AROUND])
         self._vary(lambda t: [_with(t, decay=decay) for decay in DECAYS])
-        optima = itertools.product(OPTIMUM_COUNTS, PRIORS)
-        start = _with(self._best(0), rule="map")  # rate and steps are still those of gradients
-        self._try(_with(start, k=k, prior=prior) for k, prior in optima)
 
     def choose_mbpa(self) -> None:
-        """For each mixture the best of what was tried; one for both where that does as well."""
+        """For each mixture the quickest of the best; one for both where that does as well."""
         final = self._finalists()
-        best = min(final, key=lambda trial: final[trial].alone)
-        beside = min(final, key=lambda trial: final[trial].beside)
+        best, beside = self._quickest(final, 0), self._quickest(final, 1)
         if final[beside].beside > (1 - WORTH) * final[best].beside:
             beside = best
         self.ledger.chose("memory", best.window)
         chosen = {"mbpa": best.local, "combined": beside.local}
-        if (quickest := self._quickest()) is not None:
-            chosen["dynamic.mbpa"] = quickest
+        if (on_top := self._best_on_top()) is not None:
+            chosen["dynamic.mbpa"] = on_top
         for within, local in chosen.items():
             for name, value in asdict(local).items():
                 self.ledger.chose(f"{within}.{name}", value)
 
-    def finish_paper_grid(self) -> None:
-        """Several steps, with the paper's numbers of neighbours and rates."""
-        window = min(self._best(0).window, max(PAPER_WINDOWS))
+    def compare(self) -> None:
+        """What takes too long to be chosen: the optimum, and several steps with the paper's numbers
+        of neighbours and rates."""
+        best = self._best(0)
+        optimum = _with(best, rule="map", k=OPTIMUM_COUNT)  # rate and steps are still those of best
+        self._try((_with(optimum, prior=prior) for prior in PRIORS), share=1.0)
+        window = min(best.window, max(PAPER_WINDOWS))
         grid = itertools.product(PAPER_STEPS[1:], PAPER_COUNTS, PAPER_RATES)
         self._try((Trial(window, Local(lr=lr, steps=t, k=k)) for t, k, lr in grid), share=1.0)
 
@@ -252,9 +256,19 @@ class Trials:
         self._judged[trial, positions] = judged
         return judged
 
-    def _try(self, trials: Iterable[Trial], share: float = EXPLORING) -> None:
+    def _explore(self, trials: Iterable[Trial]) -> None:
+        """Try what may be chosen: what would not take too long for the texts themselves, of which
+        there are two, about as long."""
+        texts = range(2 * len(self.all))
+        for trial in trials:
+            if self._cost(trial, texts) <= self._scored:
+                self._try([trial], EXPLORING)
+            else:
+                self.ledger.leave_out(trial)
+
+    def _try(self, trials: Iterable[Trial], share: float) -> None:
         """Judge what can be afforded and has not been tried, by some tokens."""
-        most = DEAREST * self.ledger.allowance
+        most = max(CHEAP, DEAREST * self.ledger.allowance)
         for trial in trials:
             if trial in self._tried:
                 continue
@@ -281,7 +295,7 @@ class Trials:
     def _vary(self, options: Callable[[Trial], list[Trial]]) -> None:
         """Change the best of either mixture in one respect."""
         for best in (self._best(0), self._best(1)):
-            self._try(options(best))
+            self._explore(options(best))
 
     def _best(self, mixture: int) -> Trial:
         """By its perplexity alone, 0, or beside the cache, 1."""
@@ -291,7 +305,13 @@ class Trials:
             )
         return min(self._tried, key=lambda trial: self._tried[trial][mixture])
 
-    def _quickest(self) -> Local | None:
+    def _quickest(self, judged: dict[Trial, Judged], mixture: int) -> Trial:
+        """Of settings that do as well as the best."""
+        least = min(each[mixture] for each in judged.values())
+        good = [trial for trial in judged if judged[trial][mixture] <= (1 + WORTH) * least]
+        return min(good, key=lambda trial: self._cost(trial, self.sample))
+
+    def _best_on_top(self) -> Local | None:
         """The best beside the cache of what can be done every few tokens, if there is such."""
         quick = {
             trial: judged.beside
@@ -302,8 +322,7 @@ class Trials:
 
     def _finalists(self) -> dict[Trial, Judged]:
         """The best of either mixture with one memory, by as many tokens as can be afforded."""
-        window = self._best(0).window
-        mine = {t: judged for t, judged in self._tried.items() if t.window == window}
+        mine = min(self._by_window(), key=_least_of_both)
         ranked = [sorted(mine, key=lambda t: mine[t][mixture])[:FINALISTS] for mixture in (0, 1)]
         final = list(dict.fromkeys(itertools.chain(*ranked)))
         usual = self.sample.step
@@ -314,6 +333,11 @@ class Trials:
             if self.ledger.affords(None, cost, FINISHING):
                 return {trial: self.judge(trial, positions) for trial in final}
         return mine
+
+    def _by_window(self) -> list[dict[Trial, Judged]]:
+        """What was tried, by the memory that both mixtures share."""
+        windows = {trial.window for trial in self._tried}
+        return [{t: j for t, j in self._tried.items() if t.window == w} for w in sorted(windows)]
 
     def _kernels(self) -> list[dict[str, Any]]:
         distances = self._retrieval(self._best(0).window).distances[1:, 0]
@@ -337,13 +361,23 @@ class Trials:
         return estimated_seconds(len(positions), min(local.k, trial.window), steps, words)
 
 
+def _least_of_both(judged: dict[Trial, Judged]) -> float:
+    """How well settings do, each mixture with its best of them."""
+    return min(each.alone for each in judged.values()) * min(
+        each.beside for each in judged.values()
+    )
+
+
 def estimated_seconds(tokens: int, k: int, steps: int, words: int) -> float:
     """For adapting to `k` neighbours as many times, on one H200.
 
-    Measured with 10,000 words: 1.2 µs a token at 128 neighbours and one step, 107 µs at twenty.
+    Measured with 10,000 words: 1.2 µs a token at 128 neighbours and one step, 107 µs at twenty,
+    1.6 ms at 256 and forty. Beyond 128 a Gram matrix no longer fits a program.
     """
     near, vocabulary = k / 128, words / 10_000
-    each = 1.2e-6 * near if steps == 1 else 5.4e-6 * steps * max(near**2, near / 4)
+    each = 1.2e-6 * near
+    if steps > 1:
+        each = 5.4e-6 * steps * (near**2.6 if near > 1 else max(near**2, near / 4))
     return 0.005 + 1.2 * tokens * vocabulary * each
 
 
