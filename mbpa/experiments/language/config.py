@@ -61,9 +61,10 @@ class Training:
     dropouts: Dropouts = field(default_factory=Dropouts)
     state_reset: float = 0.01
     """How probably a sequence forgets what it read, from one batch to the next."""
-    averages: tuple[float, ...] = (0.9995, 0.9999)
-    """How much of an average of the weights a step keeps. There may be several averages: what is
-    tested is the one that does best on the validation text."""
+    averages: tuple[float, ...] = (0.9995, 0.9999, 0.99999)
+    """How much of an average of the weights a step keeps; at first less, so that none reaches
+    beyond the last ninth or so of the steps. There may be several averages: what is tested is the
+    one that does best on the validation text."""
     decay_from: float = 0.55
     """The share of the training from which the rate falls, in a line."""
     decay_to: float = 0.01

@@ -247,7 +247,7 @@ class TrainingRun:
         _set_rate(self.optimizer, self.settings.lr * rate_share(done, self.settings))
         self._learn()
         self.steps += 1
-        most = self.steps / (self.steps + 9)  # while few are done
+        most = self.steps / (self.steps + 9)  # a ninth of the steps so far
         with torch.no_grad():
             for average, share in zip(self.averages, self.settings.averages, strict=True):
                 kept = min(share, most)
