@@ -1,4 +1,5 @@
-# Each target sets up what it needs; nothing but Python 3.11 and a package index is assumed.
+# Each target sets up what it needs; nothing but Python 3.11 and a package index is assumed, and for
+# `reproduce` the data sets (docs/data.md).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,14 +13,14 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo report reproduce docs test check bench clean
 
 help:
-	@printf "%-15s%s\n" "make demo" "a network meets digits it was not trained on: table, figure, explanation"
-	@printf "%-15s%s\n" "make report" "one page of all results, drawn from results/"
-	@printf "%-15s%s\n" "make reproduce" "all experiments anew and one page of them; PRESET=smoke, quick or paper"
-	@printf "%-15s%s\n" "make docs" "bring tables and figures in the documents up to date with results/"
-	@printf "%-15s%s\n" "make test" "formatting, types and all tests"
-	@printf "%-15s%s\n" "make check" "formatting and types alone"
-	@printf "%-15s%s\n" "make bench" "how fast the engine is, against a loop, torch.func and the hardware"
-	@printf "%-15s%s\n" "make clean" "remove what the other targets made"
+	@printf "%-16s%s\n" "make demo" "a network meets digits it was not trained on: table, figure, explanation"
+	@printf "%-16s%s\n" "make report" "one page of all results, drawn from results/"
+	@printf "%-16s%s\n" "make reproduce" "experiments anew, one page of them; PRESET=smoke, quick or paper; wants the data sets"
+	@printf "%-16s%s\n" "make docs" "bring tables and figures in the documents up to date with results/"
+	@printf "%-16s%s\n" "make test" "formatting, types and all tests"
+	@printf "%-16s%s\n" "make check" "formatting and types alone"
+	@printf "%-16s%s\n" "make bench" "how fast the engine is, against a loop, torch.func and the hardware"
+	@printf "%-16s%s\n" "make clean" "remove what the other targets made, but for what was reproduced"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,10 +38,13 @@ report: $(READY)
 PRESET ?= quick
 REPRODUCED ?= reproduced
 reproduce: $(READY)
-	$(BIN)/mbpa list | grep -E 'mbpa run .* --preset $(PRESET)(-|$$)' | while read -r run; do \
-	  echo "== $$run"; $(BIN)/$$run --out $(REPRODUCED) < /dev/null || exit 1; \
-	done
-	$(BIN)/mbpa report $(REPRODUCED) --out $(REPRODUCED)/report
+	@$(BIN)/mbpa list | grep -Eq -- '--preset $(PRESET)$$' || \
+	  { echo "no experiment has the preset $(PRESET): see $(BIN)/mbpa list"; exit 2; }
+	@$(BIN)/mbpa list | grep -E 'mbpa run .* --preset $(PRESET)(-|$$)' | { failed=0; \
+	  while read -r run; do \
+	    echo "== $$run"; $(BIN)/$$run --out $(REPRODUCED) < /dev/null || failed=1; \
+	  done; \
+	  $(BIN)/mbpa report $(REPRODUCED) --out $(REPRODUCED)/report && exit $$failed; }
 
 docs: $(READY)
 	$(BIN)/mbpa report results --documents README.md docs/*.md

@@ -95,7 +95,8 @@ class Options:
     """What all experiments take."""
 
     preset: str = "quick"
-    """Whose settings are the defaults of the others: smoke, quick, paper."""
+    """Whose settings are the defaults of the others: smoke, quick, paper, or another that `mbpa
+    list` names."""
     out: Path = Path("results")
     """Directory of the results: <out>/<experiment>/<preset>-seed<k>.json."""
     data_dir: Path | None = None

@@ -152,6 +152,44 @@ class Read:
     """Log-probabilities from MbPA on top; without it, those of the network by itself."""
 
 
+class Segment:
+    """Some words in a row, as a network reads them that is to learn from them: all that changes,
+    changes in place, so that it can be recorded."""
+
+    def __init__(self, model: LanguageModel, length: int) -> None:
+        self.model, self.params = model, list(model.parameters())
+        for p in self.params:
+            p.grad = torch.zeros_like(p)
+        hidden, cells = model.initial_state(1)
+        self.state = hidden, cells.clone()
+        self.words, self.answers = hidden.new_zeros(2, length, dtype=torch.long)
+        self.keys = hidden.new_zeros(length, model.decoder.in_features)
+        self.own = hidden.new_zeros(length)
+
+    def read(self) -> None:
+        """The words that are there, of which keys and log-probabilities are there afterwards."""
+        keys, own = self.read_these(self.words, self.answers)
+        self.keys.copy_(keys)
+        self.own.copy_(own)
+
+    def read_these(
+        self, words: Int[Tensor, "S"], answers: Int[Tensor, "S"]
+    ) -> tuple[Float[Tensor, "S E"], Float[Tensor, "S"]]:
+        """Keys and log-probabilities of any words; either way the gradients are then there."""
+        states, state = self.model.states(words[None], self.state)
+        losses = functional.cross_entropy(self.model.decoder(states[0]), answers, reduction="none")
+        with products("ieee", words.device):  # as on the way forward
+            grads = torch.autograd.grad(losses.mean(), self.params)
+        for p, grad in zip(self.params, grads, strict=True):
+            assert p.grad is not None
+            p.grad.copy_(grad)
+        for old, new in zip(self.state, state, strict=True):
+            old.copy_(new.detach())
+        # A rate that is far too large makes them anything; the memory takes what is finite.
+        keys = states[0].detach().nan_to_num(0.0, 0.0, 0.0).clamp(-MOST, MOST)
+        return keys, -losses.detach()
+
+
 class DynamicEvaluation:
     """A copy of a network that learns from each segment once it has been scored.
 
@@ -170,20 +208,13 @@ class DynamicEvaluation:
         memory: int = 1,
     ) -> None:
         self._model = trainable_copy(model)
-        self._params = list(self._model.parameters())
-        for p in self._params:
-            p.grad = torch.zeros_like(p)
-        self._update = make_update(self._params)
-        self._segment = settings.segment
-        hidden, cells = self._model.initial_state(1)
-        self._state = hidden, cells.clone()
-        self._words, self._answers = hidden.new_zeros(2, self._segment, dtype=torch.long)
-        self._keys = hidden.new_zeros(self._segment, self._model.decoder.in_features)
-        self._own = hidden.new_zeros(self._segment)
-        self._look: Callable[[], None] = self._looked
-        self._learn: Callable[[], None] = self._update.step
-        if hidden.is_cuda:
-            self._look, self._learn = Recorded(self._looked), Recorded(self._update.step)
+        self._segment = segment = Segment(self._model, settings.segment)
+        self._update = update = make_update(segment.params)
+        # Of nothing that holds this object, or it would outlive its use, with all of its weights.
+        self._look: Callable[[], None] = segment.read
+        self._learn: Callable[[], None] = update.step
+        if segment.own.is_cuda:
+            self._look, self._learn = Recorded(segment.read), Recorded(update.step)
         self._mbpa: mbpa.MbPA | None = None
         if on_top is not None:
             head = self._model.decoder
@@ -196,18 +227,17 @@ class DynamicEvaluation:
 
     def read(self, inputs: Int[Tensor, "T"], targets: Int[Tensor, "T"]) -> Read:
         """Score and learn; go on where the last call ended, which was at the end of a segment."""
-        keys, own, adapted = [], [], []
-        for words, answers in zip(
-            inputs.split(self._segment), targets.split(self._segment), strict=True
-        ):
-            is_whole = len(words) == self._segment  # but for the end of a text
+        keys, own, adapted, segment = [], [], [], self._segment
+        length = len(segment.words)
+        for words, answers in zip(inputs.split(length), targets.split(length), strict=True):
+            is_whole = len(words) == length  # but for the end of a text
             if is_whole:
-                self._words.copy_(words)
-                self._answers.copy_(answers)
+                segment.words.copy_(words)
+                segment.answers.copy_(answers)
                 self._look()
-                found = self._keys.clone(), self._own.clone()
+                found = segment.keys.clone(), segment.own.clone()
             else:
-                found = self._read(words, answers)
+                found = segment.read_these(words, answers)
             keys.append(found[0])
             own.append(found[1])
             if self._mbpa is None:
@@ -220,41 +250,17 @@ class DynamicEvaluation:
                 self._update.step()
         return Read(torch.cat(keys), torch.cat(own), torch.cat(adapted))
 
-    def _looked(self) -> None:
-        """At the segment that is there."""
-        keys, own = self._read(self._words, self._answers)
-        self._keys.copy_(keys)
-        self._own.copy_(own)
-
-    def _read(
-        self, words: Int[Tensor, "S"], answers: Int[Tensor, "S"]
-    ) -> tuple[Float[Tensor, "S E"], Float[Tensor, "S"]]:
-        """Keys and log-probabilities of some words; their gradients are then there to learn from.
-        All that is changed, is changed in place."""
-        states, state = self._model.states(words[None], self._state)
-        losses = functional.cross_entropy(self._model.decoder(states[0]), answers, reduction="none")
-        with products("ieee", words.device):  # as on the way forward
-            grads = torch.autograd.grad(losses.mean(), self._params)
-        for p, grad in zip(self._params, grads, strict=True):
-            assert p.grad is not None
-            p.grad.copy_(grad)
-        for old, new in zip(self._state, state, strict=True):
-            old.copy_(new.detach())
-        # A rate that is far too large makes them anything; the memory takes what is finite.
-        keys = states[0].detach().nan_to_num(0.0, 0.0, 0.0).clamp(-MOST, MOST)
-        return keys, -losses.detach()
-
     def state(self) -> dict[str, Any]:
         """All that `resume` needs, less what was read."""
-        params = [p.detach() for p in self._params]
-        return {"params": params, "carried": self._state, "update": self._update.state()}
+        params, carried = [p.detach() for p in self._segment.params], self._segment.state
+        return {"params": params, "carried": carried, "update": self._update.state()}
 
     @torch.no_grad()
     def resume(self, state: dict[str, Any], before: Passage) -> None:
         """Go on from what `state` gave after this much of the text."""
-        for p, kept in zip(self._params, state["params"], strict=True):
+        for p, kept in zip(self._segment.params, state["params"], strict=True):
             p.copy_(kept)
-        for part, kept in zip(self._state, state["carried"], strict=True):
+        for part, kept in zip(self._segment.state, state["carried"], strict=True):
             part.copy_(kept)
         self._update.resume(state["update"])
         if self._mbpa is not None:

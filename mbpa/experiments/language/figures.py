@@ -186,8 +186,9 @@ def _perplexities(scores: Scores) -> Table:
     for method in cited:
         rows.append([method, "", "", "", *_published(cited, method, OVER.get(method))])
     columns = ["method", "valid", "test", "Δ test", "paper: valid", "test", "Δ test"]
+    title = "Table 2: perplexity" if scores.corpus in PAPER else "Perplexity"
     return Table(
-        f"Table 2: perplexity, {TITLES[scores.corpus]}",
+        f"{title}, {TITLES[scores.corpus]}",
         columns if paper else columns[:4],
         rows if paper else [row[:4] for row in rows],
         note,
@@ -240,7 +241,8 @@ def _frequencies(scores: Scores) -> Table:
         "Fall of the perplexity by training frequency, percent",
         ["bucket", "times in training", "words", "tokens", "a word's own", "over all tokens"],
         rows,
-        "Words of the test text in five buckets of equally many; ± is the deviation among words.",
+        f"From `{CACHE}` to `{BOTH}`; negative where it rises. Words of the test text in five "
+        "buckets of equally many; ± is the deviation among words.",
     )
 
 
@@ -260,8 +262,8 @@ def _examples(scores: Scores) -> Table:
         "The tokens that gained most",
         ["context", "word", "% before", "% after", "what was remembered (weight)"],
         rows,
-        "Of the first network; each word once. Memories: the heaviest four, the words before the "
-        "arrow and the one that came then.",
+        f"Before: `{CACHE}`; after: `{BOTH}`. Of the first network; each word once. Memories: the "
+        "heaviest, the words before the arrow and the one that came then.",
     )
 
 

@@ -52,7 +52,8 @@ class Ledger:
             return False
         self._left_out.discard(repr(setting))
         before, self._spent = self._spent, self._spent + seconds
-        self._bar.update(round(self._spent) - round(before))
+        each = self.allowance / self._bar.total
+        self._bar.update(round(self._spent / each) - round(before / each))
         return True
 
     def leave_out(self, setting: object) -> None:

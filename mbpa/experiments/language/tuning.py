@@ -67,11 +67,10 @@ FIRST = Local(lr=1.0, steps=20, k=128)
 AROUND = ((0.7, 1.0), (1.4, 1.0), (1.0, 0.5), (1.0, 1.5), (0.7, 1.5), (1.4, 0.75))
 """Times the rate and the steps."""
 FINALISTS = 3  # of each of the two mixtures, judged by more tokens, if possible all
-WORTH = (
-    1e-3  # of the perplexity: for less, no setting is slower than another, nor its mixture's own
-)
+# For less of the perplexity no setting is slower than another, and no mixture's is its own.
+WORTH = 1e-3
 EXPLORING, FINISHING = 0.6, 0.8  # of the allowance, up to where settings are tried and judged
-DEAREST = 0.04  # of the allowance, for one setting
+DEAREST, DEAREST_COMPARED = 0.04, 0.1  # of the allowance, for one setting
 CHEAP = 0.01  # seconds, which any setting may take
 
 
@@ -124,10 +123,10 @@ def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Rec
     moments = adam_state(config, corpus, context, config.seeds[0])
     first, device, seconds = first_word(corpus), context.device, config.search.seconds
     passage = read_passage(model, corpus.valid.to(device), first)
-    with context.bar(round(seconds), "search", "estimated seconds") as bar:
+    with context.bar(100, "search, of its allowance", "%") as bar:
         ledger = Ledger(context, config.corpus, seconds, bar)
         ledger.tried(LSTM, {"tokens": len(passage)}, perplexity(passage.own))
-        trials = Trials(config, model, passage, ledger)
+        trials = Trials(config, model, passage, ledger, len(corpus.valid) + len(corpus.test))
         trials.choose_cache()
         trials.explore()
         trials.choose_mbpa()
@@ -140,10 +139,19 @@ def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Rec
 
 
 class Trials:
-    """Settings of the cache and of MbPA."""
+    """Settings of the cache and of MbPA.
+
+    Args:
+        scored: tokens that will be scored with what is chosen.
+    """
 
     def __init__(
-        self, config: LanguageConfig, model: LanguageModel, passage: Passage, ledger: Ledger
+        self,
+        config: LanguageConfig,
+        model: LanguageModel,
+        passage: Passage,
+        ledger: Ledger,
+        scored: int,
     ) -> None:
         self.model, self.passage, self.ledger = model, passage, ledger
         self._retrievals: dict[int, Retrieval] = {}
@@ -158,7 +166,7 @@ class Trials:
         self._ratios: Judged | None = None  # of perplexities by the two, for a good setting
         windows = [window for window in WINDOWS if window <= len(passage)]
         self.windows = windows or [len(passage)]
-        self._scored = config.search.scoring_seconds
+        self._scored, self._scoring_seconds = range(scored), config.search.scoring_seconds
 
     # The cache
 
@@ -215,9 +223,9 @@ class Trials:
     def choose_mbpa(self) -> None:
         """For each mixture the quickest of the best; one for both where that does as well."""
         final = self._finalists()
-        best, beside = self._quickest(final, 0), self._quickest(final, 1)
-        if final[beside].beside > (1 - WORTH) * final[best].beside:
-            beside = best
+        best = beside = self._quickest(final, 0)
+        if final[best].beside > (1 + WORTH) * min(judged.beside for judged in final.values()):
+            beside = self._quickest(final, 1)
         self.ledger.chose("memory", best.window)
         chosen = {"mbpa": best.local, "combined": beside.local}
         if (on_top := self._best_on_top()) is not None:
@@ -231,10 +239,11 @@ class Trials:
         of neighbours and rates."""
         best = self._best(0)
         optimum = _with(best, rule="map", k=OPTIMUM_COUNT)  # rate and steps are still those of best
-        self._try((_with(optimum, prior=prior) for prior in PRIORS), share=1.0)
+        self._try((_with(optimum, prior=prior) for prior in PRIORS), 1.0, DEAREST_COMPARED)
         window = min(best.window, max(PAPER_WINDOWS))
         grid = itertools.product(PAPER_STEPS[1:], PAPER_COUNTS, PAPER_RATES)
-        self._try((Trial(window, Local(lr=lr, steps=t, k=k)) for t, k, lr in grid), share=1.0)
+        paper = (Trial(window, Local(lr=lr, steps=t, k=k)) for t, k, lr in grid)
+        self._try(paper, 1.0, DEAREST_COMPARED)
 
     def judge(self, trial: Trial, positions: range) -> Judged:
         """Of one setting, by these tokens; written down the first time."""
@@ -257,18 +266,21 @@ class Trials:
         return judged
 
     def _explore(self, trials: Iterable[Trial]) -> None:
-        """Try what may be chosen: what would not take too long for the texts themselves, of which
-        there are two, about as long."""
-        texts = range(2 * len(self.all))
+        """Try what may be chosen: what would not take too long for the texts themselves."""
         for trial in trials:
-            if self._cost(trial, texts) <= self._scored:
-                self._try([trial], EXPLORING)
+            if self._cost(trial, self._scored) <= self._scoring_seconds:
+                self._try([trial], EXPLORING, DEAREST)
             else:
                 self.ledger.leave_out(trial)
 
-    def _try(self, trials: Iterable[Trial], share: float) -> None:
-        """Judge what can be afforded and has not been tried, by some tokens."""
-        most = max(CHEAP, DEAREST * self.ledger.allowance)
+    def _try(self, trials: Iterable[Trial], share: float, dearest: float) -> None:
+        """Judge what can be afforded and has not been tried, by some tokens.
+
+        Args:
+            share: of the allowance, that may be spent by then.
+            dearest: of the allowance, for one setting.
+        """
+        most = max(CHEAP, dearest * self.ledger.allowance)
         for trial in trials:
             if trial in self._tried:
                 continue
@@ -301,7 +313,8 @@ class Trials:
         """By its perplexity alone, 0, or beside the cache, 1."""
         if not self._tried:
             raise ExperimentError(
-                f"search.seconds must allow for a setting, got {self.ledger.allowance}"
+                "search.seconds and search.scoring_seconds must allow for a setting, got "
+                f"{self.ledger.allowance} and {self._scoring_seconds}"
             )
         return min(self._tried, key=lambda trial: self._tried[trial][mixture])
 
@@ -371,13 +384,13 @@ def _least_of_both(judged: dict[Trial, Judged]) -> float:
 def estimated_seconds(tokens: int, k: int, steps: int, words: int) -> float:
     """For adapting to `k` neighbours as many times, on one H200.
 
-    Measured with 10,000 words: 1.2 µs a token at 128 neighbours and one step, 107 µs at twenty,
-    1.6 ms at 256 and forty. Beyond 128 a Gram matrix no longer fits a program.
+    Measured with 10,000 words: 1.2 µs a token at 128 neighbours and one step, 107 µs at twenty;
+    forty take 1.6 ms at 256 and 10 ms at 512: beyond 128 a Gram matrix no longer fits a program.
     """
     near, vocabulary = k / 128, words / 10_000
     each = 1.2e-6 * near
     if steps > 1:
-        each = 5.4e-6 * steps * (near**2.6 if near > 1 else max(near**2, near / 4))
+        each = 5.4e-6 * steps * (near**2.8 if near > 1 else max(near**2, near / 4))
     return 0.005 + 1.2 * tokens * vocabulary * each
 
 

@@ -17,7 +17,7 @@ BUCKETS = 5
 EXAMPLES = 8
 CONTEXT = 8  # words shown before a token
 REMEMBERED = 4  # words shown before a memory
-MEMORIES = 4  # shown of each token
+MEMORIES = 2  # shown of each token
 
 
 def improvements(
