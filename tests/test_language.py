@@ -13,7 +13,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -755,78 +755,86 @@ def test_a_rate_at_the_edge_of_its_grid_is_gone_beyond() -> None:
     assert dynamic_tuning.beyond(1.0, (1.0,)) == []
 
 
-def test_what_is_judged_by_a_quarter_is_compared_by_the_same_tokens(
-    model: LanguageModel, text: Passage, folder: Path
-) -> None:
-    context = context_in(folder, "quarter")
-    with context.workspace.alone(), context.bar(1, "", "") as bar:
+@pytest.fixture
+def make_trials(
+    model: LanguageModel, text: Passage, tmp_path: Path
+) -> Iterator[Callable[..., tuning.Trials]]:
+    """Of a search that may spend a hundred seconds and has not begun."""
+    context = context_in(tmp_path, "trials")
+
+    def make(**search: float) -> tuning.Trials:
+        config = replace(SEARCHED, search=replace(SEARCHED.search, **search))
         books = ledger.Ledger(context, "ptb", 100.0, bar)
-        trials = tuning.Trials(SEARCHED, model, text, books, 2 * TOKENS)
-        good, dear = (tuning.Trial(60, Local(lr=lr, steps=2, k=4)) for lr in (0.5, 1.0))
-        trials._try([good], 1.0, 1.0)
-        found = trials._by_quarter(dear)
-        whole, *parts = (
-            trials.judge(good, trials.sample),
-            trials.judge(dear, trials.quarter),
-            trials.judge(good, trials.quarter),
-        )
-        assert list(trials.quarter) == list(trials.sample)[::4]
-        for mixture in (0, 1):
-            ratio = parts[0][mixture] / parts[1][mixture]
-            assert found[mixture] == pytest.approx(whole[mixture] * ratio)
+        return tuning.Trials(config, model, text, books, 2 * TOKENS)
+
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        yield make
+
+
+def test_what_is_judged_by_a_quarter_is_compared_by_the_same_tokens(
+    make_trials: Callable[..., tuning.Trials],
+) -> None:
+    trials = make_trials()
+    good, dear = (tuning.Trial(60, Local(lr=lr, steps=2, k=4)) for lr in (0.5, 1.0))
+    trials._try([good], 1.0, 1.0)
+    found = trials._by_quarter(dear)
+    whole, *parts = (
+        trials.judge(good, trials.sample),
+        trials.judge(dear, trials.quarter),
+        trials.judge(good, trials.quarter),
+    )
+    assert list(trials.quarter) == list(trials.sample)[::4]
+    for mixture in (0, 1):
+        ratio = parts[0][mixture] / parts[1][mixture]
+        assert found[mixture] == pytest.approx(whole[mixture] * ratio)
 
 
 def test_of_what_does_as_well_the_quickest_is_chosen_and_nothing_that_takes_too_long(
-    model: LanguageModel, text: Passage, folder: Path, monkeypatch: pytest.MonkeyPatch
+    model: LanguageModel,
+    make_trials: Callable[..., tuning.Trials],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    context = context_in(folder, "quickest")
     slow, quick, worse = (
         tuning.Trial(60, Local(steps=steps, k=k)) for steps, k in ((40, 60), (20, 60), (5, 8))
     )
     most = tuning.estimated_seconds(2 * TOKENS, 60, 20, model.decoder.out_features)
-    search = Search(tokens=12, dynamic_tokens=15, seconds=0.6, scoring_seconds=1.01 * most)
-    with context.workspace.alone(), context.bar(1, "", "") as bar:
-        books = ledger.Ledger(context, "ptb", 100.0, bar)
-        trials = tuning.Trials(replace(SEARCHED, search=search), model, text, books, 2 * TOKENS)
-        trials._explore([slow, quick, worse])
-        trials._vary(lambda best: [slow])
-        assert set(trials._tried) == {quick, worse}
-        assert books.left_out == 1
-        trials._try([slow], 1.0, 1.0)  # for comparison
-        assert slow in trials._tried
+    trials = make_trials(scoring_seconds=1.01 * most)
+    trials._explore([slow, quick, worse])
+    trials._vary(lambda best: [slow])
+    assert set(trials._tried) == {quick, worse}
+    assert trials.ledger.left_out == 1
+    trials._try([slow], 1.0, 1.0)  # for comparison
+    assert slow in trials._tried
 
-        judged = {
-            slow: tuning.Judged(50.0, 40.0),
-            quick: tuning.Judged(50.04, 41.0),
-            worse: tuning.Judged(51.0, 42.0),
-        }
-        for alike, beside in ((False, slow), (True, quick)):
-            final = judged | ({quick: tuning.Judged(50.04, 40.03)} if alike else {})
-            monkeypatch.setattr(trials, "_finalists", lambda final=final: final)
-            books.records.clear()
-            trials.choose_mbpa()
-            chosen = {str(r["setting"]): r["value"] for r in books.records}
-            assert chosen["mbpa.steps"] == quick.local.steps
-            assert chosen["combined.steps"] == beside.local.steps
+    judged = {
+        slow: tuning.Judged(50.0, 40.0),
+        quick: tuning.Judged(50.04, 41.0),
+        worse: tuning.Judged(51.0, 42.0),
+    }
+    for alike, beside in ((False, slow), (True, quick)):
+        final = judged | ({quick: tuning.Judged(50.04, 40.03)} if alike else {})
+        monkeypatch.setattr(trials, "_finalists", lambda final=final: final)
+        trials.ledger.records.clear()
+        trials.choose_mbpa()
+        chosen = {str(r["setting"]): r["value"] for r in trials.ledger.records}
+        assert chosen["mbpa.steps"] == quick.local.steps
+        assert chosen["combined.steps"] == beside.local.steps
 
 
 def test_the_memory_is_the_one_with_which_both_mixtures_do_best(
-    model: LanguageModel, text: Passage, folder: Path
+    make_trials: Callable[..., tuning.Trials],
 ) -> None:
-    context = context_in(folder, "both")
-    with context.workspace.alone(), context.bar(1, "", "") as bar:
-        books = ledger.Ledger(context, "ptb", 100.0, bar)
-        trials = tuning.Trials(SEARCHED, model, text, books, 2 * TOKENS)
-        small, *large = (
-            tuning.Trial(window, Local(steps=1, k=4, lr=lr))
-            for window, lr in ((30, 1.0), (60, 1.0), (60, 2.0))
-        )
-        trials._tried = {
-            small: tuning.Judged(50.0, 40.0),
-            large[0]: tuning.Judged(50.5, 45.0),
-            large[1]: tuning.Judged(60.0, 39.0),
-        }
-        assert set(trials._finalists()) == set(large)  # 50.5 × 39 is less than 50 × 40
+    trials = make_trials()
+    small, *large = (
+        tuning.Trial(window, Local(steps=1, k=4, lr=lr))
+        for window, lr in ((30, 1.0), (60, 1.0), (60, 2.0))
+    )
+    trials._tried = {
+        small: tuning.Judged(50.0, 40.0),
+        large[0]: tuning.Judged(50.5, 45.0),
+        large[1]: tuning.Judged(60.0, 39.0),
+    }
+    assert set(trials._finalists()) == set(large)  # 50.5 × 39 is less than 50 × 40
 
 
 def test_a_search_looks_at_nothing_that_it_is_to_choose() -> None:

@@ -168,6 +168,7 @@ class TrainingRun:
         for average in self.averages:
             average.lstm.flatten_parameters()  # no more so after a copy
         self.parameters: list[Tensor] = list(self.model.parameters())
+        self.averaged: list[list[Tensor]] = [list(each.parameters()) for each in self.averages]
         self.best = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.optimizer = _optimizer(self.parameters, settings, device)
         self.multiple = TENSOR_CORES if device.type == "cuda" else 1
@@ -249,9 +250,8 @@ class TrainingRun:
         self.steps += 1
         most = self.steps / (self.steps + 9)  # a ninth of the steps so far
         with torch.no_grad():
-            for average, share in zip(self.averages, self.settings.averages, strict=True):
-                kept = min(share, most)
-                torch._foreach_lerp_(list(average.parameters()), self.parameters, 1 - kept)
+            for averaged, share in zip(self.averaged, self.settings.averages, strict=True):
+                torch._foreach_lerp_(averaged, self.parameters, 1 - min(share, most))
 
     def _learned(self) -> None:
         """Learn from the words that are there. All that it changes, it changes in place."""
@@ -300,8 +300,8 @@ class TrainingRun:
                 f"pass a --training.lr below {self.settings.lr}"
             )
         if valid < min((point.valid for point in self.curve), default=math.inf):
-            best = self.averages[found.index(valid)]
-            torch._foreach_copy_(list(self.best.values()), list(best.parameters()))
+            best = self.averaged[found.index(valid)]
+            torch._foreach_copy_(list(self.best.values()), best)
         train = float((self.loss / self.steps_an_epoch).exp())
         self.curve.append(Point(self.epochs, train, valid))
 
