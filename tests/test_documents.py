@@ -117,3 +117,8 @@ def test_the_command_tells_what_was_stale(tmp_path: Path, capsys: pytest.Capture
 def test_a_table_keeps_its_bars_and_its_note() -> None:
     table = Table("A title", ["name", "value"], [["a|b", "1.5"]], "A note.")
     assert markdown(table) == "| name | value |\n| --- | ---: |\n| a\\|b | 1.5 |\n\n*A note.*\n"
+
+
+def test_what_looks_like_a_tag_in_a_table_is_not_one() -> None:
+    table = Table("A title", ["word"], [["<unk> a\\/b"], ["`<unk>`"]])
+    assert markdown(table).splitlines()[2:] == ["| \\<unk> a\\\\/b |", "| `<unk>` |"]

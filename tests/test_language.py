@@ -601,7 +601,8 @@ def test_examples_are_the_largest_gains_with_memories_from_before(
     corpus: Corpus, text: Passage
 ) -> None:
     after, before = -torch.rand(2, TOKENS).double() - 1
-    found = examples(corpus, retrieved(text, WINDOW, 8), Local(k=8), before, after)
+    retrieval = retrieved(text, WINDOW, 8)
+    found = examples(corpus, retrieval, Local(k=8), before, after)
     gains = (after - before).tolist()
     assert found[0]["value"] == pytest.approx(max(gains))
     words = [str(record["word"]) for record in found]
@@ -617,6 +618,15 @@ def test_examples_are_the_largest_gains_with_memories_from_before(
                 corpus.words[w] for w in text.targets[max(0, place - WINDOW - 4) : place]
             )
             assert f"{told.strip()} {came.strip()}".strip() in seen
+    raised = 0
+    for record in found:  # first what has the word itself
+        place = int(str(record["position"]))
+        near = retrieval.neighbors(range(place, place + 1), 8, WINDOW + 1).ids[0]
+        words = [corpus.words[word] for word in text.targets[near[near >= 0]]]
+        if record["word"] in words:
+            raised += 1
+            assert f"→ {record['word']} (" in str(record["memories"]).split("; ")[0]
+    assert raised > 0
 
 
 # The search

@@ -127,9 +127,14 @@ def digest_in(path: Path) -> str | None:
 def markdown(table: Table) -> str:
     """The table as GitHub shows it, with its note below."""
     rules = ["---:" if right else "---" for right in table.holds_numbers]
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in (table.columns, *table.rows)]
+    rows = [[_escaped(cell) for cell in row] for row in (table.columns, *table.rows)]
     lines = ["| " + " | ".join(row) + " |" for row in (rows[0], rules, *rows[1:])]
     return "\n".join([*lines, *(["", f"*{table.note}*"] if table.note else [])]) + "\n"
+
+
+def _escaped(cell: str) -> str:
+    """What would end the cell, or be taken for a tag, stands for itself; code does so anyhow."""
+    return re.sub(r"\|" if "`" in cell else r"[|<\\]", r"\\\g<0>", cell)
 
 
 def _shown(folder: Path, experiment: str, preset: str) -> tuple[list[Result], Sequence[Section]]:

@@ -261,7 +261,7 @@ class LanguageConfig:
 
 PAPER = tuned(
     LanguageConfig(
-        # How these came about, and that they are untried as a whole: docs/paper.md.
+        # How these came about: docs/paper.md.
         training=Training(epochs=520, decay_to=0.25),
         search=Search(seconds=270.0),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -251,8 +252,8 @@ def _examples(scores: Scores) -> Table:
         [
             f"… {record['context']}",
             str(record["word"]),
-            f"{100 * float(str(record['before'])):.3g}",
-            f"{100 * float(str(record['after'])):.3g}",
+            _percent(record["before"]),
+            _percent(record["after"]),
             str(record["memories"]),
         ]
         for record in scores.results[0].metrics
@@ -262,8 +263,8 @@ def _examples(scores: Scores) -> Table:
         "The tokens that gained most",
         ["context", "word", "% before", "% after", "what was remembered (weight)"],
         rows,
-        f"Before: `{CACHE}`; after: `{BOTH}`. Of the first network; each word once. Memories: the "
-        "heaviest, the words before the arrow and the one that came then.",
+        f"Before: `{CACHE}`; after: `{BOTH}`. Of the first network; each word once. Memories: "
+        "heavy ones, the words before the arrow and the one that came then.",
     )
 
 
@@ -297,6 +298,8 @@ def _draw_curves(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
             label = None if place else split
             panel.plot(epochs, [value_of(r) for r in points], "o-", color=color, label=label, ms=3)
     panel.set_yscale("log")
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter("{x:g}")
     panel.set_xlabel("epochs")
     panel.locator_params(axis="x", integer=True)
     panel.set_ylabel("perplexity")
@@ -337,6 +340,12 @@ def _draw_frequencies(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
     panel.set_xlabel("bucket, from frequent to rare words")
     panel.set_ylabel("fall of the perplexity (%)")
     panel.legend(fontsize=8.5)
+
+
+def _percent(share: object) -> str:
+    """With three digits that count, and not as a power of ten."""
+    percent = 100 * float(str(share))
+    return f"{percent:.{max(0, 2 - math.floor(math.log10(percent)))}f}" if percent else "0"
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -71,7 +71,7 @@ def examples(
     before: Float[Tensor, "T"],
     after: Float[Tensor, "T"],
 ) -> list[Record]:
-    """The tokens whose probability rose most, each word once, with the heaviest memories."""
+    """The tokens whose probability rose most, each word once, with the memories that did it."""
     targets = retrieval.passage.targets.tolist()
     order = (after - before).argsort(descending=True).tolist()
     first_of_word: dict[int, int] = {}
@@ -97,16 +97,18 @@ def examples(
 def _memories(
     corpus: Corpus, retrieval: Retrieval, local: Local, position: int, targets: list[int]
 ) -> str:
-    """What was remembered: the words before, the word that came, its weight in percent."""
+    """What was remembered: the words before, the word that came, its weight in percent. First, by
+    weight, what has the token's own word, which is what can have made it more probable."""
     at = range(position, position + 1)
     found = retrieval.neighbors(at, min(local.k, retrieval.window), retrieval.window + 1)
     weights = neighbor_weights(local.weighting, found)[0]
-    told = []
-    for place in weights.argsort(descending=True)[:MEMORIES].tolist():
-        if float(weights[place]) > 0:
-            when = int(found.ids[0, place])
-            text = _words(corpus, targets[max(0, when - REMEMBERED) : when])
-            told.append(f"{text} → {corpus.words[targets[when]]} ({100 * weights[place]:.0f}%)")
+    moments, told = found.ids[0].tolist(), []
+    by_weight = [p for p in weights.argsort(descending=True).tolist() if weights[p] > 0]
+    by_weight.sort(key=lambda place: targets[moments[place]] != targets[position])
+    for place in by_weight[:MEMORIES]:
+        when = moments[place]
+        text = _words(corpus, targets[max(0, when - REMEMBERED) : when])
+        told.append(f"{text} → {corpus.words[targets[when]]} ({100 * weights[place]:.0f}%)")
     return "; ".join(told)
 
 
