@@ -723,6 +723,22 @@ def test_a_search_tries_everything_once_and_chooses_fields_that_there_are(
     assert order.index("mbpa.k") < order.index("map")  # which is for comparison alone
 
 
+def test_dynamic_evaluation_is_chosen_by_the_longer_text(whole: list[Record]) -> None:
+    for method, fields in (
+        ("LSTM + dynamic evaluation", ("lr", "epsilon", "decay")),
+        ("LSTM + dynamic evaluation (Adam)", ("adam_lr",)),
+    ):
+        tried = [r for r in whole if r.get("method") == method]
+        short, long = (
+            sorted((r["value"], [r[name] for name in fields]) for r in tried if r["tokens"] == n)
+            for n in (15, 60)
+        )
+        assert len(long) == min(3, len(short))
+        assert sorted(setting for _, setting in long) == sorted(s for _, s in short[:3])
+        chosen = {r["setting"]: r["value"] for r in whole if r["name"] == "chosen"}
+        assert [chosen[f"dynamic.{name}"] for name in fields] == long[0][1]
+
+
 def test_a_search_that_can_afford_little_chooses_only_what_it_tried(
     corpus: Corpus, folder: Path, whole: list[Record]
 ) -> None:

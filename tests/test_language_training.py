@@ -127,16 +127,25 @@ def test_what_is_dropped_is_the_same_through_a_sequence_and_gradients_reach_the_
     model = a_model()
     tokens, start = torch.randint(11, (3, 6)), (torch.randn(1, 3, 5), torch.randn(1, 3, 5))
     drawn = draw(model, 3, DROPPED, torch.Generator().manual_seed(1))
-    noisy = model.noisy_states(tokens, start, drawn, multiple)
+    noisy = model.noisy(tokens, start, drawn, multiple)
     states, outputs, end = by_hand(model, tokens, start, drawn)
     torch.testing.assert_close(noisy.states, states)
     torch.testing.assert_close(noisy.outputs, outputs)
     torch.testing.assert_close(noisy.dropped, outputs * drawn.output)
     torch.testing.assert_close(noisy.state, end)
-    weights = torch.randn_like(states)
-    got = gradients(model, (noisy.states * weights).sum() + noisy.outputs.square().sum())
-    expected = gradients(model, (states * weights).sum() + outputs.square().sum())
-    assert {"lstm.weight_hh_l0", "lstm.bias_hh_l0", "embedding.weight"} < set(got)
+    logits = model.decoder(states)
+    torch.testing.assert_close(noisy.logits[..., :11], logits)
+    assert noisy.logits.shape[-1] % multiple == 0
+    assert noisy.logits[..., 11:].exp().sum() == 0
+    targets = torch.randint(11, (3, 6))
+
+    def loss(logits: Tensor, outputs: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.mT, targets) + outputs.square().sum()
+
+    got = gradients(model, loss(noisy.logits, noisy.outputs))
+    expected = gradients(model, loss(logits, outputs))
+    names = {"lstm.weight_hh_l0", "lstm.bias_hh_l0", "embedding.weight", "decoder.bias"}
+    assert names < set(got)
     for name, grad in expected.items():
         torch.testing.assert_close(got[name], grad, msg=name)
     assert got["lstm.weight_hh_l0"][drawn.recurrent == 0].abs().max() == 0
@@ -147,7 +156,7 @@ def test_without_dropouts_training_computes_what_testing_does() -> None:
     tokens, start = torch.randint(11, (2, 4)), model.initial_state(2)
     drawn = draw(model, 2, Dropouts(0, 0, 0, 0, 0), torch.Generator())
     torch.testing.assert_close(
-        model.noisy_states(tokens, start, drawn, 1).states, model.states(tokens, start)[0]
+        model.noisy(tokens, start, drawn, 1).states, model.states(tokens, start)[0]
     )
 
 
@@ -194,7 +203,7 @@ def test_softmax_and_embedding_are_one_matrix_that_learns_from_both() -> None:
     assert model.decoder.weight is model.embedding.weight
     tokens, targets = torch.randint(11, (2, 4)), torch.randint(11, (8,))
     drawn = draw(model, 2, Dropouts(0, 0, 0, 0, 0), torch.Generator())
-    states = model.noisy_states(tokens, model.initial_state(2), drawn, 1).states.flatten(0, 1)
+    states = model.noisy(tokens, model.initial_state(2), drawn, 1).states.flatten(0, 1)
     weight = model.decoder.weight
 
     def loss(matrix: Tensor, seen: Tensor) -> Tensor:
@@ -367,7 +376,7 @@ def test_states_are_forgotten_as_often_as_asked_for(tmp_path: Path) -> None:
     source.set_state(run.source.get_state())
     run._loss(run.inputs[:, :7], run.targets[:, :7])
     drawn = draw(run.model, 4, DROPPED, source)
-    fresh = run.model.noisy_states(run.inputs[:, :7], run.model.initial_state(4), drawn, 1)
+    fresh = run.model.noisy(run.inputs[:, :7], run.model.initial_state(4), drawn, 1)
     torch.testing.assert_close(run.state, fresh.state)
 
 

@@ -195,7 +195,8 @@ class Search:
     tokens: int = 12_000
     """Of the validation text, evenly spread over it, with which most settings are judged."""
     dynamic_tokens: int = 10_000
-    """From its beginning, with which settings of dynamic evaluation are judged."""
+    """From its beginning, with which settings of dynamic evaluation are judged; the best three are
+    then judged by four times as many."""
     seconds: float = 300.0
     """Of one H200, as estimated beforehand; settings that would take longer are left out."""
     scoring_seconds: float = 150.0

@@ -8,6 +8,7 @@ cuDNN still runs the recurrence; it must find the weights side by side in one pi
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -83,29 +84,35 @@ class LanguageModel(nn.Module):
         with products("ieee", tokens.device):
             return self.decoder(states), state
 
-    def noisy_states(
-        self, tokens: Int[Tensor, "B T"], state: State, drawn: Drawn, multiple: int
-    ) -> Noisy:
+    def noisy(self, tokens: Int[Tensor, "B T"], state: State, drawn: Drawn, multiple: int) -> Noisy:
         """The same with something dropped.
 
         Args:
             multiple: to which widths are filled up while computing, with zeros that stay zero:
                 tensor cores want rows that are aligned, and those of width 1853 are not.
         """
-        inputs = self.embedding(tokens)
+        vectors = _widened(self.decoder.weight, multiple, 2)
+        inputs = functional.embedding(tokens, vectors)
         if drawn.words is not None:
             inputs = inputs * drawn.words[tokens][..., None]
-        inputs = _widened(_masked(inputs, drawn.input), multiple)
+        inputs = _masked(inputs, drawn.input, multiple)
         carried = _widened(state[0], multiple), _widened(state[1], multiple)
         weights = side_by_side(self.lstm, drawn.recurrent, multiple)
         outputs, hidden, cells = torch.lstm(
             inputs, carried, weights, True, 1, 0.0, True, False, True
         )  # has biases, layers, dropout, training, bidirectional, batch first
-        units = self.lstm.hidden_size
-        outputs = outputs[..., :units]
-        dropped = _masked(outputs, drawn.output)
-        states = _masked(self.projection(dropped), drawn.projected)
-        return Noisy(states, outputs, dropped, (hidden[..., :units], cells[..., :units]))
+        dropped = _masked(outputs, drawn.output, multiple)
+        projected = functional.linear(dropped, _widened(self.projection.weight, multiple, 2))
+        states = _masked(projected, drawn.projected, multiple)
+        biases = _widened(self.decoder.bias, multiple, value=-math.inf)
+        units, width = self.lstm.hidden_size, self.decoder.in_features
+        return Noisy(
+            logits=functional.linear(states, vectors, biases),
+            states=states[..., :width],
+            outputs=outputs[..., :units],
+            dropped=dropped[..., :units],
+            state=(hidden[..., :units], cells[..., :units]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +130,8 @@ class Drawn:
 class Noisy:
     """What training needs of a pass over a batch."""
 
+    logits: Float[Tensor, "B T W"]
+    """Of the word after each token; those beyond the vocabulary are −∞, which is no word's."""
     states: Float[Tensor, "B T E"]
     """What the softmax layer sees."""
     outputs: Float[Tensor, "B T H"]
@@ -163,18 +172,14 @@ def side_by_side(
 
     Units that fill up the width have zero weights and biases, so their cells and outputs are zero.
     """
-    units, more = lstm.hidden_size, -lstm.hidden_size % multiple
     own: dict[str, Tensor] = {name: lstm.get_parameter(f"{name}_l0") for name in _ORDER}
     own["weight_hh"] = _masked(own["weight_hh"], recurrent)
     gates = []
-    for name in _ORDER:
-        gate = own[name].view(4, units, -1)
-        if name.startswith("weight"):
-            gate = _widened(gate, multiple)
-        gates.append(functional.pad(gate, (0, 0, 0, more)).flatten(0, 1))
+    for weights in own.values():
+        four = weights.unflatten(0, (4, lstm.hidden_size))
+        gates.append(_widened(four, multiple, weights.dim()).flatten(0, 1))
     parts = torch.cat([gate.flatten() for gate in gates]).split([gate.numel() for gate in gates])
-    weights = [part.view(gate.shape) for part, gate in zip(parts, gates, strict=True)]
-    return [*weights[:2], weights[2].flatten(), weights[3].flatten()]
+    return [part.view(gate.shape) for part, gate in zip(parts, gates, strict=True)]
 
 
 @contextlib.contextmanager
@@ -194,11 +199,13 @@ def products(precision: Literal["ieee", "tf32"], device: torch.device) -> Iterat
             backend.fp32_precision = setting
 
 
-def _masked(numbers: Tensor, factors: Tensor | None) -> Tensor:
-    return numbers if factors is None else numbers * factors
+def _masked(numbers: Tensor, factors: Tensor | None, multiple: int = 1) -> Tensor:
+    """Args: multiple: of which the numbers have a width, other than the factors."""
+    return numbers if factors is None else numbers * _widened(factors, multiple)
 
 
-def _widened(numbers: Tensor, multiple: int) -> Tensor:
-    """With zeros, to a multiple."""
-    more = -numbers.shape[-1] % multiple
-    return functional.pad(numbers, (0, more)) if more else numbers
+def _widened(numbers: Tensor, multiple: int, dims: int = 1, value: float = 0.0) -> Tensor:
+    """With zeros or another value, to a multiple, in so many of the last dimensions."""
+    more = [-size % multiple for size in numbers.shape[-dims:]]
+    padding = [side for each in reversed(more) for side in (0, each)]
+    return functional.pad(numbers, padding, value=value) if any(more) else numbers

@@ -273,10 +273,9 @@ class TrainingRun:
             keeps = torch.rand((1, self.batch, 1), device=inputs.device, generator=self.source)
             keeps = (keeps >= settings.state_reset).float()
             self.state = self.state[0] * keeps, self.state[1] * keeps
-        noisy = self.model.noisy_states(inputs, self.state, drawn, self.multiple)
+        noisy = self.model.noisy(inputs, self.state, drawn, self.multiple)
         self.state = noisy.state[0].detach(), noisy.state[1].detach()
-        logits = self.model.decoder(noisy.states.flatten(0, 1))
-        loss = functional.cross_entropy(logits, targets.flatten())
+        loss = functional.cross_entropy(noisy.logits.flatten(0, 1), targets.flatten())
         self.loss += loss.detach()
         if settings.activation_penalty:
             loss = loss + settings.activation_penalty * noisy.dropped.square().mean()
