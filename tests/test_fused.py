@@ -103,7 +103,8 @@ def difference(outputs: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 # More classes than a program holds; rows to spare, none to spare, and more than one tile of them.
 @pytest.mark.parametrize(
-    ("k", "classes"), [(5, 20), (20, 130), (63, 64), (128, 70), (150, 40), (256, 33)]
+    ("k", "classes"),
+    [(5, 20), (16, 130), (20, 130), (63, 64), (64, 130), (128, 70), (150, 40), (256, 33)],
 )
 def test_the_span_step(device: str, k: int, classes: int, decay: float, steps: int) -> None:
     problem = make_problem(device, mbpa.Gradient(0.5, steps, decay), k=k, classes=classes)

@@ -881,6 +881,10 @@ def test_the_whole_search_of_a_corpus_is_meant_to_take_minutes() -> None:
     assert one < 0.05
     assert 1.2 < many < 2  # as measured: 1.2 µs and 107 µs a token
     assert tuning.estimated_seconds(12_000, 128, 20, 40_000) == pytest.approx(4 * many, rel=0.01)
+    for k, share in ((100, 1.0), (64, 0.5), (33, 0.5), (5, 0.125)):
+        found = tuning.estimated_seconds(12_000, k, 20, 10_000)
+        assert found == pytest.approx(share * many, rel=0.03)
+    assert tuning.estimated_seconds(12_000, 128, 20, 10_000, True) > 1.3 * many
     # Measured: 20 and 120 seconds.
     assert 20 < tuning.estimated_seconds(12_293, 256, 40, 10_000) < 30
     assert 120 < tuning.estimated_seconds(12_293, 512, 40, 10_000) < 180

@@ -8,8 +8,9 @@ share a query's classes and tell each other the sums of exponentials of each nei
 `_resident` keeps its block of L in registers for all steps and waits for the other programs of its
 query at each. Where a query has too many classes or neighbours for that, `_step` takes one step a
 launch and passes L through memory once; more than `MOST_ROWS` neighbours then take several
-programs, which read one buffer and write another. Neighbours that leave no row for the query (128,
-say) have its outputs z beside them: z ← z + β(z⁰ − z) − α uᵀ r, with u its products with them.
+programs, which read one buffer and write another. There, neighbours that leave no row for the query
+(64 or 128, say) have its outputs z beside them: z ← z + β(z⁰ − z) − α uᵀ r, with u its products
+with them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def span_outputs(
         at_query: the head's own outputs at the queries.
     """
     (batch, count), classes, new = index.shape, table.shape[1], weights.new_empty
-    rows, tiles, beside = _tiled(count)
+    rows, tiles, beside, resident = _tiled(count, classes, weights.device)
     padded = tiles * rows
     gram = new(2, batch, padded, padded, dtype=torch.float16)
     factors, products = new(batch, 3), new(batch, padded)
@@ -83,8 +84,8 @@ def span_outputs(
     )  # fmt: skip
     sources = table, extra if len(extra) else table, index, at_query, len(table), table.stride(0)
     neighbors = gram, factors, products, weights, labels
-    parts = triton.cdiv(classes, RESIDENT_CLASSES)
-    if tiles == 1 and not beside and parts <= _most_waiting(weights.device):
+    if resident:
+        parts = triton.cdiv(classes, RESIDENT_CLASSES)
         result = torch.empty_like(at_query)
         sums = new(2, steps, batch, parts, padded)
         _resident[(batch * parts,)](
@@ -115,19 +116,22 @@ def span_outputs(
 
 def scratch_bytes(count: int, classes: int, steps: int, device: torch.device) -> int:
     """What `span_outputs` takes for a query."""
-    rows, tiles, beside = _tiled(count)
-    parts = triton.cdiv(classes, RESIDENT_CLASSES)
+    rows, tiles, _, resident = _tiled(count, classes, device)
     held = 4 * (rows * tiles) ** 2 + 4 * classes
-    if tiles == 1 and not beside and parts <= _most_waiting(device):
-        return held + 8 * steps * parts * rows
+    if resident:
+        return held + 8 * steps * triton.cdiv(classes, RESIDENT_CLASSES) * rows
     return held + 4 * (1 if tiles == 1 else 2) * tiles * rows * classes
 
 
-def _tiled(count: int) -> tuple[int, int, bool]:
-    """Rows of a tile, tiles, and whether there is no row left for the query."""
-    rows = min(MOST_ROWS, max(16, triton.next_power_of_2(count + 1)))
+def _tiled(count: int, classes: int, device: torch.device) -> tuple[int, int, bool, bool]:
+    """Rows of a tile, tiles, whether there is no row left for the query, and whether a program's
+    outputs stay in its registers, which takes such a row."""
+    rows = max(16, triton.next_power_of_2(count + 1))
+    if rows <= MOST_ROWS and triton.cdiv(classes, RESIDENT_CLASSES) <= _most_waiting(device):
+        return rows, 1, False, True
+    rows = min(MOST_ROWS, max(16, triton.next_power_of_2(count)))
     tiles = triton.cdiv(count, rows)
-    return rows, tiles, count == tiles * rows
+    return rows, tiles, count == tiles * rows, False
 
 
 def _most_waiting(device: torch.device) -> int:

@@ -14,6 +14,7 @@ that what is tried does not depend on the speed of the day.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ RATES, STEPS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0), (5, 10, 20, 40)
 ONE_STEP_RATES, COUNTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), (16, 32, 64, 256, 512)
 BANDWIDTHS, FACTORS, DECAYS = (0.5, 0.7, 1.0, 1.5), (0.05, 0.2), (0.01, 0.03, 0.1)
 OPTIMUM_COUNT, PRIORS = 32, (0.03, 0.1, 0.3)
-OPTIMUM_STEPS = 8000  # of gradients that take as long as to solve for the optimum
+OPTIMUM_STEPS = 2000  # of gradients that take as long as to solve for the optimum
 FIRST = Local(lr=1.0, steps=20, k=128)
 AROUND = ((0.7, 1.0), (1.4, 1.0), (1.0, 0.5), (1.0, 1.5), (0.7, 1.5), (1.4, 0.75))
 """Times the rate and the steps."""
@@ -371,7 +372,8 @@ class Trials:
     def _cost(self, trial: Trial, positions: range) -> float:
         local, words = trial.local, self.model.decoder.out_features
         steps = OPTIMUM_STEPS if local.rule == "map" else local.steps
-        return estimated_seconds(len(positions), min(local.k, trial.window), steps, words)
+        k, decays = min(local.k, trial.window), local.rule == "gradient" and local.decay > 0
+        return estimated_seconds(len(positions), k, steps, words, decays)
 
 
 def _least_of_both(judged: dict[Trial, Judged]) -> float:
@@ -381,16 +383,19 @@ def _least_of_both(judged: dict[Trial, Judged]) -> float:
     )
 
 
-def estimated_seconds(tokens: int, k: int, steps: int, words: int) -> float:
+def estimated_seconds(tokens: int, k: int, steps: int, words: int, decays: bool = False) -> float:
     """For adapting to `k` neighbours as many times, on one H200.
 
-    Measured with 10,000 words: 1.2 µs a token at 128 neighbours and one step, 107 µs at twenty;
-    forty take 1.6 ms at 256 and 10 ms at 512: beyond 128 a Gram matrix no longer fits a program.
+    Measured with 10,000 words: 1.2 µs a token at 128 neighbours and one step, 107 µs at twenty, a
+    third more with a decay; forty take 1.6 ms at 256 and 10 ms at 512: beyond 128 a Gram matrix no
+    longer fits a program. Fewer than 128 are taken for filling up a power of two, and bound by
+    what passes through memory.
     """
     near, vocabulary = k / 128, words / 10_000
     each = 1.2e-6 * near
     if steps > 1:
-        each = 5.4e-6 * steps * (near**2.8 if near > 1 else max(near**2, near / 4))
+        near = 2.0 ** math.ceil(math.log2(max(k, 16))) / 128 if near < 1 else near
+        each = 5.4e-6 * steps * (near**2.8 if near > 1 else near) * (1.35 if decays else 1)
     return 0.005 + 1.2 * tokens * vocabulary * each
 
 
