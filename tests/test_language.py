@@ -959,9 +959,12 @@ def test_the_loop_is_timed_for_gradients_where_mbpa_solves_for_the_optimum(
 
 def test_the_report_of_a_search_draws_rates_and_steps(whole: list[Record]) -> None:
     config = told_of(SEARCHED)
-    result = Result("language", "tune-smoke", None, config, {}, 1.0, "mbpa", whole)
+    assert any(r["name"] == "settings_left_out" and r["value"] == 0 for r in whole)
+    more: Record = {"name": "settings_left_out", "value": 3}
+    result = Result("language", "tune-smoke", None, config, {}, 1.0, "mbpa", [*whole, more])
     first, section = shown(find("language"), [result])
     assert first.tables[0].title == "Chosen settings"
+    assert first.tables[0].note == "Settings that were not tried, as too dear: 3."
     methods = [row[0] for row in section.tables[0].rows]
     assert {"LSTM", "LSTM + cache", "LSTM + MbPA", "LSTM + dynamic evaluation"} < set(methods)
     assert drawn(section.figures[0])["svg"].startswith(b"<?xml")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from mbpa.errors import ExperimentError, MissingExtraError
 from mbpa.experiments import EXPERIMENTS
 from mbpa.experiments.experiment import Experiment, find
-from mbpa.experiments.results import TUNED, Result, read_results, write_whole
+from mbpa.experiments.results import TUNED, Result, read_results, value_of, write_whole
 from mbpa.experiments.sections import Figure, Section, Table
 
 __all__ = ["Figure", "Section", "Table", "chosen", "drawn", "shown", "write_report"]
@@ -70,12 +70,15 @@ def write_report(
 
 def chosen(results: Sequence[Result]) -> Table:
     """What searches settled on."""
-    records = [r for result in results for r in result.metrics if r["name"] == "chosen"]
+    metrics = [record for result in results for record in result.metrics]
+    records = [record for record in metrics if record["name"] == "chosen"]
     ours = ("setting", "value")
     others = [key for key in dict.fromkeys(itertools.chain(*records)) if key not in (*ours, "name")]
     columns = [*others, *ours]
     rows = [[_cell(record.get(key)) for key in columns] for record in records]
-    return Table("Chosen settings", columns, rows)
+    left = sum(value_of(record) for record in metrics if record["name"] == "settings_left_out")
+    note = f"Settings that were not tried, as too dear: {left:.0f}." if left else ""
+    return Table("Chosen settings", columns, rows, note)
 
 
 def shown(experiment: Experiment[Any], results: Sequence[Result]) -> list[Section]:

@@ -305,9 +305,8 @@ PRESETS = {
             corpus="wikitext-2",
             network=Network(hidden=1853, embedding=241),
             training=Training(
-                epochs=140,
+                epochs=200,
                 batch=128,
-                bptt=70,
                 weight_decay=1.1e-6,
                 decay_to=0.1,
                 dropouts=Dropouts(projected=0.4),

@@ -25,12 +25,11 @@ def search_sections(results: Sequence[Result]) -> list[Section]:
         most = max(int(str(record["tokens"])) for record in mine)
         value = min(value_of(record) for record in mine if record["tokens"] == most)
         best.append([method, str(len(mine)), f"{most:,}", f"{value:.2f}"])
-    left = sum(scores.values("settings_left_out"))
     section = Section(
         title=f"The search, {TITLES[scores.corpus]}",
         text=[
             "Perplexity of the validation text, weights solved for. Most settings are judged by "
-            f"tokens spread over the text. {left:.0f} settings were left out as too dear."
+            "tokens spread over the text."
         ],
         tables=[Table("Tried", ["method", "settings", "tokens", "best"], best)],
         figures=[
