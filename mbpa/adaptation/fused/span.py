@@ -8,12 +8,13 @@ share a query's classes and tell each other the sums of exponentials of each nei
 `_resident` keeps its block of L in registers for all steps and waits for the other programs of its
 query at each. Where a query has too many classes or neighbours for that, `_step` takes one step a
 launch and passes L through memory once; more than `MOST_ROWS` neighbours then take several
-programs, which read one buffer and write another. There, neighbours that leave no row for the query
-(64 or 128, say) have its outputs z beside them: z ← z + β(z⁰ − z) − α uᵀ r, with u its products
-with them.
+programs, which read one buffer and write another. There, neighbours that leave the query no row (64
+or 128) have its outputs z beside them: z ← z + β(z⁰ − z) − α uᵀ r, u being its products with them.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,6 +41,21 @@ from mbpa.device import is_interpreted
 MOST_ROWS = 128  # of a Gram matrix that one program holds
 RESIDENT_CLASSES = 64  # of a program that waits for others
 PROGRAMS = 1024  # enough to keep a GPU busy
+
+
+class Launch(NamedTuple):
+    """How a step that passes outputs through memory is launched."""
+
+    classes: int
+    """Of a block, which a program holds at a time."""
+    warps: int
+    stages: int
+    registers: int | None = None
+    """Of a thread, at most."""
+
+
+FEW_ROWS, MANY_ROWS, TILES = Launch(64, 4, 2), Launch(32, 4, 2), Launch(32, 4, 1)
+"""For up to 64 rows, up to `MOST_ROWS`, and several tiles of them."""
 STEEP = tl.constexpr(60.0)  # powers of two by which sums may move in a step without a new peak
 
 
@@ -94,12 +110,12 @@ def span_outputs(
             ROWS=rows, CLASSES=RESIDENT_CLASSES, num_warps=4 if rows <= 64 else 8, num_stages=1,
         )  # fmt: skip
         return result
-    block = 32 if rows > 64 else 64
-    blocks = triton.cdiv(classes, block)
+    launch = TILES if tiles > 1 else MANY_ROWS if rows > 64 else FEW_ROWS
+    blocks = triton.cdiv(classes, launch.classes)
     parts = triton.cdiv(blocks, triton.cdiv(blocks, max(1, PROGRAMS // (batch * tiles))))
-    outputs, sums = new(batch, padded, blocks * block), new(2, 2, batch, parts, padded)
-    sizes = count, classes, blocks
-    shape = {"BESIDE": beside, "ROWS": rows, "CLASSES": block, "num_warps": 4}
+    outputs = new(batch, padded, blocks * launch.classes)
+    sums, sizes = new(2, 2, batch, parts, padded), (count, classes, blocks)
+    shape = {"BESIDE": beside, "ROWS": rows, "CLASSES": launch.classes, "num_warps": launch.warps}
     _start[(batch, parts, tiles)](*sources, outputs, sums, *sizes, **shape)
     spare = torch.empty_like(outputs) if tiles > 1 else outputs
     result = at_query.clone() if beside else at_query
@@ -108,7 +124,7 @@ def span_outputs(
         _step[(batch, parts, 1 if last else tiles)](
             *sources, outputs, spare, result, *neighbors, sums, *sizes, step % 2, decay,
             PARTS=triton.next_power_of_2(parts), TILES=tiles, DECAY=decay != 0, LAST=last,
-            num_stages=2 if tiles == 1 else 1, **shape,
+            num_stages=launch.stages, maxnreg=launch.registers, **shape,
         )  # fmt: skip
         outputs, spare = spare, outputs
     return result if beside else outputs[:, count, :classes] / LOG2_E.value
