@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import itertools
 import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ class Run(Command):
         results = self._results("run")
         for section in find(self.name).sections(results):
             for table in section.tables:
-                print(f"\n{table.as_text()}")
+                print(f"\n{table.as_text(_terminal_width())}")
             if not section.tables:
                 print("\n" + "\n".join([section.title, *section.text]))
         self._say_if_smoke()
@@ -183,7 +184,7 @@ class Tune(Run):
         from mbpa.experiments.report import chosen
 
         results = self._results("tune")
-        print(f"\n{chosen(results).as_text()}")
+        print(f"\n{chosen(results).as_text(_terminal_width())}")
         self._say_if_smoke()
         if isinstance(self.general, SearchOptions) and self.general.adopt:
             for result in results:
@@ -465,6 +466,11 @@ def _preset_in(flags: list[str]) -> str:
         elif flag.startswith("--preset="):
             found = flag.removeprefix("--preset=")
     return found
+
+
+def _terminal_width() -> int | None:
+    """Of what tables are printed to; `None` for a file, which has room."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _failed(why: str, code: int) -> int:

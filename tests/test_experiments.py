@@ -746,6 +746,29 @@ def test_tables_are_aligned_and_numbers_are_to_the_right() -> None:
         "End.",
     ]
     assert Table("Empty", ["a"], []).as_text()
+
+
+def test_where_there_is_little_room_words_are_broken_into_lines_and_numbers_are_not() -> None:
+    words = "a great many words-with-hyphens that\nhardly fit a terminal"
+    rows = [["MLP", "1,234.5 ± 0.2", words], ["MbPA", "12.0", "few"]]
+    table = Table("Title", ["method", "score", "note"], rows, "Some more words after the end.")
+    assert table.as_text(45).splitlines() == [
+        "Title",
+        "",
+        "method          score  note",
+        "------  -------------  ----------------------",
+        "MLP     1,234.5 ± 0.2  a great many",
+        "                       words-with-hyphens",
+        "                       that hardly fit a",
+        "                       terminal",
+        "MbPA             12.0  few",
+        "Some more words after the end.",
+    ]
+    assert max(map(len, table.as_text(10).splitlines()[2:-4])) == 43  # no word is cut to pieces
+    assert table.as_text(1000) == table.as_text()
+
+
+def test_a_table_has_as_many_cells_as_columns_in_every_row() -> None:
     with pytest.raises(ValueError, match="a row must have 1 cells"):
         Table("Bad", ["a"], [["1", "2"]])
     with pytest.raises(ValueError, match="name must be letters"):

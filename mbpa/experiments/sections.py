@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +13,9 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 _NUMBER = re.compile(r"[+−-]?[\d.,]+\s*(%|±.*|\(.*\)|\*|s|ms|µs|[kMG]?B)?|[–—-]?")
+
+GAP = "  "  # between columns
+READABLE = 20  # letters of a line of words, at least
 
 
 @dataclass(frozen=True)
@@ -33,18 +38,34 @@ class Table:
         cells = [[row[column] for row in self.rows] for column in range(len(self.columns))]
         return [bool(c) and all(_NUMBER.fullmatch(cell.strip()) for cell in c) for c in cells]
 
-    def as_text(self) -> str:
-        """For a terminal."""
-        lines = [self.columns, *self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.columns))]
-        rule = ["-" * width for width in widths]
+    def as_text(self, width: int | None = None) -> str:
+        """For a terminal, or a place of another width: long cells are broken into lines."""
+        widths = self._widths(width)
+        rule = ["-" * each for each in widths]
         sides = [">" if right else "<" for right in self.holds_numbers]
-        text = [
-            "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(*parts, strict=True))
-            for parts in ((line, sides, widths) for line in (self.columns, rule, *self.rows))
-        ]
-        told = [self.title, "", *(line.rstrip() for line in text)]
-        return "\n".join([*told, *([self.note] if self.note else [])])
+        told = [self.title, ""]
+        for row in (self.columns, rule, *self.rows):
+            broken = [
+                [cell] if len(cell) <= each else textwrap.wrap(cell, each, break_on_hyphens=False)
+                for cell, each in zip(row, widths, strict=True)
+            ]
+            for cells in itertools.zip_longest(*broken, fillvalue=""):
+                parts = zip(cells, sides, widths, strict=True)
+                told.append(GAP.join(f"{cell:{side}{each}}" for cell, side, each in parts).rstrip())
+        if self.note:
+            told += [self.note] if width is None else textwrap.wrap(self.note, width)
+        return "\n".join(told)
+
+    def _widths(self, most: int | None) -> list[int]:
+        """Of the columns; the widest of those with words give way, as far as they are readable."""
+        lines, numbers = [self.columns, *self.rows], self.holds_numbers
+        widths = [max(1, *(len(line[c]) for line in lines)) for c in range(len(self.columns))]
+        while most is not None and sum(widths) + len(GAP) * (len(widths) - 1) > most:
+            wide = [c for c, each in enumerate(widths) if each > READABLE and not numbers[c]]
+            if not wide:
+                break
+            widths[max(wide, key=widths.__getitem__)] -= 1
+        return widths
 
 
 @dataclass(frozen=True)
