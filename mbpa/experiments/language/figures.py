@@ -218,8 +218,9 @@ def _times(scores: Scores) -> list[Table]:
     for method, what in notes.items():
         seconds = scores.values("seconds", method=method)
         if seconds and base:
-            ratio = statistics.fmean(seconds) / statistics.fmean(base)
-            rows.append([method, what, f"{statistics.fmean(seconds):,.2f}", f"{ratio:,.2f}"])
+            mean = statistics.fmean(seconds)
+            ratio = mean / statistics.fmean(base)
+            rows.append([method, what, _significant(mean), _significant(ratio)])
     if not rows:
         return []
     settings = f"{local['k']} neighbours, {'the optimum' if local['rule'] == 'map' else taken}"
@@ -252,8 +253,8 @@ def _examples(scores: Scores) -> Table:
         [
             f"… {record['context']}",
             str(record["word"]),
-            _percent(record["before"]),
-            _percent(record["after"]),
+            _significant(100 * float(str(record["before"]))),
+            _significant(100 * float(str(record["after"]))),
             str(record["memories"]),
         ]
         for record in scores.results[0].metrics
@@ -342,10 +343,9 @@ def _draw_frequencies(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
     panel.legend(fontsize=8.5)
 
 
-def _percent(share: object) -> str:
-    """With three digits that count, and not as a power of ten."""
-    percent = 100 * float(str(share))
-    return f"{percent:.{max(0, 2 - math.floor(math.log10(percent)))}f}" if percent else "0"
+def _significant(number: float) -> str:
+    """With three digits that count, at least, and not as a power of ten."""
+    return f"{number:,.{max(0, 2 - math.floor(math.log10(number)))}f}" if number else "0"
 
 
 def _spread(values: Sequence[float]) -> str:
