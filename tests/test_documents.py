@@ -120,5 +120,9 @@ def test_a_table_keeps_its_bars_and_its_note() -> None:
 
 
 def test_what_looks_like_a_tag_in_a_table_is_not_one() -> None:
-    table = Table("A title", ["word"], [["<unk> a\\/b"], ["`<unk>`"]])
-    assert markdown(table).splitlines()[2:] == ["| \\<unk> a\\\\/b |", "| `<unk>` |"]
+    table = Table("A title", ["word"], [["<unk> a\\/b"], ["`<unk>|` <a"], ["`` the <unk> ''"]])
+    assert markdown(table).splitlines()[2:] == [
+        "| \\<unk> a\\\\/b |",
+        "| `<unk>\\|` \\<a |",
+        "| `` the \\<unk> '' |",
+    ]

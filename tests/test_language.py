@@ -623,6 +623,7 @@ def test_examples_are_the_largest_gains_with_memories_from_before(
         place = int(str(record["position"]))
         near = retrieval.neighbors(range(place, place + 1), 8, WINDOW + 1).ids[0]
         words = [corpus.words[word] for word in text.targets[near[near >= 0]]]
+        assert record["with_the_word"] == words.count(str(record["word"]))
         if record["word"] in words:
             raised += 1
             assert f"→ {record['word']} (" in str(record["memories"]).split("; ")[0]
@@ -723,20 +724,64 @@ def test_a_search_tries_everything_once_and_chooses_fields_that_there_are(
     assert order.index("mbpa.k") < order.index("map")  # which is for comparison alone
 
 
-def test_dynamic_evaluation_is_chosen_by_the_longer_text(whole: list[Record]) -> None:
-    for method, fields in (
-        ("LSTM + dynamic evaluation", ("lr", "epsilon", "decay")),
-        ("LSTM + dynamic evaluation (Adam)", ("adam_lr",)),
-    ):
-        tried = [r for r in whole if r.get("method") == method]
-        short, long = (
-            sorted((r["value"], [r[name] for name in fields]) for r in tried if r["tokens"] == n)
-            for n in (15, 60)
-        )
-        assert len(long) == min(3, len(short))
-        assert sorted(setting for _, setting in long) == sorted(s for _, s in short[:3])
-        chosen = {r["setting"]: r["value"] for r in whole if r["name"] == "chosen"}
-        assert [chosen[f"dynamic.{name}"] for name in fields] == long[0][1]
+def test_rates_and_pulls_of_dynamic_evaluation_are_compared_on_the_longer_text(
+    whole: list[Record],
+) -> None:
+    tried = [r for r in whole if r["name"] == "perplexity"]
+    rates = {
+        n: {
+            (r["lr"], r["epsilon"]): r["value"]
+            for r in tried
+            if "epsilon" in r and r["tokens"] == n
+        }
+        for n in (15, 60)
+    }
+    assert len(rates[15]) == 4
+    assert set(rates[60]) == set(sorted(rates[15], key=rates[15].__getitem__)[:3])
+    assert {r["adam_lr"] for r in tried if "adam_lr" in r and r["tokens"] == 60} == {1e-4}
+    long = [r for r in tried if r["method"] == "LSTM + dynamic evaluation" and r["tokens"] == 60]
+    assert {r["decay"] for r in long} == {0.0, CONFIG.dynamic.decay}
+    chosen = {r["setting"]: r["value"] for r in whole if r["name"] == "chosen"}
+    best = min(long, key=lambda record: float(str(record["value"])))
+    assert {name: chosen[f"dynamic.{name}"] for name in ("lr", "epsilon", "decay")} == {
+        name: best[name] for name in ("lr", "epsilon", "decay")
+    }
+    alone = {r["tokens"]: r["value"] for r in tried if r["method"] == "LSTM"}
+    assert {15, 60, TOKENS} < set(alone)
+
+
+@pytest.mark.parametrize("affords_the_longer", [True, False])
+def test_a_rate_that_helps_at_first_and_leads_astray_is_not_chosen(
+    model: LanguageModel,
+    text: Passage,
+    folder: Path,
+    small_grids: None,
+    monkeypatch: pytest.MonkeyPatch,
+    affords_the_longer: bool,
+) -> None:
+    """By a table in place of readings: the higher the better, on the shorter text alone."""
+    read: list[tuple[float, int]] = []
+
+    def table(self: object, method: str, settings: Dynamic, tokens: int) -> tuple[float]:
+        read.append((settings.lr, tokens))
+        astray = settings.lr > 5e-4 and tokens > 15
+        return (math.inf if astray else 100 - 1e4 * settings.lr + 10 * settings.decay,)
+
+    monkeypatch.setattr(dynamic_tuning.DynamicTrials, "_read", table)
+    config = replace(SEARCHED, dynamic=replace(SEARCHED.dynamic, adam_lr=0.0))
+    context = context_in(folder, f"astray {affords_the_longer}")
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        books = ledger.Ledger(context, "ptb", 1e3, bar)
+        trials = dynamic_tuning.DynamicTrials(config, model, text, 0, [], None, books)
+        if not affords_the_longer:  # not for all that are to be compared
+            short, long = (trials._cost(config.dynamic, tokens) for tokens in (15, 60))
+            books.allowance = 4 * short + 1.5 * long
+        trials.choose()
+    chosen = {r["setting"]: r["value"] for r in books.records if r["name"] == "chosen"}
+    assert chosen["dynamic.decay"] == 0.0
+    assert chosen["dynamic.lr"] == (5e-4 if affords_the_longer else 2e-3)
+    assert {tokens for _, tokens in read} == ({15, 60} if affords_the_longer else {15})
+    assert len(set(map(str, books.records))) == len(books.records)
 
 
 def test_a_search_that_can_afford_little_chooses_only_what_it_tried(
@@ -961,12 +1006,21 @@ def test_the_report_of_a_search_draws_rates_and_steps(whole: list[Record]) -> No
     config = told_of(SEARCHED)
     assert any(r["name"] == "settings_left_out" and r["value"] == 0 for r in whole)
     more: Record = {"name": "settings_left_out", "value": 3}
-    result = Result("language", "tune-smoke", None, config, {}, 1.0, "mbpa", [*whole, more])
+    dynamic = next(r for r in whole if "epsilon" in r and r["tokens"] == 60)
+    diverged: Record = {**dynamic, "value": None}
+    records = [more, diverged, *whole]
+    result = Result("language", "tune-smoke", None, config, {}, 1.0, "mbpa", records)
     first, section = shown(find("language"), [result])
     assert first.tables[0].title == "Chosen settings"
     assert first.tables[0].note == "Settings that were not tried, as too dear: 3."
-    methods = [row[0] for row in section.tables[0].rows]
-    assert {"LSTM", "LSTM + cache", "LSTM + MbPA", "LSTM + dynamic evaluation"} < set(methods)
+    rows = {row[0]: row[1:] for row in section.tables[0].rows}
+    assert {"LSTM", "LSTM + cache", "LSTM + MbPA"} < set(rows)
+    settings, tokens, alone, best = rows["LSTM + dynamic evaluation"]
+    assert (settings, tokens) == ("5", "60")  # four rates and a pull
+    long = [r for r in whole if r.get("method") == "LSTM + dynamic evaluation" if r["tokens"] == 60]
+    assert best == f"{min(float(str(r['value'])) for r in long):.2f}"
+    (own,) = (r["value"] for r in whole if r.get("part") == "beginning" and r["tokens"] == 60)
+    assert alone == f"{own:.2f}"
     assert drawn(section.figures[0])["svg"].startswith(b"<?xml")
 
 

@@ -134,7 +134,8 @@ def markdown(table: Table) -> str:
 
 def _escaped(cell: str) -> str:
     """What would end the cell, or be taken for a tag, stands for itself; code does so anyhow."""
-    return re.sub(r"\|" if "`" in cell else r"[|<\\]", r"\\\g<0>", cell)
+    plain = re.sub(r"(`[^`]+`)|([<\\])", lambda found: found[1] or f"\\{found[2]}", cell)
+    return plain.replace("|", r"\|")
 
 
 def _shown(folder: Path, experiment: str, preset: str) -> tuple[list[Result], Sequence[Section]]:

@@ -8,8 +8,8 @@ share a query's classes and tell each other the sums of exponentials of each nei
 `_resident` keeps its block of L in registers for all steps and waits for the other programs of its
 query at each. Where a query has too many classes or neighbours for that, `_step` takes one step a
 launch and passes L through memory once; more than `MOST_ROWS` neighbours then take several
-programs, which read one buffer and write another. There, neighbours that leave the query no row (64
-or 128) have its outputs z beside them: z ← z + β(z⁰ − z) − α uᵀ r, u being its products with them.
+programs, which read one buffer and write another. There, neighbours that fill all rows
+have the query's outputs z beside them: z ← z + β(z⁰ − z) − α uᵀ r, u its products with them.
 """
 
 from __future__ import annotations
@@ -50,12 +50,24 @@ class Launch(NamedTuple):
     """Of a block, which a program holds at a time."""
     warps: int
     stages: int
-    registers: int | None = None
-    """Of a thread, at most."""
 
 
-FEW_ROWS, MANY_ROWS, TILES = Launch(64, 4, 2), Launch(32, 4, 2), Launch(32, 4, 1)
+FEW_ROWS, MANY_ROWS, SEVERAL_TILES = Launch(64, 4, 2), Launch(32, 4, 2), Launch(32, 4, 1)
 """For up to 64 rows, up to `MOST_ROWS`, and several tiles of them."""
+
+
+class Layout(NamedTuple):
+    """How a query's neighbours are shared out."""
+
+    rows: int
+    """Of a tile of the Gram matrix."""
+    tiles: int
+    beside: bool
+    """Whether there is no row left for the query."""
+    resident: bool
+    """Whether a program's outputs stay in its registers, which takes such a row."""
+
+
 STEEP = tl.constexpr(60.0)  # powers of two by which sums may move in a step without a new peak
 
 
@@ -83,7 +95,7 @@ def span_outputs(
         at_query: the head's own outputs at the queries.
     """
     (batch, count), classes, new = index.shape, table.shape[1], weights.new_empty
-    rows, tiles, beside, resident = _tiled(count, classes, weights.device)
+    rows, tiles, beside, resident = _layout(count, classes, weights.device)
     padded = tiles * rows
     gram = new(2, batch, padded, padded, dtype=torch.float16)
     factors, products = new(batch, 3), new(batch, padded)
@@ -110,7 +122,7 @@ def span_outputs(
             ROWS=rows, CLASSES=RESIDENT_CLASSES, num_warps=4 if rows <= 64 else 8, num_stages=1,
         )  # fmt: skip
         return result
-    launch = TILES if tiles > 1 else MANY_ROWS if rows > 64 else FEW_ROWS
+    launch = SEVERAL_TILES if tiles > 1 else MANY_ROWS if rows > 64 else FEW_ROWS
     blocks = triton.cdiv(classes, launch.classes)
     parts = triton.cdiv(blocks, triton.cdiv(blocks, max(1, PROGRAMS // (batch * tiles))))
     outputs = new(batch, padded, blocks * launch.classes)
@@ -124,7 +136,7 @@ def span_outputs(
         _step[(batch, parts, 1 if last else tiles)](
             *sources, outputs, spare, result, *neighbors, sums, *sizes, step % 2, decay,
             PARTS=triton.next_power_of_2(parts), TILES=tiles, DECAY=decay != 0, LAST=last,
-            num_stages=launch.stages, maxnreg=launch.registers, **shape,
+            num_stages=launch.stages, **shape,
         )  # fmt: skip
         outputs, spare = spare, outputs
     return result if beside else outputs[:, count, :classes] / LOG2_E.value
@@ -132,22 +144,20 @@ def span_outputs(
 
 def scratch_bytes(count: int, classes: int, steps: int, device: torch.device) -> int:
     """What `span_outputs` takes for a query."""
-    rows, tiles, _, resident = _tiled(count, classes, device)
+    rows, tiles, _, resident = _layout(count, classes, device)
     held = 4 * (rows * tiles) ** 2 + 4 * classes
     if resident:
         return held + 8 * steps * triton.cdiv(classes, RESIDENT_CLASSES) * rows
     return held + 4 * (1 if tiles == 1 else 2) * tiles * rows * classes
 
 
-def _tiled(count: int, classes: int, device: torch.device) -> tuple[int, int, bool, bool]:
-    """Rows of a tile, tiles, whether there is no row left for the query, and whether a program's
-    outputs stay in its registers, which takes such a row."""
+def _layout(count: int, classes: int, device: torch.device) -> Layout:
     rows = max(16, triton.next_power_of_2(count + 1))
     if rows <= MOST_ROWS and triton.cdiv(classes, RESIDENT_CLASSES) <= _most_waiting(device):
-        return rows, 1, False, True
+        return Layout(rows, 1, beside=False, resident=True)
     rows = min(MOST_ROWS, max(16, triton.next_power_of_2(count)))
     tiles = triton.cdiv(count, rows)
-    return rows, tiles, count == tiles * rows, False
+    return Layout(rows, tiles, beside=count == tiles * rows, resident=False)
 
 
 def _most_waiting(device: torch.device) -> int:

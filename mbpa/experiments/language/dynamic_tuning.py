@@ -1,15 +1,15 @@
 """The search for settings of dynamic evaluation, on the beginning of the validation text.
 
-The best few are compared once more on a longer beginning: a rate that helps at first may lead the
-network astray in the long run. (On Penn Treebank Adam's did, chosen on 10,000 tokens.)
+Rates that do best there are compared once more on a longer beginning, and so are the pulls back to
+the trained weights: what helps at first may lead the network astray in the long run. (On Penn
+Treebank a rate of Adam did, chosen on 10,000 tokens.)
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +23,8 @@ from mbpa.experiments.language.dynamic import (
     RMSUpdate,
     Update,
 )
-from mbpa.experiments.language.evaluation import ADAM, DYNAMIC
-from mbpa.experiments.language.ledger import Ledger
+from mbpa.experiments.language.evaluation import ADAM, DYNAMIC, LSTM
+from mbpa.experiments.language.ledger import BEGINNING, Ledger
 from mbpa.experiments.language.network import LanguageModel
 from mbpa.experiments.language.passage import Passage, perplexity
 
@@ -33,7 +33,9 @@ RATES = {2e-3: (2.5e-4, 5e-4, 1e-3), 2e-4: (2e-5, 6e-5, 2e-4), 2e-5: (1e-5, 3e-5
 DECAYS = (0.0, 0.002, 0.006, 0.1)
 ADAM_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 FINALISTS, LONGER = 3, 4
-"""How many are compared on how many times as much text."""
+"""How many rates are compared on how many times as much text."""
+FIELDS = {DYNAMIC: ("lr", "epsilon", "decay"), ADAM: ("adam_lr",)}
+"""What is chosen."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,22 +49,24 @@ class DynamicTrials:
     scale: list[Tensor]
     moments: dict[str, Any] | None
     ledger: Ledger
+    _judged: dict[tuple[str, Dynamic, int], float] = field(default_factory=dict)
 
     def choose(self) -> None:
         """The rule of Krause et al. and Adam; what cannot be afforded is not chosen, and stays as
         it is."""
-        settings, fields = self.config.dynamic, ("lr", "epsilon", "decay")
+        settings = self.config.dynamic
+        for tokens in sorted({self._short, self._long} - {len(self.passage)}):
+            value = perplexity(self.passage.own[:tokens])
+            self.ledger.tried(LSTM, {"tokens": tokens, "part": BEGINNING}, value)
         options = [replace(settings, epsilon=e, lr=lr) for e in RATES for lr in RATES[e]]
-        found = self._tried(DYNAMIC, options, fields)
+        found = self._tried(DYNAMIC, options)
         if found:
             best = _best(found)
             rates = beyond(best.lr, RATES[best.epsilon])
-            found |= self._tried(DYNAMIC, [replace(best, lr=lr) for lr in rates], fields)
-            pulled = [replace(_best(found), decay=decay) for decay in DECAYS]
-            found |= self._tried(DYNAMIC, pulled, fields)
-            best = self._best_in_the_long_run(DYNAMIC, found, fields)
-            for name in fields:
-                self.ledger.chose(f"dynamic.{name}", getattr(best, name))
+            found |= self._tried(DYNAMIC, [replace(best, lr=lr) for lr in rates])
+            best = self._settled(DYNAMIC, _leading(found))
+            pulled = [replace(best, decay=decay) for decay in DECAYS]
+            self._note(DYNAMIC, self._settled(DYNAMIC, [best, *pulled]))
         if settings.adam_lr:
             self._choose_adam()
 
@@ -70,51 +74,59 @@ class DynamicTrials:
         def options(rates: Sequence[float]) -> list[Dynamic]:
             return [replace(self.config.dynamic, adam_lr=rate) for rate in rates]
 
-        found = self._tried(ADAM, options(ADAM_RATES), ("adam_lr",))
+        found = self._tried(ADAM, options(ADAM_RATES))
         if found:
-            rates = beyond(_best(found).adam_lr, ADAM_RATES)
-            found |= self._tried(ADAM, options(rates), ("adam_lr",))
-            best = self._best_in_the_long_run(ADAM, found, ("adam_lr",))
-            self.ledger.chose("dynamic.adam_lr", best.adam_lr)
+            found |= self._tried(ADAM, options(beyond(_best(found).adam_lr, ADAM_RATES)))
+            self._note(ADAM, self._settled(ADAM, _leading(found)))
 
-    def _best_in_the_long_run(
-        self, method: str, found: dict[Dynamic, float], fields: tuple[str, ...]
-    ) -> Dynamic:
-        """Of the best few, by more of the text, as far as it can be afforded for all of them."""
-        if len(self.passage) <= self.config.search.dynamic_tokens:
-            return _best(found)
-        finalists = sorted(found, key=lambda settings: found[settings])[:FINALISTS]
-        longer = self._tried(method, finalists, fields, again=True)
-        return _best(longer if len(longer) == len(finalists) else found)
+    def _note(self, method: str, best: Dynamic) -> None:
+        for name in FIELDS[method]:
+            self.ledger.chose(f"dynamic.{name}", getattr(best, name))
 
-    def _tried(
-        self,
-        method: str,
-        options: Sequence[Dynamic],
-        fields: tuple[str, ...],
-        again: bool = False,
-    ) -> dict[Dynamic, float]:
-        """The perplexities of those that can be afforded.
+    @property
+    def _short(self) -> int:
+        return min(len(self.passage), self.config.search.dynamic_tokens)
 
-        Args:
-            again: by more of the text.
-        """
-        found: dict[Dynamic, float] = {}
-        wanted = self.config.search.dynamic_tokens * (LONGER if again else 1)
-        tokens = self.passage.targets[:wanted]
+    @property
+    def _long(self) -> int:
+        return min(len(self.passage), LONGER * self.config.search.dynamic_tokens)
+
+    def _tried(self, method: str, options: Sequence[Dynamic]) -> dict[Dynamic, float]:
+        """The perplexities of those that can be afforded, by the shorter text."""
+        return {
+            settings: self._judge(method, settings, self._short)
+            for settings in options
+            if self.ledger.affords((method, settings), self._cost(settings, self._short))
+        }
+
+    def _settled(self, method: str, options: Sequence[Dynamic]) -> Dynamic:
+        """The best of them by the longer text, or by the shorter one, if the longer is too dear for
+        all of them; the first where that is, too."""
+        for tokens in (self._long, self._short):
+            new = [each for each in options if (method, each, tokens) not in self._judged]
+            if self.ledger.affords(None, sum(self._cost(each, tokens) for each in new)):
+                return _best({each: self._judge(method, each, tokens) for each in options})
+        for each in options[1:]:
+            if (method, each, self._short) not in self._judged:
+                self.ledger.leave_out((method, each))
+        return options[0]
+
+    def _cost(self, settings: Dynamic, tokens: int) -> float:
         weights = sum(p.numel() for p in self.model.parameters())
-        for settings in options:
-            cost = len(tokens) / settings.segment * (3e-4 + 3e-11 * weights)
-            if self.ledger.affords(None if again else (method, settings), cost):
-                compute = functools.partial(self._judge, method, tokens, settings)
-                (value,) = self.ledger.known((method, settings, len(tokens)), compute)
-                found[settings] = value
-                told = {name: getattr(settings, name) for name in fields}
-                self.ledger.tried(method, {**told, "tokens": len(tokens)}, value)
-        return found
+        return tokens / settings.segment * (3e-4 + 3e-11 * weights)
 
-    def _judge(self, method: str, tokens: Tensor, settings: Dynamic) -> tuple[float]:
-        training = self.config.training
+    def _judge(self, method: str, settings: Dynamic, tokens: int) -> float:
+        """The perplexity of so much of the text; written down once."""
+        key = method, settings, tokens
+        if key not in self._judged:
+            compute = functools.partial(self._read, *key)
+            (self._judged[key],) = self.ledger.known(key, compute)
+            told = {name: getattr(settings, name) for name in FIELDS[method]}
+            self.ledger.tried(method, {**told, "tokens": tokens}, self._judged[key])
+        return self._judged[key]
+
+    def _read(self, method: str, settings: Dynamic, tokens: int) -> tuple[float]:
+        training, text = self.config.training, self.passage.targets[:tokens]
 
         def make(params: Params) -> Update:
             if method == DYNAMIC:
@@ -122,10 +134,9 @@ class DynamicTrials:
             betas = training.beta1, training.beta2
             return AdamUpdate(params, settings.adam_lr, self.moments, *betas)
 
-        inputs = functional.pad(tokens[:-1], (1, 0), value=self.first)
+        inputs = functional.pad(text[:-1], (1, 0), value=self.first)
         network = DynamicEvaluation(self.model, make, settings)
-        value = perplexity(network.read(inputs, tokens).own)
-        return (math.inf if math.isnan(value) else value,)
+        return (perplexity(network.read(inputs, text).own),)
 
 
 def beyond(rate: float, grid: Sequence[float]) -> list[float]:
@@ -138,3 +149,8 @@ def beyond(rate: float, grid: Sequence[float]) -> list[float]:
 
 def _best(found: dict[Dynamic, float]) -> Dynamic:
     return min(found, key=lambda settings: found[settings])
+
+
+def _leading(found: dict[Dynamic, float]) -> list[Dynamic]:
+    """The best few, the best first."""
+    return sorted(found, key=lambda settings: found[settings])[:FINALISTS]

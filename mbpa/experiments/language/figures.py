@@ -129,8 +129,8 @@ def sections(results: Sequence[Result]) -> list[Section]:
             Section(
                 title=f"Which words gain, {title}",
                 text=[
-                    f"`{BOTH}` against `{CACHE}`, word by word. In the paper the improvement rises "
-                    "towards the least frequent words."
+                    f"`{BOTH}` against `{CACHE}`, word by word. In the paper's figure, which is of "
+                    "WikiText-2, the improvement rises towards the least frequent words."
                 ],
                 tables=[_frequencies(scores), _examples(scores)],
                 figures=[_frequency_figure(scores)],
@@ -186,7 +186,7 @@ def _perplexities(scores: Scores) -> Table:
         rows.append([method, *ours, *_published(paper, method, LSTM)])
     for method in cited:
         rows.append([method, "", "", "", *_published(cited, method, OVER.get(method))])
-    columns = ["method", "valid", "test", "Δ test", "paper: valid", "test", "Δ test"]
+    columns = ["method", "valid", "test", "Δ test", "paper: valid", "paper: test", "paper: Δ"]
     title = "Table 2: perplexity" if scores.corpus in PAPER else "Perplexity"
     return Table(
         f"{title}, {TITLES[scores.corpus]}",
@@ -241,7 +241,7 @@ def _frequencies(scores: Scores) -> Table:
         rows.append([str(bucket), seen, *counts, own, _spread(of_tokens)])
     return Table(
         "Fall of the perplexity by training frequency, percent",
-        ["bucket", "times in training", "words", "tokens", "a word's own", "over all tokens"],
+        ["bucket", "times in training", "words", "tokens", "mean over words", "over all tokens"],
         rows,
         f"From `{CACHE}` to `{BOTH}`; negative where it rises. Words of the test text in five "
         "buckets of equally many; ± is the deviation among words.",
@@ -249,6 +249,7 @@ def _frequencies(scores: Scores) -> Table:
 
 
 def _examples(scores: Scores) -> Table:
+    examples = [r for r in scores.results[0].metrics if r["name"] == "example"]
     rows = [
         [
             f"… {record['context']}",
@@ -257,15 +258,17 @@ def _examples(scores: Scores) -> Table:
             _significant(100 * float(str(record["after"]))),
             str(record["memories"]),
         ]
-        for record in scores.results[0].metrics
-        if record["name"] == "example"
+        for record in examples
     ]
+    sorted_by_word = any("with_the_word" in record for record in examples)
+    shown = "the heaviest, those of the word first" if sorted_by_word else "the heaviest"
     return Table(
         "The tokens that gained most",
         ["context", "word", "% before", "% after", "what was remembered (weight)"],
         rows,
-        f"Before: `{CACHE}`; after: `{BOTH}`. Of the first network; each word once. Memories: "
-        "heavy ones, the words before the arrow and the one that came then.",
+        f"By the factor by which their probability rose. Before: `{CACHE}`; after: `{BOTH}`. Of "
+        f"the first network; each word once. Memories: {shown}, the words before the arrow and the "
+        "one that came then.",
     )
 
 
@@ -277,7 +280,8 @@ def _curves(scores: Scores) -> list[Figure]:
         return []
     caption = (
         f"Training the network, {TITLES[scores.corpus]}: perplexity of the training text, with all "
-        "that is dropped, and of the validation text, by the averaged weights."
+        "that is dropped, and of the validation text, by the averaged weights, read in several "
+        "places side by side."
     )
     return [
         Figure(
@@ -299,10 +303,11 @@ def _draw_curves(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
             label = None if place else split
             panel.plot(epochs, [value_of(r) for r in points], "o-", color=color, label=label, ms=3)
     panel.set_yscale("log")
+    low, high = panel.get_ylim()
     panel.yaxis.set_major_formatter("{x:g}")
-    panel.yaxis.set_minor_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else "")
     panel.set_xlabel("epochs")
-    panel.locator_params(axis="x", integer=True)
+    panel.locator_params(axis="x", integer=True, min_n_ticks=1)
     panel.set_ylabel("perplexity")
     panel.legend(fontsize=8.5)
 
@@ -332,7 +337,7 @@ def _draw_frequencies(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
         return [statistics.fmean(scores.values(name, bucket=bucket)) for bucket in buckets]
 
     words, deviations = means("improvement"), means("improvement_deviation")
-    panel.bar(buckets, words, color=COLORS[BOTH], alpha=0.35, width=0.6, label="a word's own")
+    panel.bar(buckets, words, color=COLORS[BOTH], alpha=0.35, width=0.6, label="mean over words")
     panel.errorbar(buckets, words, deviations, fmt="none", ecolor=COLORS[BOTH], capsize=3)
     dots = means("improvement_of_tokens")
     panel.plot(buckets, dots, "o", color=COLORS[MBPA], label="over all tokens")
@@ -345,7 +350,9 @@ def _draw_frequencies(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
 
 def _significant(number: float) -> str:
     """With three digits that count, at least, and not as a power of ten."""
-    return f"{number:,.{max(0, 2 - math.floor(math.log10(number)))}f}" if number else "0"
+    if not (math.isfinite(number) and number > 0):
+        return f"{number:g}"
+    return f"{number:,.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -12,6 +12,8 @@ from mbpa.experiments.experiment import Context
 from mbpa.experiments.results import Record
 
 SAVE_EVERY = 5.0  # seconds
+SPREAD, BEGINNING = "spread", "beginning"
+"""Which tokens of a text the network alone is judged by, where not all: for comparison."""
 
 
 class Ledger:

@@ -88,7 +88,7 @@ class LanguageModel(nn.Module):
         """The same with something dropped.
 
         Args:
-            multiple: to which widths are filled up while computing, with zeros that stay zero:
+            multiple: to which widths are filled up while computing, with what changes nothing:
                 tensor cores want rows that are aligned, and those of width 1853 are not.
         """
         vectors = _widened(self.decoder.weight, multiple, 2)
@@ -105,10 +105,9 @@ class LanguageModel(nn.Module):
         projected = functional.linear(dropped, _widened(self.projection.weight, multiple, 2))
         states = _masked(projected, drawn.projected, multiple)
         biases = _widened(self.decoder.bias, multiple, value=-math.inf)
-        units, width = self.lstm.hidden_size, self.decoder.in_features
+        units = self.lstm.hidden_size
         return Noisy(
             logits=functional.linear(states, vectors, biases),
-            states=states[..., :width],
             outputs=outputs[..., :units],
             dropped=dropped[..., :units],
             state=(hidden[..., :units], cells[..., :units]),
@@ -132,8 +131,6 @@ class Noisy:
 
     logits: Float[Tensor, "B T W"]
     """Of the word after each token; those beyond the vocabulary are −∞, which is no word's."""
-    states: Float[Tensor, "B T E"]
-    """What the softmax layer sees."""
     outputs: Float[Tensor, "B T H"]
     """Of the LSTM."""
     dropped: Float[Tensor, "B T H"]
@@ -200,7 +197,7 @@ def products(precision: Literal["ieee", "tf32"], device: torch.device) -> Iterat
 
 
 def _masked(numbers: Tensor, factors: Tensor | None, multiple: int = 1) -> Tensor:
-    """Args: multiple: of which the numbers have a width, other than the factors."""
+    """Times factors that are made as wide as a multiple first, which the numbers are already."""
     return numbers if factors is None else numbers * _widened(factors, multiple)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mbpa.experiments.language.evaluation import BOTH, MBPA
+from mbpa.experiments.language.evaluation import ADAM, BOTH, DYNAMIC, LSTM, MBPA
 from mbpa.experiments.language.figures import TITLES, Scores
+from mbpa.experiments.language.ledger import BEGINNING, SPREAD
 from mbpa.experiments.results import Record, Result, value_of
 from mbpa.experiments.sections import Figure, Section, Table
 
@@ -18,30 +20,56 @@ if TYPE_CHECKING:
 def search_sections(results: Sequence[Result]) -> list[Section]:
     """How much was tried, and how rate and steps of the adaptation did."""
     scores = Scores(results)
-    tried = scores.found("perplexity")
-    best = []
-    for method in dict.fromkeys(str(record["method"]) for record in tried):
-        mine = [record for record in tried if record["method"] == method]
-        most = max(int(str(record["tokens"])) for record in mine)
-        value = min(value_of(record) for record in mine if record["tokens"] == most)
-        best.append([method, str(len(mine)), f"{most:,}", f"{value:.2f}"])
+    methods = {str(record["method"]): None for record in scores.found("perplexity")}
     section = Section(
         title=f"The search, {TITLES[scores.corpus]}",
         text=[
             "Perplexity of the validation text, weights solved for. Most settings are judged by "
-            "tokens spread over the text."
+            "tokens spread over the text, dynamic evaluation by its beginning."
         ],
-        tables=[Table("Tried", ["method", "settings", "tokens", "best"], best)],
+        tables=[_tried(scores, list(methods))],
         figures=[
             Figure(
                 f"language-{scores.corpus}-search",
-                "Perplexity by steps and rate of the adaptation, other settings alike; "
+                f"Perplexity by steps and rate of the adaptation, {_what_is_alike(scores)}; "
                 f"left: {MBPA}, right: with the cache as well.",
                 lambda canvas: _draw_search(canvas, scores),
             )
         ],
     )
     return [section]
+
+
+def _tried(scores: Scores, methods: Sequence[str]) -> Table:
+    rows = []
+    for method in methods:
+        mine = scores.found("perplexity", method=method)
+        most = max(int(str(record["tokens"])) for record in mine)
+        values = [value_of(record) for record in mine if record["tokens"] == most]
+        best = min((value for value in values if math.isfinite(value)), default=math.inf)
+        of = {"method": LSTM, "tokens": most}
+        part = BEGINNING if method in (DYNAMIC, ADAM) else SPREAD
+        alone = scores.values("perplexity", **of, part=part) or scores.values("perplexity", **of)
+        settings = {_without(record, "tokens", "part", "value") for record in mine}
+        told = [f"{alone[0]:.2f}" if alone else "", f"{best:.2f}"]
+        rows.append([method, str(len(settings)), f"{most:,}", *told])
+    columns = ["method", "settings", "tokens", f"{LSTM} alone", "best"]
+    note = "By the most tokens that settings of a method were judged by."
+    return Table("Tried", columns, rows, note)
+
+
+def _without(record: Record, *names: str) -> tuple[object, ...]:
+    """What else it says, to compare."""
+    return tuple(sorted(((k, v) for k, v in record.items() if k not in names), key=str))
+
+
+def _what_is_alike(scores: Scores) -> str:
+    drawn = _most_alike([r for r in scores.found("perplexity", method=MBPA) if "steps" in r])
+    if not drawn:
+        return "other settings alike"
+    one = drawn[0]
+    kernel = str(one["kernel"]).replace("_", " ")
+    return f"{one['k']} neighbours of the last {one['window']:,} tokens, weighted by {kernel}"
 
 
 def _draw_search(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
@@ -59,8 +87,8 @@ def _most_alike(records: list[Record]) -> list[Record]:
     """Of records that differ in more than rate and steps, the largest group that does not."""
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
-        rest = {k: v for k, v in record.items() if k not in ("lr", "steps", "value", "method")}
-        groups.setdefault(tuple(sorted(rest.items(), key=str)), []).append(record)
+        alike = _without(record, "lr", "steps", "value", "method")
+        groups.setdefault(alike, []).append(record)
     return max(groups.values(), key=len, default=[])
 
 

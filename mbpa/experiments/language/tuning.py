@@ -36,7 +36,7 @@ from mbpa.experiments.language.evaluation import (
     first_word,
     kept_gradient_scale,
 )
-from mbpa.experiments.language.ledger import Ledger
+from mbpa.experiments.language.ledger import SPREAD, Ledger
 from mbpa.experiments.language.network import LanguageModel
 from mbpa.experiments.language.passage import (
     Passage,
@@ -161,6 +161,7 @@ class Trials:
         self._judged: dict[tuple[Trial, range], Judged] = {}
         self._cache = passage.own
         self.all = range(len(passage))
+        self._alone = {self.all}  # by which the network alone has been judged
         step = max(1, len(passage) // config.search.tokens)
         self.sample = range(step - 1, len(passage), step)
         self.quarter = self.sample[::4]
@@ -259,6 +260,10 @@ class Trials:
             cache = self._cache[positions.start : positions.stop : positions.step]
             return [self._mixture(positions, adapted), self._mixture(positions, adapted, cache)]
 
+        if positions not in self._alone:
+            self._alone.add(positions)
+            setting = {"tokens": len(positions), "part": SPREAD}
+            self.ledger.tried(LSTM, setting, self._mixture(positions))
         judged = Judged(*self.ledger.known((trial, positions), compute))
         setting = {"window": trial.window, **asdict(trial.local), "tokens": len(positions)}
         self.ledger.tried(MBPA, setting, judged.alone)

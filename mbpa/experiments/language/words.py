@@ -71,7 +71,7 @@ def examples(
     before: Float[Tensor, "T"],
     after: Float[Tensor, "T"],
 ) -> list[Record]:
-    """The tokens whose probability rose most, each word once, with the memories that did it."""
+    """The tokens whose probability rose by the largest factor, each word once, with memories."""
     targets = retrieval.passage.targets.tolist()
     order = (after - before).argsort(descending=True).tolist()
     first_of_word: dict[int, int] = {}
@@ -83,7 +83,7 @@ def examples(
         {
             "word": corpus.words[word],
             "context": _words(corpus, targets[max(0, position - CONTEXT) : position]),
-            "memories": _memories(corpus, retrieval, local, position, targets),
+            **_memories(corpus, retrieval, local, position, targets),
             "position": position,
             "before": float(before[position].exp()),
             "after": float(after[position].exp()),
@@ -96,7 +96,7 @@ def examples(
 
 def _memories(
     corpus: Corpus, retrieval: Retrieval, local: Local, position: int, targets: list[int]
-) -> str:
+) -> Record:
     """What was remembered: the words before, the word that came, its weight in percent. First, by
     weight, what has the token's own word, which is what can have made it more probable."""
     at = range(position, position + 1)
@@ -104,12 +104,13 @@ def _memories(
     weights = neighbor_weights(local.weighting, found)[0]
     moments, told = found.ids[0].tolist(), []
     by_weight = [p for p in weights.argsort(descending=True).tolist() if weights[p] > 0]
-    by_weight.sort(key=lambda place: targets[moments[place]] != targets[position])
+    has_word = {place: targets[moments[place]] == targets[position] for place in by_weight}
+    by_weight.sort(key=lambda place: not has_word[place])
     for place in by_weight[:MEMORIES]:
         when = moments[place]
         text = _words(corpus, targets[max(0, when - REMEMBERED) : when])
         told.append(f"{text} → {corpus.words[targets[when]]} ({100 * weights[place]:.0f}%)")
-    return "; ".join(told)
+    return {"memories": "; ".join(told), "with_the_word": sum(has_word.values())}
 
 
 def _words(corpus: Corpus, numbers: list[int]) -> str:
