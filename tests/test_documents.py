@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,13 @@ def test_a_figure_of_other_results_is_noticed(tmp_path: Path) -> None:
     assert refresh(path, RESULTS)
     assert digest_in(picture) == now
     assert digest_in(tmp_path / "none.png") is None
+
+
+def test_a_figure_that_other_code_drew_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = refreshed(f"{FIGURE}{END}\n", RESULTS).figures
+    monkeypatch.setattr(inspect, "getsource", lambda module: f"{module.__name__} of tomorrow")
+    for name, (_, told) in refreshed(f"{FIGURE}{END}\n", RESULTS).figures.items():
+        assert told != now[name][1]
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,16 @@ its title or name; `mbpa report results --documents README.md docs/*.md` writes 
 
 A title may be followed by the rows to show, by their first cells: `TITLE | MLP | MbPA`. A figure is
 a PNG file in the folder `figures` beside the document, and carries a digest of the results it was
-drawn from, so that a test can tell whether it is of today's.
+drawn from and of the code that drew it, so that a test can tell whether it is of today's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +49,7 @@ class Document:
 
     text: str
     figures: dict[str, tuple[Figure, str]]
-    """By the name of the file; each with the digest of its results."""
+    """By the name of the file; each with the digest of what it is made of."""
 
 
 def refreshed(text: str, results_folder: Path) -> Document:
@@ -80,7 +82,7 @@ def refreshed(text: str, results_folder: Path) -> Document:
         if isinstance(found, Table):
             return match["begin"] + markdown(_with_rows(found, rows)) + match["end"]
         name = f"{found.name}-{preset}.png"
-        figures[name] = found, digest(results)
+        figures[name] = found, digest(found, results)
         return f"{match['begin']}![{found.caption}]({FIGURES}/{name})\n{match['end']}"
 
     return Document(_BLOCK.sub(block, text), figures)
@@ -108,9 +110,10 @@ def refresh(path: Path, results_folder: Path) -> bool:
     return bool(stale) or document.text != before
 
 
-def digest(results: Sequence[Result]) -> str:
-    """Of everything that tables and figures may be made of."""
-    told = [[result.seed, result.config, result.metrics] for result in results]
+def digest(figure: Figure, results: Sequence[Result]) -> str:
+    """Of everything that it is made of: results, and the module that draws it."""
+    told: list[object] = [[result.seed, result.config, result.metrics] for result in results]
+    told.append(inspect.getsource(sys.modules[figure.draw.__module__]))
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
