@@ -39,6 +39,7 @@ from mbpa.experiments.language.training import (
     learning_curve,
     perplexity,
     rate_share,
+    streams_of,
     trained,
 )
 from mbpa.experiments.workspace import Workspace
@@ -223,6 +224,11 @@ def test_the_networks_are_as_large_as_the_papers() -> None:
         "paper": pytest.approx(10.0, abs=0.05),
         "paper-wikitext-2": pytest.approx(24.0, abs=0.1),
     }
+
+
+def test_long_texts_are_read_at_more_places() -> None:
+    tokens = (2, 100, 350, 10_000, 73_760, 217_646)
+    assert [streams_of(count) for count in tokens] == [1, 1, 3, 32, 32, 94]
 
 
 def test_settings_of_products_are_put_back() -> None:

@@ -47,7 +47,7 @@ FORMAT = 1  # of the kept network
 WEIGHTS, SQUARES, MEANS = "weights/", "squares/", "means/"  # in it: the best; and of Adam
 SAVE_EVERY = 20.0  # seconds
 POINTS = 50  # of the learning curve
-STREAMS = 32  # that are read side by side for it
+STREAMS, LONG = 32, 2_300  # places at which it is read side by side, or as many so long parts
 CHUNK = 1024  # tokens whose logits are there at a time
 WIDE = 400  # units, from where a second thread helps, on a busy machine too
 TENSOR_CORES = 8  # widths are filled up to a multiple of this
@@ -139,6 +139,11 @@ def perplexity(
         )
         total += losses.double().sum()
     return float((total / scored).exp())
+
+
+def streams_of(tokens: int) -> int:
+    """Places at which a text is read side by side: more where parts are long, few if short."""
+    return max(1, min((tokens - 1) // 100, max(STREAMS, tokens // LONG)))
 
 
 def rate_share(done: float, settings: Training) -> float:
@@ -290,8 +295,10 @@ class TrainingRun:
         ):
             return
         device = self.text.device
-        streams = min(STREAMS, max(1, (len(self.valid) - 1) // 100))
-        found = [perplexity(each, self.valid, device, streams) for each in self.averages]
+        found = [
+            perplexity(each, self.valid, device, streams_of(len(self.valid)))
+            for each in self.averages
+        ]
         valid = min((value for value in found if math.isfinite(value)), default=math.inf)
         if not math.isfinite(valid):
             raise ExperimentError(
