@@ -116,7 +116,7 @@ def assert_foretold(
         assert 0.8 < plan.held / peak.most < 1.25
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -8,8 +8,8 @@ share a query's classes and tell each other the sums of exponentials of each nei
 `_resident` keeps its block of L in registers for all steps and waits for the other programs of its
 query at each. Where a query has too many classes or neighbours for that, `_step` takes one step a
 launch and passes L through memory once; more than `MOST_ROWS` neighbours then take several
-programs, which read one buffer and write another. There, neighbours that fill all rows
-have the query's outputs z beside them: z ← z + β(z⁰ − z) − α uᵀ r, u its products with them.
+programs, which read one buffer and write another. There, neighbours that fill all rows have the
+query's outputs z beside them: z ← z + β(z⁰ − z) − α uᵀ r, with u its products with them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from mbpa.device import is_interpreted
 MOST_ROWS = 128  # of a Gram matrix that one program holds
 RESIDENT_CLASSES = 64  # of a program that waits for others
 PROGRAMS = 1024  # enough to keep a GPU busy
+STEEP = tl.constexpr(60.0)  # powers of two by which sums may move in a step without a new peak
 
 
 class Launch(NamedTuple):
@@ -66,9 +67,6 @@ class Layout(NamedTuple):
     """Whether there is no row left for the query."""
     resident: bool
     """Whether a program's outputs stay in its registers, which takes such a row."""
-
-
-STEEP = tl.constexpr(60.0)  # powers of two by which sums may move in a step without a new peak
 
 
 def span_outputs(

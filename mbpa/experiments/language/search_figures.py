@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 def search_sections(results: Sequence[Result]) -> list[Section]:
     """How much was tried, and how rate and steps of the adaptation did."""
     scores = Scores(results)
-    methods = {str(record["method"]): None for record in scores.found("perplexity")}
     section = Section(
         title=f"The search, {TITLES[scores.corpus]}",
         text=[
             "Perplexity of the validation text, weights solved for. Most settings are judged by "
             "tokens spread over the text, dynamic evaluation by its beginning."
         ],
-        tables=[_tried(scores, list(methods))],
+        tables=[_tried(scores)],
         figures=[
             Figure(
                 f"language-{scores.corpus}-search",
@@ -40,9 +39,9 @@ def search_sections(results: Sequence[Result]) -> list[Section]:
     return [section]
 
 
-def _tried(scores: Scores, methods: Sequence[str]) -> Table:
+def _tried(scores: Scores) -> Table:
     rows = []
-    for method in methods:
+    for method in dict.fromkeys(str(record["method"]) for record in scores.found("perplexity")):
         mine = scores.found("perplexity", method=method)
         most = max(int(str(record["tokens"])) for record in mine)
         values = [value_of(record) for record in mine if record["tokens"] == most]

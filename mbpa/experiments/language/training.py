@@ -47,7 +47,8 @@ FORMAT = 1  # of the kept network
 WEIGHTS, SQUARES, MEANS = "weights/", "squares/", "means/"  # in it: the best; and of Adam
 SAVE_EVERY = 20.0  # seconds
 POINTS = 50  # of the learning curve
-STREAMS, LONG = 32, 2_300  # places at which it is read side by side, or as many so long parts
+STREAMS = 32  # places at which the text is read side by side for it
+LONGEST = 2_300  # tokens from one of them to the next, or there are more places
 CHUNK = 1024  # tokens whose logits are there at a time
 WIDE = 400  # units, from where a second thread helps, on a busy machine too
 TENSOR_CORES = 8  # widths are filled up to a multiple of this
@@ -142,8 +143,8 @@ def perplexity(
 
 
 def streams_of(tokens: int) -> int:
-    """Places at which a text is read side by side: more where parts are long, few if short."""
-    return max(1, min((tokens - 1) // 100, max(STREAMS, tokens // LONG)))
+    """Places at which a text is read side by side, at least a hundred tokens from each other."""
+    return max(1, min((tokens - 1) // 100, max(STREAMS, tokens // LONGEST)))
 
 
 def rate_share(done: float, settings: Training) -> float:

@@ -391,9 +391,9 @@ def _least_of_both(judged: dict[Trial, Judged]) -> float:
 def estimated_seconds(tokens: int, k: int, steps: int, words: int, decays: bool = False) -> float:
     """For adapting to `k` neighbours as many times, on one H200.
 
-    Measured with 10,000 words: 1.2 µs a token at 128 neighbours and one step, 107 µs at twenty, a
-    third more with a decay; forty take 1.6 ms at 256 and 10 ms at 512: beyond 128 a Gram matrix no
-    longer fits a program. Fewer than 128 are taken for filling up a power of two, and bound by
+    Measured with 10,000 words: 1.2 µs a token at 128 neighbours and one step, 107 µs at twenty, 430
+    µs at sixty with a decay; forty take 1.6 ms at 256 and 10 ms at 512: beyond 128 a Gram matrix no
+    longer fits a program. Not measured: fewer, taken to fill up a power of two, and to be bound by
     what passes through memory.
     """
     near, vocabulary = k / 128, words / 10_000
