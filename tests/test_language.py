@@ -882,10 +882,15 @@ def test_of_what_does_as_well_the_quickest_is_chosen_and_nothing_that_takes_too_
         quick: tuning.Judged(50.04, 41.0),
         worse: tuning.Judged(51.0, 42.0),
     }
-    for alike, beside in ((False, slow), (True, quick)):
+    both = sum(trials._cost(trial, trials._scored) for trial in (slow, quick))
+    for alike, seconds, beside in (
+        (False, 1.01 * both, slow),
+        (True, 1.01 * both, quick),
+        (False, 0.99 * both, quick),
+    ):
         final = judged | ({quick: tuning.Judged(50.04, 40.03)} if alike else {})
+        trials = make_trials(scoring_seconds=seconds)
         monkeypatch.setattr(trials, "_finalists", lambda final=final: final)
-        trials.ledger.records.clear()
         trials.choose_mbpa()
         chosen = {str(r["setting"]): r["value"] for r in trials.ledger.records}
         assert chosen["mbpa.steps"] == quick.local.steps

@@ -200,8 +200,8 @@ class Search:
     seconds: float = 300.0
     """Of one H200, as estimated beforehand; settings that would take longer are left out."""
     scoring_seconds: float = 150.0
-    """Of one H200, estimated likewise, that a setting of MbPA may take to score both texts, of
-    validation and of test; those that would take longer are not chosen."""
+    """Of one H200, estimated likewise, that MbPA may take to score both texts, of validation and of
+    test, once for each setting; what would take longer is not chosen."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.dynamic_tokens) < 1:
