@@ -161,7 +161,7 @@ class Dynamic:
 
     lr: float = 5e-4
     """Of a step, times the gradient over the root of its mean square in training."""
-    decay: float = 0.02
+    decay: float = 0.002
     """The pull back to the trained weights, a segment; times the root mean square of a weight's
     gradient, relative to the mean over all weights."""
     segment: int = 5

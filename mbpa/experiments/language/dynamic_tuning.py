@@ -1,8 +1,8 @@
 """The search for settings of dynamic evaluation, on the beginning of the validation text.
 
 Rates that do best there are compared once more on a longer beginning, and so are the pulls back to
-the trained weights: what helps at first may lead the network astray in the long run. (On Penn
-Treebank a rate of Adam did, chosen on 10,000 tokens.)
+the trained weights, and rates near the best with the best of these: what helps at first may lead
+the network astray in the long run. (On Penn Treebank a rate of Adam did, chosen on 10,000 tokens.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from mbpa.experiments.language.passage import Passage, perplexity
 
 RATES = {2e-3: (2.5e-4, 5e-4, 1e-3), 2e-4: (2e-5, 6e-5, 2e-4), 2e-5: (1e-5, 3e-5, 1e-4)}
 """By the ε that they go together with."""
-DECAYS = (0.0, 0.002, 0.006, 0.1)
+DECAYS = (0.0, 0.006, 0.02, 0.1)
+NEAR = (0.5, 2.0)
+"""Times the rate, once the pull is chosen: the two go together."""
 ADAM_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 FINALISTS, LONGER = 3, 4
 """How many rates are compared on how many times as much text."""
@@ -66,7 +68,9 @@ class DynamicTrials:
             found |= self._tried(DYNAMIC, [replace(best, lr=lr) for lr in rates])
             best = self._settled(DYNAMIC, _leading(found))
             pulled = [replace(best, decay=decay) for decay in DECAYS]
-            self._note(DYNAMIC, self._settled(DYNAMIC, [best, *pulled]))
+            best = self._settled(DYNAMIC, [best, *pulled])
+            near = [replace(best, lr=float(f"{best.lr * factor:.3g}")) for factor in NEAR]
+            self._note(DYNAMIC, self._settled(DYNAMIC, [best, *near]))
         if settings.adam_lr:
             self._choose_adam()
 
