@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -22,6 +22,7 @@ import tyro
 from mbpa.errors import ExperimentError, MissingExtraError, RunError
 
 if TYPE_CHECKING:
+    from mbpa.experiments import running
     from mbpa.experiments.results import Result
 
 DESCRIPTION = """Memory-based Parameter Adaptation: an episodic memory that adapts a network, per
@@ -137,7 +138,7 @@ class Run(Command):
     def run(self) -> int:
         from mbpa.experiments.experiment import find
 
-        results = self._results("run")
+        results = self._results(self._asked("run"))
         for section in find(self.name).sections(results):
             for table in section.tables:
                 print(f"\n{table.as_text(_terminal_width())}")
@@ -150,15 +151,21 @@ class Run(Command):
         if self.general.preset == "smoke":
             print("\nsmoke is a test of the code: its figures mean nothing")
 
-    def _results(self, kind: Literal["run", "tune"]) -> list[Result]:
+    def _asked(self, kind: Literal["run", "tune"]) -> running.Run:
         from mbpa.experiments import experiment, running
 
-        asked, found = self.general, experiment.find(self.name)
-        config = self.settings or experiment.preset(found, asked.preset)
+        found, preset = experiment.find(self.name), self.general.preset
+        config = self.settings or experiment.preset(found, preset)
+        return running.Run(found, preset, config, self.general.out, kind)
+
+    def _results(self, run: running.Run) -> list[Result]:
+        from mbpa.experiments import running
+
+        asked = self.general
         device = running.device_named(asked.device)
         start = time.perf_counter()
         results = running.execute(
-            running.Run(found, asked.preset, config, asked.out, kind),
+            run,
             device=device,
             data_dir=asked.data_dir,
             progress=asked.progress,
@@ -183,13 +190,19 @@ class Tune(Run):
         from mbpa.experiments import tuned
         from mbpa.experiments.report import chosen
 
-        results = self._results("tune")
-        print(f"\n{chosen(results).as_text(_terminal_width())}")
-        self._say_if_smoke()
-        if isinstance(self.general, SearchOptions) and self.general.adopt:
-            for result in results:
-                tuned.adopt(result)
+        asked = self._asked("tune")
+        adopts = isinstance(self.general, SearchOptions) and self.general.adopt
+        if adopts:
+            tuned.adoptable(asked.label)  # before a long search, not after it
+        (result,) = self._results(asked)
+        print(f"\n{chosen([result]).as_text(_terminal_width())}")
+        if adopts:
+            tuned.adopt(result)
             print(f"adopted in {tuned.FILE}")
+        else:
+            config = tuned.with_settings(asked.config, tuned.chosen(result))
+            print(f"\nto run with these:\n{replace(asked, config=config, kind='run').command}")
+        self._say_if_smoke()
         return 0
 
 

@@ -831,7 +831,9 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, capsys) -> None:
 def test_a_search_is_kept_and_its_choice_printed(tmp_path: Path, capsys) -> None:
     for _ in range(2):
         assert cli.main(["tune", "counting", "--no-progress", "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["sum", "units", "7"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4].split() == ["sum", "units", "7"]
+    assert lines[-3:] == ["", "to run with these:", "mbpa run counting --preset quick --units 7"]
     (result,) = read_results(tmp_path, "counting")
     assert (result.preset, result.file_name) == ("tune-quick", "tune-quick.json")
 

@@ -73,6 +73,9 @@ from mbpa.experiments.workspace import Workspace
 from tests.oracle import adapt_one
 
 ROOT = Path(__file__).parent.parent
+DYNAMIC_GRIDS = {
+    name: getattr(dynamic_tuning, name) for name in ("RATES", "DECAYS", "AROUND", "ADAM_RATES")
+}
 WINDOW, TOKENS = 40, 130
 CONFIG = replace(
     PRESETS["smoke"],
@@ -659,7 +662,7 @@ def small_grids() -> Iterator[None]:
     dynamic_grids = {
         "RATES": {2e-3: (5e-4, 1e-3), 2e-4: (6e-5,)},
         "DECAYS": (0.0,),
-        "NEAR": (2.0,),
+        "AROUND": (2.0,),
         "ADAM_RATES": (1e-4,),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -729,41 +732,44 @@ def test_rates_and_pulls_of_dynamic_evaluation_are_compared_on_the_longer_text(
     whole: list[Record],
 ) -> None:
     tried = [r for r in whole if r["name"] == "perplexity"]
-    rates = {
-        n: {
-            (r["lr"], r["epsilon"]): r["value"]
-            for r in tried
-            if "epsilon" in r and r["tokens"] == n
-        }
+    dynamic = [r for r in tried if "epsilon" in r]
+    by = {
+        n: {(r["lr"], r["epsilon"], r["decay"]): r["value"] for r in dynamic if r["tokens"] == n}
         for n in (15, 60)
     }
-    assert len(rates[15]) == 4
-    leading = set(sorted(rates[15], key=rates[15].__getitem__)[:3])
-    (near,) = set(rates[60]) - leading
-    assert leading < set(rates[60])
-    assert (near[0] / 2, near[1]) in leading  # twice the rate of the best, with the pull it has
+    assert len(by[15]) == 4
+    wanted = sorted(by[15], key=by[15].__getitem__)[:3]
+    best = min(wanted, key=by[60].__getitem__)
+    wanted.append((*best[:2], 0.0))
+    lr, epsilon, decay = min((best, wanted[-1]), key=by[60].__getitem__)
+    wanted.append((2 * lr, epsilon, decay))  # around the best, with the best pull
+    assert {setting[2] for setting in wanted} == {0.0, dynamic_tuning.DECAY}
+    assert set(by[60]) == set(wanted)
     assert {r["adam_lr"] for r in tried if "adam_lr" in r and r["tokens"] == 60} == {1e-4}
-    long = [r for r in tried if r["method"] == "LSTM + dynamic evaluation" and r["tokens"] == 60]
-    assert {r["decay"] for r in long} == {0.0, LanguageConfig().dynamic.decay}
     chosen = {r["setting"]: r["value"] for r in whole if r["name"] == "chosen"}
-    best = min(long, key=lambda record: float(str(record["value"])))
-    assert {name: chosen[f"dynamic.{name}"] for name in ("lr", "epsilon", "decay")} == {
-        name: best[name] for name in ("lr", "epsilon", "decay")
-    }
+    found = tuple(chosen[f"dynamic.{name}"] for name in ("lr", "epsilon", "decay"))
+    assert found == min(by[60], key=by[60].__getitem__)
     alone = {r["tokens"]: r["value"] for r in tried if r["method"] == "LSTM"}
     assert {15, 60, TOKENS} < set(alone)
 
 
-@pytest.mark.parametrize("affords_the_longer", [True, False])
+@pytest.mark.parametrize(
+    ("affords", "rate", "left_out"),
+    [("all", 5e-4, 0), ("not the rates around", 5e-4, 1), ("none", 4e-3, 0)],
+)
 def test_a_rate_that_helps_at_first_and_leads_astray_is_not_chosen(
     model: LanguageModel,
     text: Passage,
     folder: Path,
     small_grids: None,
     monkeypatch: pytest.MonkeyPatch,
-    affords_the_longer: bool,
+    affords: str,
+    rate: float,
+    left_out: int,
 ) -> None:
     """By a table in place of readings: the higher the better, on the shorter text alone."""
+    if left_out:  # what the search has not met otherwise
+        monkeypatch.setattr(dynamic_tuning, "AROUND", (3.0,))
     read: list[tuple[float, int]] = []
 
     def table(self: object, method: str, settings: Dynamic, tokens: int) -> tuple[float]:
@@ -773,19 +779,52 @@ def test_a_rate_that_helps_at_first_and_leads_astray_is_not_chosen(
 
     monkeypatch.setattr(dynamic_tuning.DynamicTrials, "_read", table)
     config = replace(SEARCHED, dynamic=replace(SEARCHED.dynamic, adam_lr=0.0))
-    context = context_in(folder, f"astray {affords_the_longer}")
+    context = context_in(folder, f"astray {affords}")
     with context.workspace.alone(), context.bar(1, "", "") as bar:
         books = ledger.Ledger(context, "ptb", 1e3, bar)
         trials = dynamic_tuning.DynamicTrials(config, model, text, 0, [], None, books)
-        if not affords_the_longer:  # not for all that are to be compared
-            short, long = (trials._cost(config.dynamic, tokens) for tokens in (15, 60))
-            books.allowance = 4 * short + 1.5 * long
+        short, long = (trials._cost(config.dynamic, tokens) for tokens in (15, 60))
+        most = {"not the rates around": 4 * short + 4.5 * long, "none": 4 * short + 1.5 * long}
+        books.allowance = most.get(affords, books.allowance)
         trials.choose()
     chosen = {r["setting"]: r["value"] for r in books.records if r["name"] == "chosen"}
     assert chosen["dynamic.decay"] == 0.0
-    assert chosen["dynamic.lr"] == (5e-4 if affords_the_longer else 4e-3)
-    assert {tokens for _, tokens in read} == ({15, 60} if affords_the_longer else {15})
+    assert chosen["dynamic.lr"] == rate
+    assert {tokens for _, tokens in read} == ({15} if affords == "none" else {15, 60})
+    assert books.left_out == left_out
     assert len(set(map(str, books.records))) == len(books.records)
+
+
+@pytest.mark.parametrize("preset", ["paper", "paper-wikitext-2"])
+def test_after_mbpa_there_is_time_for_all_that_dynamic_evaluation_is_to_try(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the costs of the real networks; by a table in place of readings."""
+    config = PRESETS[preset]
+    words = {"ptb": 10_000, "wikitext-2": 33_278}[config.corpus]
+    with torch.device("meta"):
+        model = LanguageModel(words, **vars(config.network))
+    tokens = torch.zeros(200_000, dtype=torch.long)
+    text = Passage(torch.zeros(len(tokens), 1), tokens, torch.zeros(len(tokens)))
+    read: list[tuple[str, Dynamic, int]] = []
+
+    def table(self: object, *key: Any) -> tuple[float]:
+        read.append(key)
+        return (key[1].decay - key[1].lr,)  # so that a rate beyond the grid is tried
+
+    for name, grid in DYNAMIC_GRIDS.items():  # which `small_grids` changed
+        monkeypatch.setattr(dynamic_tuning, name, grid)
+    monkeypatch.setattr(dynamic_tuning.DynamicTrials, "_read", table)
+    context = context_in(tmp_path, "costs")
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        books = ledger.Ledger(context, config.corpus, config.search.seconds, bar)
+        assert books.affords(None, tuning.FINISHING * books.allowance)
+        searched = tuning.searched(config)
+        dynamic_tuning.DynamicTrials(searched, model, text, 0, [], None, books).choose()
+    assert books.left_out == 0
+    long = [key[0] for key in read if key[2] == 4 * config.search.dynamic_tokens]
+    assert long.count("LSTM + dynamic evaluation") == 9  # rates, pulls, and rates around the best
+    assert long.count("LSTM + dynamic evaluation (Adam)") == (3 if config.dynamic.adam_lr else 0)
 
 
 def test_a_search_that_can_afford_little_chooses_only_what_it_tried(
@@ -881,23 +920,22 @@ def test_of_what_does_as_well_the_quickest_is_chosen_and_nothing_that_takes_too_
     trials._try([slow], 1.0, 1.0)  # for comparison
     assert slow in trials._tried
 
-    judged = {
-        slow: tuning.Judged(50.0, 40.0),
-        quick: tuning.Judged(50.04, 41.0),
-        worse: tuning.Judged(51.0, 42.0),
-    }
-    both = sum(trials._cost(trial, trials._scored) for trial in (slow, quick))
-    for alike, seconds, beside in (
-        (False, 1.01 * both, slow),
-        (True, 1.01 * both, quick),
-        (False, 0.99 * both, quick),
+    s, q, w = (trials._cost(trial, trials._scored) for trial in (slow, quick, worse))
+    for of_slow, of_quick, of_worse, seconds, alone, beside in (
+        ((50.0, 40.0), (50.04, 41.0), (51.0, 42.0), s + q, slow, slow),  # sooner than two
+        ((50.0, 40.0), (50.04, 40.03), (51.0, 42.0), s + q, quick, quick),  # does as well
+        ((50.0, 40.0), (50.04, 41.0), (51.0, 42.0), q, quick, quick),  # slow takes too long
+        ((70.0, 70.0), (50.0, 45.0), (60.0, 40.0), q + w, quick, worse),
+        ((70.0, 70.0), (50.0, 45.0), (60.0, 40.0), 0.98 * (q + w), quick, quick),
+        ((70.0, 70.0), (50.0, 44.0), (50.5, 43.0), 0.98 * (q + w), worse, worse),
     ):
-        final = judged | ({quick: tuning.Judged(50.04, 40.03)} if alike else {})
-        trials = make_trials(scoring_seconds=seconds)
-        monkeypatch.setattr(trials, "_finalists", lambda final=final: final)
+        final = {slow: of_slow, quick: of_quick, worse: of_worse}
+        judged = {trial: tuning.Judged(*final[trial]) for trial in final}
+        trials = make_trials(scoring_seconds=1.01 * seconds)
+        monkeypatch.setattr(trials, "_finalists", lambda judged=judged: judged)
         trials.choose_mbpa()
         chosen = {str(r["setting"]): r["value"] for r in trials.ledger.records}
-        assert chosen["mbpa.steps"] == quick.local.steps
+        assert chosen["mbpa.steps"] == alone.local.steps
         assert chosen["combined.steps"] == beside.local.steps
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_adopting_again_replaces_and_leaves_others_alone(file: Path) -> None:
 
 
 def test_settings_of_no_preset_are_not_adopted(file: Path) -> None:
-    with pytest.raises(ExperimentError, match="leave out the flags"):
+    with pytest.raises(ExperimentError, match="leave out --adopt, or the flags"):
         adopt(result("tune-custom-0123abcd"))
     assert not file.exists()
 
@@ -92,6 +93,31 @@ def test_the_command_adopts(file: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert f"adopted in {file}" in capsys.readouterr().out
     search = read_result(tmp_path / "out" / "illustration" / "tune-smoke.json")
     assert json.loads(file.read_text())["illustration"]["smoke"] == chosen(search)
+
+
+def test_what_cannot_be_adopted_is_refused_before_the_search(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["tune", "illustration", "--preset", "smoke", "--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--points", "9", "--adopt"]) != 0
+    assert "can be adopted: leave out --adopt" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_search_says_how_to_run_with_what_it_chose(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = ["--out", str(tmp_path / "out"), "--no-progress"]
+    words = ["tune", "illustration", "--preset", "smoke", "--points", "9", *out]
+    assert cli.main(words) == 0
+    command = capsys.readouterr().out.split("to run with these:\n")[1].splitlines()[0]
+    assert cli.main([*shlex.split(command)[1:], *out]) == 0
+    (search,) = map(read_result, (tmp_path / "out" / "illustration").glob("tune-*.json"))
+    (run,) = map(read_result, (tmp_path / "out" / "illustration").glob("custom-*.json"))
+    settled = chosen(search)
+    assert run.config["points"] == 9
+    assert {name: run.config[name] for name in settled} == settled
+    assert any(search.config[name] != settled[name] for name in settled)
 
 
 def test_what_is_adopted_is_what_the_committed_searches_chose() -> None:

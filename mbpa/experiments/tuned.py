@@ -21,7 +21,12 @@ FILE = Path(__file__).with_name("tuned.json")
 
 def tuned(config: Config, experiment: str, preset: str) -> Config:
     """A preset with the settings that were adopted for it; as it is, if none were."""
-    for setting, value in _adopted().get(experiment, {}).get(preset, {}).items():
+    return with_settings(config, _adopted().get(experiment, {}).get(preset, {}))
+
+
+def with_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """A config with what a search settled."""
+    for setting, value in settings.items():
         config = _with(config, setting.split("."), value)
     return config
 
@@ -39,20 +44,29 @@ def chosen(result: Result) -> dict[str, Any]:
     return found
 
 
+def adoptable(label: str) -> str:
+    """The preset that a search, by the name of its file, was for.
+
+    Raises:
+        ExperimentError: it is for none.
+    """
+    preset = label.removeprefix(TUNED)
+    if preset.startswith("custom-"):
+        raise ExperimentError(
+            "only what is searched for with the settings of a preset can be adopted: "
+            "leave out --adopt, or the flags that change them"
+        )
+    return preset
+
+
 def adopt(result: Result) -> None:
     """Make what a search chose the settings of its preset, from the next start on.
 
     Raises:
         ExperimentError: it did not search for a preset, or the file cannot be written to.
     """
-    preset = result.preset.removeprefix(TUNED)
-    if preset.startswith("custom-"):
-        raise ExperimentError(
-            "only what was searched for with the settings of a preset can be adopted: "
-            "leave out the flags that change them"
-        )
     known = _read()
-    known.setdefault(result.experiment, {})[preset] = chosen(result)
+    known.setdefault(result.experiment, {})[adoptable(result.preset)] = chosen(result)
     try:
         write_whole(FILE, _written(known).encode())
     except OSError as error:

@@ -161,7 +161,7 @@ class Dynamic:
 
     lr: float = 5e-4
     """Of a step, times the gradient over the root of its mean square in training."""
-    decay: float = 0.002
+    decay: float = 0.02
     """The pull back to the trained weights, a segment; times the root mean square of a weight's
     gradient, relative to the mean over all weights."""
     segment: int = 5
@@ -195,13 +195,14 @@ class Search:
     tokens: int = 12_000
     """Of the validation text, evenly spread over it, with which most settings are judged."""
     dynamic_tokens: int = 10_000
-    """From its beginning, with which settings of dynamic evaluation are judged; the best three are
-    then judged by four times as many."""
+    """From its beginning, with which rates of dynamic evaluation are judged; the best three, pulls
+    at the best, and rates around it are then judged by four times as many, if there is time."""
     seconds: float = 300.0
     """Of one H200, as estimated beforehand; settings that would take longer are left out."""
     scoring_seconds: float = 150.0
     """Of one H200, estimated likewise, that MbPA may take to score both texts, of validation and of
-    test, once for each setting; what would take longer is not chosen."""
+    test, with its setting and with the one beside the cache, if that is another; what would take
+    longer is not chosen."""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.dynamic_tokens) < 1:
@@ -279,7 +280,7 @@ PRESETS = {
         mbpa=Local(steps=5, k=20),
         combined=Local(steps=2, k=20),
         dynamic=Dynamic(statistics=20, statistics_batch=10, mbpa=Local(steps=2, k=10)),
-        search=Search(tokens=20, dynamic_tokens=50, seconds=0.15, scoring_seconds=0.02),
+        search=Search(tokens=20, dynamic_tokens=20, seconds=0.15, scoring_seconds=0.02),
     ),
     "quick": LanguageConfig(
         corpus="wikitext-2",

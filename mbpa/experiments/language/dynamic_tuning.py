@@ -1,7 +1,7 @@
 """The search for settings of dynamic evaluation, on the beginning of the validation text.
 
 Rates that do best there are compared once more on a longer beginning, and so are the pulls back to
-the trained weights, and rates near the best with the best of these: what helps at first may lead
+the trained weights, and rates around the best with the best of these: what helps at first may lead
 the network astray in the long run. (On Penn Treebank a rate of Adam did, chosen on 10,000 tokens.)
 """
 
@@ -24,14 +24,15 @@ from mbpa.experiments.language.dynamic import (
     Update,
 )
 from mbpa.experiments.language.evaluation import ADAM, DYNAMIC, LSTM
-from mbpa.experiments.language.ledger import BEGINNING, Ledger
+from mbpa.experiments.language.ledger import BEGINNING, Ledger, three_digits
 from mbpa.experiments.language.network import LanguageModel
 from mbpa.experiments.language.passage import Passage, perplexity
 
 RATES = {2e-3: (2.5e-4, 5e-4, 1e-3), 2e-4: (2e-5, 6e-5, 2e-4), 2e-5: (1e-5, 3e-5, 1e-4)}
 """By the ε that they go together with."""
-DECAYS = (0.0, 0.006, 0.02, 0.1)
-NEAR = (0.5, 2.0)
+DECAY, DECAYS = 0.002, (0.0, 0.006, 0.02, 0.1)
+"""The pull with which rates are compared first, and others."""
+AROUND = (0.5, 2.0)
 """Times the rate, once the pull is chosen: the two go together."""
 ADAM_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 FINALISTS, LONGER = 3, 4
@@ -60,7 +61,8 @@ class DynamicTrials:
         for tokens in sorted({self._short, self._long} - {len(self.passage)}):
             value = perplexity(self.passage.own[:tokens])
             self.ledger.tried(LSTM, {"tokens": tokens, "part": BEGINNING}, value)
-        options = [replace(settings, epsilon=e, lr=lr) for e in RATES for lr in RATES[e]]
+        first = replace(settings, decay=DECAY)
+        options = [replace(first, epsilon=e, lr=lr) for e in RATES for lr in RATES[e]]
         found = self._tried(DYNAMIC, options)
         if found:
             best = _best(found)
@@ -69,8 +71,8 @@ class DynamicTrials:
             best = self._settled(DYNAMIC, _leading(found))
             pulled = [replace(best, decay=decay) for decay in DECAYS]
             best = self._settled(DYNAMIC, [best, *pulled])
-            near = [replace(best, lr=float(f"{best.lr * factor:.3g}")) for factor in NEAR]
-            self._note(DYNAMIC, self._settled(DYNAMIC, [best, *near]))
+            around = [replace(best, lr=three_digits(factor * best.lr)) for factor in AROUND]
+            self._note(DYNAMIC, self._settled(DYNAMIC, [best, *around]))
         if settings.adam_lr:
             self._choose_adam()
 
@@ -105,13 +107,16 @@ class DynamicTrials:
 
     def _settled(self, method: str, options: Sequence[Dynamic]) -> Dynamic:
         """The best of them by the longer text, or by the shorter one, if the longer is too dear for
-        all of them; the first where that is, too."""
+        all of them; the first where that is, too, or where the longer text has spoken for it."""
         for tokens in (self._long, self._short):
             new = [each for each in options if (method, each, tokens) not in self._judged]
             if self.ledger.affords(None, sum(self._cost(each, tokens) for each in new)):
                 return _best({each: self._judge(method, each, tokens) for each in options})
-        for each in options[1:]:
-            if (method, each, self._short) not in self._judged:
+            if (method, options[0], tokens) in self._judged:
+                break
+        judged = {key[:2] for key in self._judged}
+        for each in options:
+            if (method, each) not in judged:
                 self.ledger.leave_out((method, each))
         return options[0]
 
@@ -148,7 +153,7 @@ def beyond(rate: float, grid: Sequence[float]) -> list[float]:
     if len(grid) < 2 or rate not in (grid[0], grid[-1]):
         return []
     neighbor = grid[1] if rate == grid[0] else grid[-2]
-    return [float(f"{rate * rate / neighbor:.3g}")]
+    return [three_digits(rate * rate / neighbor)]
 
 
 def _best(found: dict[Dynamic, float]) -> Dynamic:

@@ -16,6 +16,11 @@ SPREAD, BEGINNING = "spread", "beginning"
 """Which tokens of a text the network alone is judged by, where not all: for comparison."""
 
 
+def three_digits(number: float) -> float:
+    """A setting as it can be written down."""
+    return float(f"{number:.3g}")
+
+
 class Ledger:
     """Nothing is computed twice, not even by a run that goes on.
 

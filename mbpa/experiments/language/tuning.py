@@ -36,7 +36,7 @@ from mbpa.experiments.language.evaluation import (
     first_word,
     kept_gradient_scale,
 )
-from mbpa.experiments.language.ledger import SPREAD, Ledger
+from mbpa.experiments.language.ledger import SPREAD, Ledger, three_digits
 from mbpa.experiments.language.network import LanguageModel
 from mbpa.experiments.language.passage import (
     Passage,
@@ -70,7 +70,7 @@ AROUND = ((0.7, 1.0), (1.4, 1.0), (1.0, 0.5), (1.0, 1.5), (0.7, 1.5), (1.4, 0.75
 FINALISTS = 3  # of each of the two mixtures, judged by more tokens, if possible all
 # For less of the perplexity no setting is slower than another, and no mixture's is its own.
 WORTH = 1e-3
-EXPLORING, FINISHING = 0.6, 0.8  # of the allowance, up to where settings are tried and judged
+EXPLORING, FINISHING = 0.55, 0.7  # of the allowance, up to where settings are tried and judged
 DEAREST, DEAREST_COMPARED = 0.04, 0.1  # of the allowance, for one setting
 CHEAP = 0.01  # seconds, which any setting may take
 
@@ -169,6 +169,7 @@ class Trials:
         windows = [window for window in WINDOWS if window <= len(passage)]
         self.windows = windows or [len(passage)]
         self._scored, self._scoring_seconds = range(scored), config.search.scoring_seconds
+        self._is_on_top = config.dynamic.on_top
 
     # The cache
 
@@ -180,7 +181,7 @@ class Trials:
         window, scale = min(found, key=lambda pair: found[pair])
         found |= self._caches(window, (0.8 * scale, 1.25 * scale))
         window, scale = min(found, key=lambda pair: found[pair])
-        scale = float(f"{scale:.3g}")
+        scale = three_digits(scale)
         self._cache = cache_scores(self.passage, window, (scale,), self.all)[0]
         self.ledger.chose("cache.scale", scale)
         self.ledger.chose("cache.window", window)
@@ -220,20 +221,14 @@ class Trials:
         self._vary(lambda t: [_with(t, k=k) for k in COUNTS])
         self._vary(lambda t: [_with(t, **kernel) for kernel in self._kernels()])
         self._vary(lambda t: [_near(t, lr, steps) for lr, steps in AROUND])
-        self._vary(lambda t: [_with(t, decay=decay) for decay in DECAYS])
+        self._vary(lambda t: [_with(t, decay=decay) for decay in DECAYS if t.local.steps > 1])
 
     def choose_mbpa(self) -> None:
-        """For each mixture the quickest of the best; one for both where that does as well, or where
-        the texts themselves would take too long with two."""
-        final = self._finalists()
-        best = beside = self._quickest(final, 0)
-        left = self._scoring_seconds - self._cost(best, self._scored)
-        second = {t: final[t] for t in final if t == best or self._cost(t, self._scored) <= left}
-        if final[best].beside > (1 + WORTH) * min(judged.beside for judged in second.values()):
-            beside = self._quickest(second, 1)
-        self.ledger.chose("memory", best.window)
-        chosen = {"mbpa": best.local, "combined": beside.local}
-        if (on_top := self._best_on_top()) is not None:
+        """For MbPA alone and beside the cache: the quickest of what does as well as the best."""
+        alone, beside = self._quickest(self._finalists())
+        self.ledger.chose("memory", alone.window)
+        chosen = {"mbpa": alone.local, "combined": beside.local}
+        if self._is_on_top and (on_top := self._best_on_top()) is not None:
             chosen["dynamic.mbpa"] = on_top
         for within, local in chosen.items():
             for name, value in asdict(local).items():
@@ -327,11 +322,21 @@ class Trials:
             )
         return min(self._tried, key=lambda trial: self._tried[trial][mixture])
 
-    def _quickest(self, judged: dict[Trial, Judged], mixture: int) -> Trial:
-        """Of settings that do as well as the best."""
-        least = min(each[mixture] for each in judged.values())
-        good = [trial for trial in judged if judged[trial][mixture] <= (1 + WORTH) * least]
-        return min(good, key=lambda trial: self._cost(trial, self.sample))
+    def _quickest(self, judged: dict[Trial, Judged]) -> tuple[Trial, Trial]:
+        """A setting for either mixture, or one for both, with which they do as well as with any
+        two that do not take too long for the texts themselves."""
+
+        def seconds(pair: tuple[Trial, Trial]) -> float:
+            return sum(self._cost(trial, self._scored) for trial in set(pair))
+
+        def value(pair: tuple[Trial, Trial]) -> float:
+            return judged[pair[0]].alone * judged[pair[1]].beside
+
+        possible = itertools.product(judged, judged)
+        pairs = [pair for pair in possible if seconds(pair) <= self._scoring_seconds]
+        least = min(value(pair) for pair in pairs)
+        good = [pair for pair in pairs if value(pair) <= (1 + WORTH) ** 2 * least]
+        return min(good, key=lambda pair: (seconds(pair), value(pair)))
 
     def _best_on_top(self) -> Local | None:
         """The best beside the cache of what can be done every few tokens, if there is such."""
@@ -364,7 +369,7 @@ class Trials:
     def _kernels(self) -> list[dict[str, Any]]:
         distances = self._retrieval(self._best(0).window).distances[1:, 0]
         near = float(distances.sqrt().mean())
-        widths = [float(f"{width * near:.3g}") for width in BANDWIDTHS]
+        widths = [three_digits(width * near) for width in BANDWIDTHS]
         return [
             {"kernel": "uniform", "kernel_scale": 1.0},
             *({"kernel": "gaussian", "kernel_scale": width} for width in widths),
@@ -417,5 +422,5 @@ def _with(trial: Trial, **changes: Any) -> Trial:
 
 
 def _near(trial: Trial, lr: float, steps: float) -> Trial:
-    rate = float(f"{trial.local.lr * lr:.3g}")
+    rate = three_digits(lr * trial.local.lr)
     return _with(trial, lr=rate, steps=max(1, round(trial.local.steps * steps)))
