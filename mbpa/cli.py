@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import itertools
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -110,6 +111,13 @@ class Options:
     again: bool = False
     """Compute and replace results that are there already."""
 
+    def words(self) -> list[str]:
+        """That name the same places and device on a command line, quoted."""
+        names, usual = ("out", "data_dir", "device"), Options()
+        given = [name for name in names if getattr(self, name) != getattr(usual, name)]
+        words = [(f"--{name.replace('_', '-')}", str(getattr(self, name))) for name in given]
+        return [shlex.quote(word) for word in itertools.chain(*words)]
+
 
 @dataclass(frozen=True)
 class SearchOptions(Options):
@@ -177,7 +185,8 @@ class Run(Command):
 
 @dataclass(frozen=True)
 class Tune(Run):
-    """Search for the hyper-parameters of an experiment, on validation data; print the choice.
+    """Search for the hyper-parameters of an experiment, on validation data; print the choice, and
+    the command that runs with it.
 
     The search is a result, too: <out>/<experiment>/tune-<preset>.json.
     """
@@ -193,7 +202,7 @@ class Tune(Run):
         asked = self._asked("tune")
         adopts = isinstance(self.general, SearchOptions) and self.general.adopt
         if adopts:
-            tuned.adoptable(asked.label)  # before a long search, not after it
+            tuned.adoptable(self.name, asked.label)  # before a long search, not after it
         (result,) = self._results(asked)
         print(f"\n{chosen([result]).as_text(_terminal_width())}")
         if adopts:
@@ -201,7 +210,8 @@ class Tune(Run):
             print(f"adopted in {tuned.FILE}")
         else:
             config = tuned.with_settings(asked.config, tuned.chosen(result))
-            print(f"\nto run with these:\n{replace(asked, config=config, kind='run').command}")
+            words = [replace(asked, config=config, kind="run").command, *self.general.words()]
+            print(f"\nto run with these:\n{' '.join(words)}")
         self._say_if_smoke()
         return 0
 

@@ -833,7 +833,8 @@ def test_a_search_is_kept_and_its_choice_printed(tmp_path: Path, capsys) -> None
         assert cli.main(["tune", "counting", "--no-progress", "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-4].split() == ["sum", "units", "7"]
-    assert lines[-3:] == ["", "to run with these:", "mbpa run counting --preset quick --units 7"]
+    told = f"mbpa run counting --preset quick --units 7 --out {tmp_path}"
+    assert lines[-3:] == ["", "to run with these:", told]
     (result,) = read_results(tmp_path, "counting")
     assert (result.preset, result.file_name) == ("tune-quick", "tune-quick.json")
 

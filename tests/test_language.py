@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
+from mbpa.errors import ExperimentError
+from mbpa.experiments import running
 from mbpa.experiments.data import Corpus
 from mbpa.experiments.experiment import Context, find
 from mbpa.experiments.language import (
@@ -784,7 +786,7 @@ def test_a_rate_that_helps_at_first_and_leads_astray_is_not_chosen(
         books = ledger.Ledger(context, "ptb", 1e3, bar)
         trials = dynamic_tuning.DynamicTrials(config, model, text, 0, [], None, books)
         short, long = (trials._cost(config.dynamic, tokens) for tokens in (15, 60))
-        most = {"not the rates around": 4 * short + 4.5 * long, "none": 4 * short + 1.5 * long}
+        most = {"not the rates around": 4 * short + 4.75 * long, "none": 4 * short + 1.5 * long}
         books.allowance = most.get(affords, books.allowance)
         trials.choose()
     chosen = {r["setting"]: r["value"] for r in books.records if r["name"] == "chosen"}
@@ -795,11 +797,11 @@ def test_a_rate_that_helps_at_first_and_leads_astray_is_not_chosen(
     assert len(set(map(str, books.records))) == len(books.records)
 
 
-@pytest.mark.parametrize("preset", ["paper", "paper-wikitext-2"])
+@pytest.mark.parametrize(("preset", "priors"), [("paper", 3), ("paper-wikitext-2", 1)])
 def test_after_mbpa_there_is_time_for_all_that_dynamic_evaluation_is_to_try(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preset: str, priors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the costs of the real networks; by a table in place of readings."""
+    """And for so many optima. With costs of the real networks; by a table in place of readings."""
     config = PRESETS[preset]
     words = {"ptb": 10_000, "wikitext-2": 33_278}[config.corpus]
     with torch.device("meta"):
@@ -825,6 +827,31 @@ def test_after_mbpa_there_is_time_for_all_that_dynamic_evaluation_is_to_try(
     long = [key[0] for key in read if key[2] == 4 * config.search.dynamic_tokens]
     assert long.count("LSTM + dynamic evaluation") == 9  # rates, pulls, and rates around the best
     assert long.count("LSTM + dynamic evaluation (Adam)") == (3 if config.dynamic.adam_lr else 0)
+    optimum = tuning.estimated_seconds(
+        config.search.tokens // 4, 32, tuning.OPTIMUM_STEPS, len(model.decoder.bias)
+    )
+    assert books.affords(None, priors * optimum)
+
+
+def test_a_search_that_would_end_in_nothing_is_refused_before_a_network_is_trained(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    config = replace(SEARCHED, search=replace(SEARCHED.search, scoring_seconds=1e-3))
+    context = context_in(tmp_path, "refused")
+    with pytest.raises(ExperimentError, match=r"0\.001: pass --search\.scoring-seconds 0\.1"):
+        searched_records(config, corpus, context)
+    assert not context.cache.exists()
+
+
+def test_what_only_a_search_depends_on_makes_no_other_run() -> None:
+    experiment, usual = find("language"), PRESETS["smoke"]
+    other = replace(usual, search=Search(tokens=7))
+    assert running.Run(experiment, "smoke", other, ROOT).label == "smoke"
+    assert "custom" in running.Run(experiment, "smoke", other, ROOT, "tune").label
+    assert "custom" in running.Run(experiment, "smoke", replace(other, memory=7), ROOT).label
+    for preset in ("paper", "paper-wikitext-2"):  # their searches have had less time
+        run = running.Run(experiment, preset, PRESETS[preset], ROOT / "results")
+        assert list(running._present(run)) == [0]
 
 
 def test_a_search_that_can_afford_little_chooses_only_what_it_tried(
@@ -919,6 +946,12 @@ def test_of_what_does_as_well_the_quickest_is_chosen_and_nothing_that_takes_too_
     assert trials.ledger.left_out == 1
     trials._try([slow], 1.0, 1.0)  # for comparison
     assert slow in trials._tried
+
+    other = quick._replace(local=replace(quick.local, lr=0.5))  # as quick, and a little better
+    trials = make_trials(scoring_seconds=1.01 * most)
+    final = {quick: tuning.Judged(50.0, 40.0), other: tuning.Judged(50.02, 39.9)}
+    assert trials._quickest(final) == (other, other)
+    assert trials._quickest(dict(reversed(final.items()))) == (other, other)
 
     s, q, w = (trials._cost(trial, trials._scored) for trial in (slow, quick, worse))
     for of_slow, of_quick, of_worse, seconds, alone, beside in (
@@ -1028,6 +1061,7 @@ def test_a_part_of_a_corpus_does_not_stand_beside_the_papers_numbers(
     table = sections([Result("language", "x", 0, config, {}, 1.0, "mbpa", records)])[0].tables[0]
     assert (len(table.columns), len(table.rows)) == ((7, 16) if has_paper else (4, 8))
     assert ("Not to be compared" in table.note) == (not has_paper)
+    assert table.note.startswith("Ours: one network." if has_paper else "One network.")
 
 
 def test_the_loop_is_timed_for_gradients_where_mbpa_solves_for_the_optimum(

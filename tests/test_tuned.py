@@ -46,6 +46,8 @@ def result(preset: str = "tune-paper") -> Result:
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tuned, "FILE", tmp_path / "tuned.json")
+    readers = {("made-up", "paper"), ("another", "paper"), *tuned._READERS}
+    monkeypatch.setattr(tuned, "_READERS", readers)
     tuned._adopted.cache_clear()
     yield tmp_path / "tuned.json"
     tuned._adopted.cache_clear()
@@ -74,11 +76,13 @@ def test_adopting_again_replaces_and_leaves_others_alone(file: Path) -> None:
 def test_settings_of_no_preset_are_not_adopted(file: Path) -> None:
     with pytest.raises(ExperimentError, match="leave out --adopt, or the flags"):
         adopt(result("tune-custom-0123abcd"))
+    with pytest.raises(ExperimentError, match="of made-up's preset quick are fixed"):
+        adopt(result("tune-quick"))
     assert not file.exists()
 
 
 def test_a_file_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuned, "FILE", tmp_path / "none" / "tuned.json")
     with pytest.raises(ExperimentError, match=r"cannot write .*none"):
@@ -86,6 +90,7 @@ def test_a_file_that_cannot_be_written_is_one_line(
 
 
 def test_the_command_adopts(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tuned._READERS.add(("illustration", "smoke"))
     words = ["tune", "illustration", "--preset", "smoke", "--out", str(tmp_path / "out")]
     assert cli.main([*words, "--no-progress"]) == 0
     assert not file.exists()
@@ -98,22 +103,25 @@ def test_the_command_adopts(file: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_what_cannot_be_adopted_is_refused_before_the_search(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    words = ["tune", "illustration", "--preset", "smoke", "--out", str(tmp_path / "out")]
-    assert cli.main([*words, "--points", "9", "--adopt"]) != 0
+    words = ["tune", "permuted-mnist", "--out", str(tmp_path / "out"), "--adopt"]
+    assert cli.main([*words, "--preset", "paper", "--tasks", "2"]) != 0
     assert "can be adopted: leave out --adopt" in capsys.readouterr().err
+    assert cli.main([*words, "--preset", "quick"]) != 0
+    assert "preset quick are fixed: leave out --adopt" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_search_says_how_to_run_with_what_it_chose(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    out = ["--out", str(tmp_path / "out"), "--no-progress"]
-    words = ["tune", "illustration", "--preset", "smoke", "--points", "9", *out]
-    assert cli.main(words) == 0
+    out = tmp_path / "a folder"
+    words = ["tune", "illustration", "--preset", "smoke", "--points", "9", "--device", "cpu"]
+    assert cli.main([*words, "--out", str(out), "--no-progress"]) == 0
     command = capsys.readouterr().out.split("to run with these:\n")[1].splitlines()[0]
-    assert cli.main([*shlex.split(command)[1:], *out]) == 0
-    (search,) = map(read_result, (tmp_path / "out" / "illustration").glob("tune-*.json"))
-    (run,) = map(read_result, (tmp_path / "out" / "illustration").glob("custom-*.json"))
+    assert command.endswith(f" --out '{out}' --device cpu")
+    assert cli.main(shlex.split(command)[1:]) == 0
+    (search,) = map(read_result, (out / "illustration").glob("tune-*.json"))
+    (run,) = map(read_result, (out / "illustration").glob("custom-*.json"))
     settled = chosen(search)
     assert run.config["points"] == 9
     assert {name: run.config[name] for name in settled} == settled

@@ -83,6 +83,8 @@ class Experiment(Generic[Config]):
     tune: Callable[[Config, Context], BySeed] | None = None
     """The search for hyper-parameters: records of what was tried, and for each field of the config
     that was settled one with the name `chosen`, the field as `setting`, and its `value`."""
+    of_the_search: tuple[str, ...] = ()
+    """Fields of the config on which a search depends and a run does not."""
     search_sections: Callable[[Sequence[Result]], list[Section]] | None = None
     """What the report shows of a search, after the table of what it chose."""
 

@@ -58,8 +58,8 @@ class Run:
     @property
     def label(self) -> str:
         """How its files begin: with the preset's name only if the settings are the preset's."""
-        mine = _plain(self.settings)
-        given = _plain(self._asked(preset(self.experiment, self.preset)))
+        mine = self.relevant(_plain(self.settings))
+        given = self.relevant(_plain(self._asked(preset(self.experiment, self.preset))))
         if self.kind == "run":  # its files name the seed
             mine, given = {**mine, "seeds": None}, {**given, "seeds": None}
         label = self.preset if mine == given else f"custom-{_digest(mine)[:8]}"
@@ -84,6 +84,11 @@ class Run:
         """The settings of one seed, as its result has them."""
         config = _plain(self.settings)
         return config if seed is None else {**config, "seeds": [seed]}
+
+    def relevant(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Of a config, that on which results depend."""
+        without = self.experiment.of_the_search if self.kind == "run" else ()
+        return {name: value for name, value in config.items() if name not in without}
 
     def result(
         self, device: torch.device, seconds: float, seed: int | None, metrics: list[Record]
@@ -207,7 +212,7 @@ def _present(run: Run) -> dict[int | None, Result]:
         if not path.exists():
             continue
         there[seed] = read_result(path)
-        if there[seed].config != run.config_of(seed):
+        if run.relevant(there[seed].config) != run.relevant(run.config_of(seed)):
             raise ExperimentError(
                 f"{path} was made with other settings: move it away, or pass --again to replace it"
             )

@@ -17,10 +17,12 @@ from mbpa.experiments.results import TUNED, Result, write_whole
 
 Config = TypeVar("Config")
 FILE = Path(__file__).with_name("tuned.json")
+_READERS: set[tuple[str, str]] = set()  # experiments and presets that take what is adopted
 
 
 def tuned(config: Config, experiment: str, preset: str) -> Config:
     """A preset with the settings that were adopted for it; as it is, if none were."""
+    _READERS.add((experiment, preset))
     return with_settings(config, _adopted().get(experiment, {}).get(preset, {}))
 
 
@@ -44,17 +46,22 @@ def chosen(result: Result) -> dict[str, Any]:
     return found
 
 
-def adoptable(label: str) -> str:
+def adoptable(experiment: str, label: str) -> str:
     """The preset that a search, by the name of its file, was for.
 
     Raises:
-        ExperimentError: it is for none.
+        ExperimentError: it is for none, or for one whose settings are fixed.
     """
     preset = label.removeprefix(TUNED)
     if preset.startswith("custom-"):
         raise ExperimentError(
             "only what is searched for with the settings of a preset can be adopted: "
             "leave out --adopt, or the flags that change them"
+        )
+    if (experiment, preset) not in _READERS:
+        raise ExperimentError(
+            f"the settings of {experiment}'s preset {preset} are fixed: leave out --adopt, and "
+            "pass what is chosen as flags"
         )
     return preset
 
@@ -65,8 +72,8 @@ def adopt(result: Result) -> None:
     Raises:
         ExperimentError: it did not search for a preset, or the file cannot be written to.
     """
-    known = _read()
-    known.setdefault(result.experiment, {})[adoptable(result.preset)] = chosen(result)
+    preset, known = adoptable(result.experiment, result.preset), _read()
+    known.setdefault(result.experiment, {})[preset] = chosen(result)
     try:
         write_whole(FILE, _written(known).encode())
     except OSError as error:

@@ -60,6 +60,7 @@ EXPERIMENT = Experiment(
     summary="an LSTM meets new text, and remembers the words that it has just read",
     reproduces="paper, section 4.3, table 2; appendix, words by frequency",
     presets=PRESETS,
+    of_the_search=("search",),
     run=run,
     sections=sections,
     searched=searched,

@@ -265,7 +265,7 @@ PAPER = tuned(
     LanguageConfig(
         # How these came about: docs/paper.md.
         training=Training(epochs=520, decay_to=0.25),
-        search=Search(seconds=270.0),
+        search=Search(seconds=430.0),
     ),
     "language",
     "paper",
@@ -279,7 +279,7 @@ PRESETS = {
         memory=200,
         mbpa=Local(steps=5, k=20),
         combined=Local(steps=2, k=20),
-        dynamic=Dynamic(statistics=20, statistics_batch=10, mbpa=Local(steps=2, k=10)),
+        dynamic=Dynamic(decay=0.002, statistics=20, statistics_batch=10, mbpa=Local(steps=2, k=10)),
         search=Search(tokens=20, dynamic_tokens=20, seconds=0.15, scoring_seconds=0.02),
     ),
     "quick": LanguageConfig(
@@ -297,7 +297,7 @@ PRESETS = {
         memory=2_000,
         mbpa=Local(lr=0.5, steps=1, k=128),
         combined=Local(lr=0.5, steps=1, k=128),
-        dynamic=Dynamic(statistics=100, on_top=False),
+        dynamic=Dynamic(decay=0.002, statistics=100, on_top=False),
         search=Search(tokens=100, dynamic_tokens=500, seconds=0.8, scoring_seconds=0.1),
     ),
     "paper": PAPER,
@@ -314,7 +314,7 @@ PRESETS = {
             ),
             # Adam the paper did not try here either; MbPA on top would take ten minutes.
             dynamic=Dynamic(adam_lr=0.0, on_top=False),
-            search=Search(tokens=5_000, dynamic_tokens=5_000, seconds=170.0, scoring_seconds=210.0),
+            search=Search(tokens=5_000, dynamic_tokens=5_000, seconds=250.0, scoring_seconds=210.0),
         ),
         "language",
         "paper-wikitext-2",

@@ -28,8 +28,8 @@ from mbpa.experiments.language.ledger import BEGINNING, Ledger, three_digits
 from mbpa.experiments.language.network import LanguageModel
 from mbpa.experiments.language.passage import Passage, perplexity
 
-RATES = {2e-3: (2.5e-4, 5e-4, 1e-3), 2e-4: (2e-5, 6e-5, 2e-4), 2e-5: (1e-5, 3e-5, 1e-4)}
-"""By the ε that they go together with."""
+RATES = {2e-5: (1e-5, 3e-5, 1e-4), 2e-4: (2e-5, 6e-5, 2e-4), 2e-3: (2.5e-4, 5e-4, 1e-3)}
+"""By the ε that they go together with; first what was best on two corpora."""
 DECAY, DECAYS = 0.002, (0.0, 0.006, 0.02, 0.1)
 """The pull with which rates are compared first, and others."""
 AROUND = (0.5, 2.0)
@@ -106,8 +106,9 @@ class DynamicTrials:
         }
 
     def _settled(self, method: str, options: Sequence[Dynamic]) -> Dynamic:
-        """The best of them by the longer text, or by the shorter one, if the longer is too dear for
-        all of them; the first where that is, too, or where the longer text has spoken for it."""
+        """The best of them by the longer text, or, if there is no time to read that with all of
+        them, by the shorter one; the first where there is none for that either, or where it was
+        the longer text that chose it."""
         for tokens in (self._long, self._short):
             new = [each for each in options if (method, each, tokens) not in self._judged]
             if self.ledger.affords(None, sum(self._cost(each, tokens) for each in new)):

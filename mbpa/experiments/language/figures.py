@@ -171,11 +171,11 @@ def _text(scores: Scores) -> list[str]:
 
 def _perplexities(scores: Scores) -> Table:
     paper, cited, rows = PAPER.get(scores.corpus, {}), CITED.get(scores.corpus, {}), []
-    ours = f"Ours: {scores.networks}" if paper else scores.networks.capitalize()
-    note = f"{ours}. Δ: against the network that is improved on."
-    if not scores.is_of_a_whole_corpus:
-        if paper:
-            note += " Not to be compared with the paper, which has the whole corpus."
+    networks, note = scores.networks.capitalize(), "Δ: against the network that is improved on."
+    if scores.is_of_a_whole_corpus:
+        networks = f"Ours: {scores.networks}"
+    elif paper:
+        note += " Not to be compared with the paper, which has the whole corpus."
         paper, cited = {}, {}
     for method in scores.methods:
         valid, test = (
@@ -183,8 +183,8 @@ def _perplexities(scores: Scores) -> Table:
         )
         base = scores.values("perplexity", method=LSTM, split="test")
         change = [own - other for own, other in zip(test, base, strict=True)]
-        found = [_spread(valid), _spread(test), "" if method == LSTM else _signed(change)]
-        rows.append([method, *found, *_published(paper, method, LSTM)])
+        ours = [_spread(valid), _spread(test), "" if method == LSTM else _signed(change)]
+        rows.append([method, *ours, *_published(paper, method, LSTM)])
     for method in cited:
         rows.append([method, "", "", "", *_published(cited, method, OVER.get(method))])
     columns = ["method", "valid", "test", "Δ test", "paper: valid", "paper: test", "paper: Δ"]
@@ -193,7 +193,7 @@ def _perplexities(scores: Scores) -> Table:
         f"{title}, {TITLES[scores.corpus]}",
         columns if paper else columns[:4],
         rows if paper else [row[:4] for row in rows],
-        note,
+        f"{networks}. {note}",
     )
 
 

@@ -17,7 +17,7 @@ SPREAD, BEGINNING = "spread", "beginning"
 
 
 def three_digits(number: float) -> float:
-    """A setting as it can be written down."""
+    """Rounded, as settings are written down."""
     return float(f"{number:.3g}")
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from mbpa.errors import ExperimentError
 from mbpa.experiments.data import Corpus
 from mbpa.experiments.experiment import BySeed, Context
-from mbpa.experiments.language.config import LanguageConfig, Local
+from mbpa.experiments.language.config import LanguageConfig, Local, Search
 from mbpa.experiments.language.corpus import read_corpus
 from mbpa.experiments.language.dynamic_tuning import DynamicTrials, beyond
 from mbpa.experiments.language.evaluation import (
@@ -68,9 +68,8 @@ FIRST = Local(lr=1.0, steps=20, k=128)
 AROUND = ((0.7, 1.0), (1.4, 1.0), (1.0, 0.5), (1.0, 1.5), (0.7, 1.5), (1.4, 0.75))
 """Times the rate and the steps."""
 FINALISTS = 3  # of each of the two mixtures, judged by more tokens, if possible all
-# For less of the perplexity no setting is slower than another, and no mixture's is its own.
-WORTH = 1e-3
-EXPLORING, FINISHING = 0.55, 0.7  # of the allowance, up to where settings are tried and judged
+WORTH = 1e-3  # of a perplexity; for less of it no setting is slower than another
+EXPLORING, FINISHING = 0.55, 0.75  # of the allowance, up to where settings are tried and judged
 DEAREST, DEAREST_COMPARED = 0.04, 0.1  # of the allowance, for one setting
 CHEAP = 0.01  # seconds, which any setting may take
 
@@ -120,6 +119,7 @@ def tune(config: LanguageConfig, context: Context) -> BySeed:
 
 def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Record]:
     """Stage by stage, with the network of the first seed."""
+    _check_affordable(config.search, len(corpus.valid) + len(corpus.test), len(corpus.words))
     model = trained(config, corpus, context, config.seeds[0])
     moments = adam_state(config, corpus, context, config.seeds[0])
     first, device, seconds = first_word(corpus), context.device, config.search.seconds
@@ -137,6 +137,20 @@ def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Rec
         ledger.save()
     left_out: Record = {"name": "settings_left_out", "value": ledger.left_out}
     return [*ledger.records, left_out]
+
+
+def _check_affordable(allowed: Search, scored: int, words: int) -> None:
+    """Refuse what would end in nothing, before a network is trained for it.
+
+    Raises:
+        ExperimentError: not even one step is quick enough.
+    """
+    least = estimated_seconds(scored, FIRST.k, 1, words)
+    if least > allowed.scoring_seconds:
+        raise ExperimentError(
+            f"MbPA takes {least:.2g} estimated seconds at least for {scored:,} tokens, and may "
+            f"take {allowed.scoring_seconds:g}: pass --search.scoring-seconds {20 * least:.1g}"
+        )
 
 
 class Trials:
@@ -323,8 +337,8 @@ class Trials:
         return min(self._tried, key=lambda trial: self._tried[trial][mixture])
 
     def _quickest(self, judged: dict[Trial, Judged]) -> tuple[Trial, Trial]:
-        """A setting for either mixture, or one for both, with which they do as well as with any
-        two that do not take too long for the texts themselves."""
+        """The quickest pair, a setting for either mixture or one for both, of those that do as well
+        as the best; of equally quick ones the better. None takes too long for the texts."""
 
         def seconds(pair: tuple[Trial, Trial]) -> float:
             return sum(self._cost(trial, self._scored) for trial in set(pair))
