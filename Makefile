@@ -58,8 +58,9 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# A process a core, and one for all tests of a file, which share what is dear to set up.
 test: check
-	$(BIN)/pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
 
 clean:
 	rm -rf $(VENV) build dist demo report .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -839,6 +839,18 @@ def test_a_search_is_kept_and_its_choice_printed(tmp_path: Path, capsys) -> None
     assert (result.preset, result.file_name) == ("tune-quick", "tune-quick.json")
 
 
+def test_a_search_says_how_to_run_with_what_it_chose(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "a folder"
+    words = ["tune", "counting", "--preset", "smoke", "--inner.rate", "0.1", "--device", "cpu"]
+    assert cli.main([*words, "--out", str(out), "--no-progress"]) == 0
+    command = capsys.readouterr().out.split("to run with these:\n")[1].splitlines()[0]
+    assert command.endswith(f" --out '{out}' --device cpu")
+    assert cli.main([*shlex.split(command)[1:], "--no-progress"]) == 0
+    found = [r for r in read_results(out, "counting") if not r.preset.startswith("tune-")]
+    assert {result.preset[:7] for result in found} == {"custom-"}
+    assert {(r.config["units"], r.config["inner"]["rate"]) for r in found} == {(7, 0.1)}
+
+
 def test_an_experiment_without_a_search_says_so(tmp_path: Path) -> None:
     experiment = dataclasses.replace(counting.EXPERIMENT, tune=None)
     run = Run(experiment, "smoke", counting.CountingConfig(), tmp_path, "tune")

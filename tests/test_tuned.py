@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -109,23 +108,6 @@ def test_what_cannot_be_adopted_is_refused_before_the_search(
     assert cli.main([*words, "--preset", "quick"]) != 0
     assert "preset quick are fixed: leave out --adopt" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_search_says_how_to_run_with_what_it_chose(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    out = tmp_path / "a folder"
-    words = ["tune", "illustration", "--preset", "smoke", "--points", "9", "--device", "cpu"]
-    assert cli.main([*words, "--out", str(out), "--no-progress"]) == 0
-    command = capsys.readouterr().out.split("to run with these:\n")[1].splitlines()[0]
-    assert command.endswith(f" --out '{out}' --device cpu")
-    assert cli.main(shlex.split(command)[1:]) == 0
-    (search,) = map(read_result, (out / "illustration").glob("tune-*.json"))
-    (run,) = map(read_result, (out / "illustration").glob("custom-*.json"))
-    settled = chosen(search)
-    assert run.config["points"] == 9
-    assert {name: run.config[name] for name in settled} == settled
-    assert any(search.config[name] != settled[name] for name in settled)
 
 
 def test_what_is_adopted_is_what_the_committed_searches_chose() -> None:
