@@ -111,13 +111,6 @@ class Options:
     again: bool = False
     """Compute and replace results that are there already."""
 
-    def words(self) -> list[str]:
-        """That name the same places and device on a command line, quoted."""
-        names, usual = ("out", "data_dir", "device"), Options()
-        given = [name for name in names if getattr(self, name) != getattr(usual, name)]
-        words = [(f"--{name.replace('_', '-')}", str(getattr(self, name))) for name in given]
-        return [shlex.quote(word) for word in itertools.chain(*words)]
-
 
 @dataclass(frozen=True)
 class SearchOptions(Options):
@@ -196,7 +189,7 @@ class Tune(Run):
     general: tyro.conf.OmitArgPrefixes[Options] = SearchOptions()
 
     def run(self) -> int:
-        from mbpa.experiments import tuned
+        from mbpa.experiments import running, tuned
         from mbpa.experiments.report import chosen
 
         asked = self._asked("tune")
@@ -210,7 +203,10 @@ class Tune(Run):
             print(f"adopted in {tuned.FILE}")
         else:
             config = tuned.with_settings(asked.config, tuned.chosen(result))
-            words = [replace(asked, config=config, kind="run").command, *self.general.words()]
+            given = self.general
+            places = Options(out=given.out, data_dir=given.data_dir, device=given.device)
+            words = [replace(asked, config=config, kind="run").command]
+            words += map(shlex.quote, running.flags(places, Options()))
             print(f"\nto run with these:\n{' '.join(words)}")
         self._say_if_smoke()
         return 0

@@ -11,6 +11,7 @@ import gc
 import itertools
 import json
 import math
+import re
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -838,7 +839,10 @@ def test_a_search_that_would_end_in_nothing_is_refused_before_a_network_is_train
 ) -> None:
     config = replace(SEARCHED, search=replace(SEARCHED.search, scoring_seconds=1e-3))
     context = context_in(tmp_path, "refused")
-    with pytest.raises(ExperimentError, match=r"0\.001: pass --search\.scoring-seconds 0\.1"):
+    scored, words = len(corpus.valid) + len(corpus.test), len(corpus.words)
+    enough = 20 * tuning.estimated_seconds(scored, tuning.FIRST.k, 1, words)
+    wanted = f"and may take 0.001: pass --search.scoring-seconds {enough:.3g}"
+    with pytest.raises(ExperimentError, match=re.escape(wanted) + "$"):
         searched_records(config, corpus, context)
     assert not context.cache.exists()
 

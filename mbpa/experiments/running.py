@@ -69,7 +69,7 @@ class Run:
     def command(self) -> str:
         """What to type to get the same."""
         words = ["mbpa", self.kind, self.experiment.name, "--preset", self.preset]
-        return shlex.join(words + _flags(self.config, preset(self.experiment, self.preset)))
+        return shlex.join(words + flags(self.config, preset(self.experiment, self.preset)))
 
     @property
     def folder(self) -> Path:
@@ -259,14 +259,14 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _flags(config: Any, default: Any, prefix: str = "") -> list[str]:
+def flags(config: Any, default: Any, prefix: str = "") -> list[str]:
     """The words that make `config` of `default` on the command line."""
     words: list[str] = []
     for field in dataclasses.fields(config):
         value, other = getattr(config, field.name), getattr(default, field.name)
         flag = field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
-            words += _flags(value, other, f"{prefix}{flag}.")
+            words += flags(value, other, f"{prefix}{flag}.")
         elif value != other and isinstance(value, bool):
             words.append(f"--{prefix}{flag}" if value else f"--{prefix}no-{flag}")
         elif value != other:

@@ -149,7 +149,7 @@ def _check_affordable(allowed: Search, scored: int, words: int) -> None:
     if least > allowed.scoring_seconds:
         raise ExperimentError(
             f"MbPA takes {least:.2g} estimated seconds at least for {scored:,} tokens, and may "
-            f"take {allowed.scoring_seconds:g}: pass --search.scoring-seconds {20 * least:.1g}"
+            f"take {allowed.scoring_seconds:g}: pass --search.scoring-seconds {20 * least:.3g}"
         )
 
 
