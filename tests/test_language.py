@@ -11,8 +11,8 @@ import gc
 import itertools
 import json
 import math
-import re
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
