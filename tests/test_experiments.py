@@ -48,7 +48,7 @@ PRESETS = [(name, key) for name in EXPERIMENTS for key in find(name).presets]
 def in_a_process(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run Python that can import the tests' own experiment."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
 
 
 def mbpa_command(*arguments: object) -> subprocess.CompletedProcess[str]:
