@@ -6,16 +6,13 @@ Every byte read back is verified: payloads by the manifest, the manifest by its 
 """
 
 import contextlib
-import errno
 import hashlib
 import importlib.metadata
 import json
 import os
 import re
 import stat
-import sys
 import time
-import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +21,8 @@ from typing import Any, BinaryIO
 import safetensors.torch
 import torch
 
+from mbpa import files
 from mbpa.errors import CheckpointError
-
-if sys.platform != "win32":
-    import fcntl
 
 FORMAT = 1
 
@@ -39,8 +34,6 @@ _TEMPORARY = re.compile(rf"({re.escape(_MANIFEST)}|{_PAYLOAD.pattern})\.[0-9a-f]
 _FIELDS = {"mbpa": str, "files": dict, "description": dict, "sha256": str}
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
 _DTYPES |= {torch.int8, torch.int16, torch.int32, torch.int64}
-# Some network file systems (Lustre without -o flock) have no locks; saving must still work there.
-_CANNOT_LOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 _DEPTH = 100  # far below where json runs out of stack, in whatever program the load will be
 _ATTEMPTS, _PAUSE = 10, 0.01
 
@@ -87,10 +80,9 @@ def save_checkpoint(
     with _lock(root):
         before = {name for name in os.listdir(root) if _PAYLOAD.fullmatch(name)}
         try:
-            files = {group: _write_group(root, group, named) for group, named in tensors.items()}
-            _sync_directory(root)  # the manifest must not reach the disk before its payloads
-            _write_file(root / _MANIFEST, _manifest_text(files, plain))
-            _sync_directory(root)
+            groups = {group: _write_group(root, group, named) for group, named in tensors.items()}
+            files.flush_directory(root)  # the manifest must not reach the disk before its payloads
+            files.write_durably(root / _MANIFEST, _manifest_text(groups, plain))
         except BaseException:
             # Not even on a KeyboardInterrupt is it known whether the manifest was replaced, and
             # after a failed flush the old one may come back: spare the payloads of both.
@@ -179,13 +171,10 @@ def _check_name(group: str, name: object) -> None:
 
 
 def _make_directory(root: Path) -> Path:
-    created = [path for path in (root, *root.parents) if not path.exists()]
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        files.make_directory(root)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"directory must be a directory or not exist yet, got {root}") from error
-    for path in created:
-        _sync_directory(path.parent)
     return root
 
 
@@ -209,18 +198,10 @@ def _lock(root: Path) -> Iterator[None]:
     # The file stays: removing it would let two savers hold locks on two files of one name.
     descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError as error:
-                if error.errno not in _CANNOT_LOCK:
-                    raise
+        files.lock(descriptor, wait=True)  # where there are no locks, saving must still work
         yield
     finally:
-        if sys.platform != "win32":
-            # Closing is not enough if a process forked meanwhile has inherited the descriptor.
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        files.unlock(descriptor)
         os.close(descriptor)
 
 
@@ -230,7 +211,7 @@ def _write_group(root: Path, group: str, named: Mapping[str, torch.Tensor]) -> d
     data = safetensors.torch.save(_storable(named))
     digest = hashlib.sha256(data).hexdigest()
     name = _payload_name(group, digest)
-    _write_file(root / name, data)  # even if there is one of that name: it may be damaged
+    files.replace_file(root / name, data)  # even if there is one of that name: it may be damaged
     return {"name": name, "bytes": len(data), "sha256": digest}
 
 
@@ -249,29 +230,6 @@ def _storable(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _payload_name(group: str, digest: str) -> str:
     return f"{group}-{digest[:16]}.safetensors"
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    """Bring ``data`` to the disk under a temporary name, then rename it to ``path``."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    with open(temporary, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _sync_directory(path: Path) -> None:
-    if sys.platform == "win32":  # directories cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that does not flush directories
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _sweep(root: Path, *, spare: Collection[str]) -> None:
@@ -294,20 +252,13 @@ def _sweep(root: Path, *, spare: Collection[str]) -> None:
 # The manifest
 
 
-def _manifest_text(files: dict[str, dict[str, Any]], description: dict[str, Any]) -> bytes:
+def _manifest_text(groups: dict[str, dict[str, Any]], description: dict[str, Any]) -> bytes:
     try:
         version = importlib.metadata.version("mbpa")
     except importlib.metadata.PackageNotFoundError:
         version = "unknown"
-    body = {"format": FORMAT, "mbpa": version, "files": files, "description": description}
-    return (json.dumps({**body, "sha256": _manifest_digest(body)}, indent=2) + "\n").encode()
-
-
-def _manifest_digest(manifest: dict[str, Any]) -> str:
-    """The checksum over the canonical JSON of everything in the manifest but the checksum."""
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    body = {"format": FORMAT, "mbpa": version, "files": groups, "description": description}
+    return (json.dumps({**body, "sha256": files.digest_json(body)}, indent=2) + "\n").encode()
 
 
 def _read_manifest(root: Path) -> dict[str, Any]:
@@ -346,7 +297,7 @@ def _check_manifest(path: Path, manifest: Any) -> None:
         if not isinstance(manifest.get(field), kind):
             raise CheckpointError(f"{path}: altered: lacks {field!r}, or it is no {kind.__name__}")
     try:
-        digest = _manifest_digest(manifest)
+        digest = files.digest_json(manifest)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: altered: {error}") from error
     if digest != manifest["sha256"]:

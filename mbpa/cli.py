@@ -8,6 +8,7 @@ and `run` calls the library and prints. What takes long to import is imported th
 from __future__ import annotations
 
 import abc
+import io
 import itertools
 import os
 import shlex
@@ -290,6 +291,8 @@ class Teach(Command):
         from mbpa.serve import placing, teaching
 
         start = time.perf_counter()
+        if not self.data.exists():
+            raise RunError(f"{self.data} cannot be read: No such file or directory")
         placing.require_free(self.out, replace=self.again)
         try:
             data, encoder = self._given()
@@ -305,13 +308,11 @@ class Teach(Command):
 
     def _given(self) -> tuple[Any, Any]:
         """The examples, and the encoder for them."""
-        import torch
-
         from mbpa import image, text
+        from mbpa.device import choose_device
         from mbpa.serve import album, spreadsheet
 
-        has_gpu = torch.cuda.is_available()
-        device = self.device if self.device != "auto" else "cuda" if has_gpu else "cpu"
+        device = choose_device(self.device)
         columns: dict[str, Any] = {"label": self.label, "encoding": self.encoding}
         if self.data.is_dir() or self.image is not None:
             encoder = image.encoder(self.encoder or image.DEFAULT, device=device)
@@ -369,15 +370,35 @@ class Serve(Command):
 
 
 @dataclass(frozen=True)
+class Check(Command):
+    """Verify a run: every check sum of its files, and that they fit each other.
+
+    Changes nothing. A run is also verified whenever it is served.
+    """
+
+    directory: tyro.conf.Positional[Path]
+    """What `mbpa teach` wrote."""
+
+    def run(self) -> int:
+        from mbpa.serve.checking import check_run
+
+        for name, what in check_run(self.directory):
+            print(f"{name:10} {what}")
+        print(f"{self.directory} is whole")
+        return 0
+
+
+@dataclass(frozen=True)
 class Explore(Serve):
     """Serve a run with a page on top: ask, see why, teach, undo, review what it was taught."""
 
     def run(self) -> int:
-        from mbpa.serve import http
-        from mbpa.serve.gate import Settings
-
-        # isort: split
-        from mbpa.explorer import page
+        try:
+            from mbpa.explorer import page
+            from mbpa.serve import http
+            from mbpa.serve.gate import Settings
+        except MissingExtraError as error:
+            raise MissingExtraError("what the page needs", extra="explore") from error
 
         http.serve(
             self.directory,
@@ -396,6 +417,7 @@ COMMANDS: dict[str, type[Command]] = {
     "teach": Teach,
     "serve": Serve,
     "explore": Explore,
+    "check": Check,
     "list": List,
     "run": Run,
     "tune": Tune,
@@ -408,6 +430,8 @@ COMMANDS: dict[str, type[Command]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for errors of usage, 130 if interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths may hold what is no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     if arguments == ["--version"]:
         from mbpa import __version__
 

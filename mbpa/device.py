@@ -32,6 +32,18 @@ class Rates:
     """Seconds that any operation takes, however small."""
 
 
+def choose_device(name: str) -> torch.device:
+    """Return the device of this name; "auto" is a CUDA device where there is one, else the CPU.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ValueError("there is no CUDA device here: pass --device cpu, or leave it out")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_cuda) else "cpu")
+
+
 @cache
 def measured_rates(device: torch.device) -> Rates:
     """Timed once a process, a few hundredths of a second; rounded to powers of two, so that noise

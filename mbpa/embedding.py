@@ -8,8 +8,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import hashlib
-import os
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from mbpa import files
 from mbpa.errors import MissingExtraError
 
 AT_ONCE = 4096  # items that an interrupted run may have to embed again
@@ -168,13 +167,4 @@ def _keep(folder: Path, digests: Sequence[bytes], keys: Float[Tensor, "N D"]) ->
     folder.mkdir(parents=True, exist_ok=True)
     rows = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).reshape(-1, 32)
     path = folder / f"{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}.safetensors"
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with part.open("xb") as file:
-            file.write(save({"digests": rows, "keys": keys.contiguous()}))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
+    files.replace_file(path, save({"digests": rows, "keys": keys.contiguous()}))

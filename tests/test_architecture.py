@@ -10,7 +10,7 @@ import mbpa
 ROOT = Path(mbpa.__file__).parent
 # Each row may import from the rows above it, and from its own package.
 LAYERS = [
-    {"errors"},
+    {"errors", "files"},
     {"device"},
     {"sharing"},
     {"memory", "rows", "split"},
@@ -43,9 +43,11 @@ def imported(tree: ast.AST) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            names.add(node.module or "")
             if node.module == "mbpa":
                 names |= {f"mbpa.{alias.name}" for alias in node.names}
+                if all((ROOT / f"{alias.name}.py").exists() for alias in node.names):
+                    continue  # modules, nothing of the public face
+            names.add(node.module or "")
     return names
 
 

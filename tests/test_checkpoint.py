@@ -30,6 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mbpa.checkpoint as checkpoint
+from mbpa import files
 from mbpa.checkpoint import FORMAT, load_checkpoint, save_checkpoint
 from mbpa.errors import CheckpointError
 
@@ -693,13 +694,13 @@ class FileSystem:
         for name in ("fsync", "replace", "unlink", "open"):
             self.restore.append((name, getattr(os, name)))
             setattr(os, name, self._wrapped(name, getattr(os, name)))
-        checkpoint.open = self.open
+        files.open = self.open
         return self
 
     def __exit__(self, *_):
         for name, original in self.restore:
             setattr(os, name, original)
-        del checkpoint.open
+        del files.open
 
     def _wrapped(self, name, original):
         def call(*args):
@@ -807,14 +808,14 @@ def test_an_interrupt_right_after_the_manifest_was_replaced_keeps_the_new_payloa
 def test_after_a_failed_last_flush_either_manifest_finds_its_payloads(tmp_path, monkeypatch):
     save_checkpoint(tmp_path, **generation(1))
     path = tmp_path / "manifest.json"
-    old, flush = path.read_bytes(), checkpoint._sync_directory
+    old, flush = path.read_bytes(), files.flush_directory
 
     def fail_last(directory):
         if path.read_bytes() != old:
             full()
         flush(directory)
 
-    monkeypatch.setattr(checkpoint, "_sync_directory", fail_last)
+    monkeypatch.setattr(files, "flush_directory", fail_last)
     with pytest.raises(OSError, match="No space"):
         save_checkpoint(tmp_path, **generation(2))
     assert generation_of(tmp_path) == 2

@@ -671,7 +671,7 @@ def test_keys_of_another_size_are_refused_and_the_journal_is_let_go(untaught, tm
     with Journal(run / "journal.sqlite") as journal:
         (id,) = journal.learn([("x", None, b"\0" * 4)])
     for _ in range(2):  # were it still open, the second would say so
-        with pytest.raises(RunError, match=f"example {id} has a key of 1 numbers"):
+        with pytest.raises(RunError, match=f"that of example {id} has 1 numbers"):
             Classifier.load(run)
 
 

@@ -23,7 +23,7 @@ def call(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands(capsys):
     assert cli.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert "usage: mbpa [-h] {teach,serve,explore,list,run,tune,report,data,demo}" in printed
+    assert "usage: mbpa [-h] {teach,serve,explore,check,list,run,tune,report,data,demo}" in printed
     assert "mbpa --version" in printed
 
 

@@ -448,6 +448,8 @@ def test_a_read_only_directory_is_read(place: Path) -> None:
         while after_a_kill and not (log.exists() and log.stat().st_size):
             killed(place / "j", draw)
         before = raw(place / "j")
+        for file in place.iterdir():
+            os.chmod(file, 0o644)  # others may not even read it otherwise
         os.chmod(place, 0o555)
         reading, refused = lines("visit", place / "j")
         (missing,) = lines("visit", place / "missing")
@@ -503,7 +505,7 @@ def damaged(path: Path) -> None:
 def of_a_later_format(path: Path) -> None:
     Journal(path).close()
     with sqlite3.connect(path) as database:
-        database.execute("PRAGMA user_version = 2")
+        database.execute("PRAGMA user_version = 3")
     database.close()
 
 
@@ -518,7 +520,7 @@ def somebody_elses(path: Path) -> None:
     [
         (lambda path: path.write_text("notes\n" * 1000), "not a journal: use another path"),
         (somebody_elses, "not a journal: use another path"),
-        (of_a_later_format, "has format 2, this version of mbpa reads up to 1: use the version"),
+        (of_a_later_format, "has format 3, this version of mbpa reads up to 2: use the version"),
         (damaged, "damaged .*: restore it from a copy"),
         (lambda path: path.mkdir(), "must be a file in a directory that exists"),
     ],

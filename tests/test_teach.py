@@ -24,7 +24,7 @@ from mbpa.serve.album import Album, read_album
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.rehearsal import Choice, Rehearsal
-from mbpa.serve.run import read_model
+from mbpa.serve.run import RunInfo, read_model
 from mbpa.serve.spreadsheet import read_spreadsheet
 from mbpa.split import grow
 
@@ -417,7 +417,7 @@ def test_files_that_are_no_pictures_are_left_out_in_words(taught):
 def test_a_run_describes_itself(taught):
     run, _, _ = taught
     content = json.loads((run / "run.json").read_text())
-    assert content["format"] == 3
+    assert content["format"] == 4
     assert content["takes"] == "texts"
     assert content["mbpa"] == mbpa.__version__
     assert content["labels"] == [f"l{i}" for i in range(9)]
@@ -507,24 +507,34 @@ def test_rows_of_new_labels_are_kept_in_the_run(taught, tmp_path):
     assert read_model(tmp_path / "run", made.info, "cpu").rows is None
 
 
-def test_runs_with_rows_are_not_opened_by_what_knows_none_and_earlier_ones_still_are(
-    taught, tmp_path
-):
-    """Formats 1 and 2 were read before there were rows, and written for a while with rows."""
-    run, made, data = taught
-    teaching.write_taught(dataclasses.replace(made, rows=None), data, tmp_path / "zeros")
-    assert json.loads((tmp_path / "zeros" / "run.json").read_text())["format"] == 1
+@pytest.mark.parametrize("format", [1, 3])
+def test_runs_of_earlier_formats_are_opened_and_later_ones_refused(taught, tmp_path, format):
+    """Formats 1 to 3 had no check sum."""
+    run, made, _ = taught
     earlier = Path(shutil.copytree(run, tmp_path / "earlier"))
     content = json.loads((run / "run.json").read_text())
-    assert content["format"] not in (1, 2)
-    del content["takes"]
-    (earlier / "run.json").write_text(json.dumps(content | {"format": 1}))
+    del content["sha256"]
+    if format == 1:
+        del content["takes"]
+    (earlier / "run.json").write_text(json.dumps(content | {"format": format}))
     with Classifier.load(earlier, text_encoder=WordEncoder()) as classifier:
         assert classifier.info == made.info
         assert read_model(earlier, made.info, "cpu").rows is not None
-    (earlier / "run.json").write_text(json.dumps(content | {"format": 4}))
+    (earlier / "run.json").write_text(json.dumps(content | {"format": 5}))
     with pytest.raises(RunError, match="written by a newer mbpa: upgrade mbpa"):
         Classifier.load(earlier, text_encoder=WordEncoder())
+
+
+def test_a_changed_value_in_the_description_of_a_run_is_noticed(taught, tmp_path):
+    run, _, _ = taught
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    content = json.loads((run / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(content))  # the same in other words
+    RunInfo.read(copy)
+    for change in ({"threshold": 0.123}, {"format": 3}, {"labels": content["labels"][::-1]}):
+        (copy / "run.json").write_text(json.dumps(content | change))
+        with pytest.raises(RunError, match=r"run\.json is damaged"):
+            RunInfo.read(copy)
 
 
 def test_a_single_picture_is_no_spreadsheet(tmp_path, capsys):

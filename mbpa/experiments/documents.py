@@ -27,8 +27,9 @@ from mbpa.errors import ExperimentError
 from mbpa.experiments import EXPERIMENTS
 from mbpa.experiments.experiment import find
 from mbpa.experiments.report import drawn, shown
-from mbpa.experiments.results import Result, read_results, write_whole
+from mbpa.experiments.results import Result, read_results
 from mbpa.experiments.sections import Figure, Section, Table
+from mbpa.files import write_durably
 
 END = "<!-- end of results -->"
 _BLOCK = re.compile(
@@ -104,9 +105,9 @@ def refresh(path: Path, results_folder: Path) -> bool:
     }
     for name, (figure, told) in stale.items():
         (path.parent / FIGURES).mkdir(exist_ok=True)
-        write_whole(path.parent / FIGURES / name, drawn(figure, {DIGEST: told})["png"])
+        write_durably(path.parent / FIGURES / name, drawn(figure, {DIGEST: told})["png"])
     if document.text != before:
-        write_whole(path, document.text.encode())
+        write_durably(path, document.text.encode())
     return bool(stale) or document.text != before
 
 

@@ -18,8 +18,9 @@ from tqdm import tqdm
 from mbpa.errors import ExperimentError, MissingExtraError
 from mbpa.experiments import EXPERIMENTS
 from mbpa.experiments.experiment import Experiment, find
-from mbpa.experiments.results import TUNED, Result, read_results, value_of, write_whole
+from mbpa.experiments.results import TUNED, Result, read_results, value_of
 from mbpa.experiments.sections import Figure, Section, Table
+from mbpa.files import write_durably
 
 __all__ = ["Figure", "Section", "Table", "chosen", "drawn", "shown", "write_report"]
 
@@ -59,7 +60,7 @@ def write_report(
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            write_whole(out / name, content)
+            write_durably(out / name, content)
     except OSError as error:
         raise ExperimentError(
             f"cannot write to {out} ({error.strerror or error}): "

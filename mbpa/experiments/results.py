@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from mbpa.errors import ExperimentError
 from mbpa.experiments import EXPERIMENTS
+from mbpa.files import write_durably
 
 Record = dict[str, str | int | float | None]
 """One number, `value`, with its `name` and whatever else says what it is of."""
@@ -100,20 +100,7 @@ def write_result(result: Result, path: Path) -> None:
     rows = ",\n".join(f"  {_line(record)}" for record in finite)
     parts = [f' "{key}": {_line(value)}' for key, value in head.items()]
     parts.append(f' "metrics": [\n{rows}\n ]')
-    write_whole(path, ("{\n" + ",\n".join(parts) + "\n}\n").encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Put a file in place in one go: whoever looks sees the old one or the new one."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with part.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_durably(path, ("{\n" + ",\n".join(parts) + "\n}\n").encode())
 
 
 def _line(value: object) -> str:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 
 import mbpa
+from mbpa.device import choose_device
 from mbpa.errors import ExperimentError
 from mbpa.experiments.experiment import BySeed, Context, Experiment, preset
 from mbpa.experiments.results import (
@@ -179,10 +180,10 @@ def device_named(name: str) -> torch.device:
     Raises:
         ExperimentError: it is not there.
     """
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ExperimentError("there is no CUDA device here: pass --device cpu, or leave it out")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_cuda) else "cpu")
+    try:
+        return choose_device(name)
+    except ValueError as error:
+        raise ExperimentError(str(error)) from error
 
 
 @functools.cache

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mbpa.errors import ExperimentError
-from mbpa.experiments.results import TUNED, Result, write_whole
+from mbpa.experiments.results import TUNED, Result
+from mbpa.files import write_durably
 
 Config = TypeVar("Config")
 FILE = Path(__file__).with_name("tuned.json")
@@ -75,7 +76,7 @@ def adopt(result: Result) -> None:
     preset, known = adoptable(result.experiment, result.preset), _read()
     known.setdefault(result.experiment, {})[preset] = chosen(result)
     try:
-        write_whole(FILE, _written(known).encode())
+        write_durably(FILE, _written(known).encode())
     except OSError as error:
         raise ExperimentError(f"cannot write {FILE} ({error.strerror or error})") from error
 

@@ -7,7 +7,6 @@ in a JSON tree that says where the tensors belong. The lock dies with the proces
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import shutil
@@ -19,15 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mbpa import files
 from mbpa.checkpoint import load_checkpoint, save_checkpoint
 from mbpa.errors import CheckpointError, ExperimentError
 
-if sys.platform != "win32":
-    import fcntl
-
 _LOCK = ".lock"
-# Some network file systems have no locks; there, one process at a time is up to the user.
-_CANNOT_LOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 class Workspace:
@@ -169,18 +164,13 @@ def _lock_of(folder: Path) -> int:
                 raise  # it cannot be made at all
             continue  # whoever was at work has just finished, and removed the folder
         try:
-            if sys.platform != "win32":
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files.lock(descriptor)
         except OSError as error:
-            if error.errno not in _CANNOT_LOCK:
-                os.close(descriptor)
-                raise ExperimentError(
-                    "another process is at this very run: wait for it, or stop it, "
-                    "and run the same command again"
-                ) from error
-        try:
-            if os.path.samestat(os.fstat(descriptor), os.stat(folder / _LOCK)):
-                return descriptor
-        except FileNotFoundError:
-            pass
+            os.close(descriptor)
+            raise ExperimentError(
+                "another process is at this very run: wait for it, or stop it, "
+                "and run the same command again"
+            ) from error
+        if files.is_at(folder / _LOCK, os.fstat(descriptor)):
+            return descriptor
         os.close(descriptor)

@@ -36,11 +36,13 @@ from mbpa.serve.journal import Example, InputError, Journal, Row
 from mbpa.serve.known import Counts
 from mbpa.serve.run import (
     JOURNAL,
+    MOST_NORM,
     RunInfo,
     as_bytes,
-    from_bytes,
+    compute_norms,
     read_encoder,
     read_model,
+    stack_keys,
 )
 from mbpa.serve.taught_model import TaughtModel
 from mbpa.text import TextEncoder
@@ -111,7 +113,7 @@ class Classifier:
                 f"{root} was made with the encoder {info.encoder}, whose files have changed since: "
                 "teach it anew"
             )
-        journal = Journal(root / JOURNAL)
+        journal = Journal(root / JOURNAL, create=False)
         try:
             return cls(info, head, predictor, journal, encoder, rows)
         except BaseException:
@@ -279,6 +281,7 @@ class Classifier:
             InputError: a lesson cannot be; nothing was added.
             JournalError: it could not be kept; nothing was added.
         """
+        self.journal.require_owner()
         if not lessons:
             return []
         self._check_lessons(lessons)
@@ -314,6 +317,7 @@ class Classifier:
         with, the memory and the journal keep nothing, and a label that loses all of them loses its
         row of the head; what they did to the other rows stays until `mbpa teach` is run anew.
         """
+        self.journal.require_owner()
         with self._writing:
             gone = self.journal.forget(list(ids), None if label is None else label.strip())
             with self._following():
@@ -341,9 +345,9 @@ class Classifier:
         """`InputError` for keys that no encoder would give."""
         if rows.ndim != 2 or rows.shape[1] != self.key_dim:
             raise InputError(f"keys must have {self.key_dim} numbers each, got {rows.shape[1:]}")
-        norms = np.sqrt(np.einsum("bd,bd->b", rows, rows, dtype=np.float64))
-        if not (norms < 1e15).all():
-            raise InputError("keys must be finite numbers below 1e15")
+        norms = compute_norms(rows)
+        if not (norms < MOST_NORM).all():
+            raise InputError(f"keys must be finite numbers below {MOST_NORM:.0e}")
         off = np.abs(norms - 1)
         if self._has_norm and len(rows) and off.max() > NORM_TOLERANCE:
             worst = norms[off.argmax()]
@@ -402,15 +406,11 @@ class Classifier:
         while found := list(
             self.journal.examples(ids[-1] if ids else 0, REPLAYED, with_pictures=False)
         ):
-            encoded = iter(self._encoded(found))
-            for row, each in zip(keys[len(ids) :].numpy(), found, strict=False):
-                key = next(encoded).cpu().numpy() if each.key is None else from_bytes(each.key)
-                if key.shape != row.shape:
-                    raise RunError(
-                        f"{self.journal.path}: example {each.id} has a key of {len(key)} numbers, "
-                        f"the run's have {self.key_dim}"
-                    )
-                row[:] = key
+            part = keys[len(ids) : len(ids) + len(found)]
+            has_key = torch.tensor([each.key is not None for each in found])
+            part[has_key] = stack_keys(self.journal.path, found, self.key_dim)
+            if not has_key.all():
+                part[~has_key] = torch.stack([key.cpu() for key in self._encoded(found)])
             ids += [each.id for each in found]
             named += [(each.label, each.text) for each in found]
         self._model.make_room(len(ids))

@@ -1,29 +1,36 @@
-"""A file of SQLite that this process holds, and that is on the disk when it says so.
+"""A SQLite file that this process owns, and that is on disk when it says so.
 
-Once a write has failed nothing more is written until the file is opened anew: after a failed flush
+Once a write has failed nothing more is written until the file is opened again: after a failed flush
 the kernel may call pages clean that never reached the disk, and a second flush would then prove
 nothing. Opening writes the log again, byte by byte, before it copies it into the database; that
 does.
+
+SQLite writes to the files it has opened. Whether these are still the files in the directory, it
+does not ask; so this is checked before a call is acknowledged. A forked process inherits the open
+files and must neither use nor close them: SQLite would delete the log under its parent.
 """
 
 import contextlib
-import errno
+import ctypes
+import hashlib
 import os
 import sqlite3
 import sys
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote
 
-if sys.platform != "win32":
-    import fcntl
+from mbpa import files
 
 _APPLICATION = 0x6D627061  # "mbpa", in the header of the file
 _LOG_BYTES = 4 << 20  # a longer log is copied into the database
 _NOT_A_JOURNAL = "not a journal: use another path, or move the file away"
 _UNLOCKED = "win32-none" if sys.platform == "win32" else "unix-none"
+_MARK_OFFSET, _MARK_BYTES = 32, 37  # in the lock file, after the number of the process
 
 
 class JournalError(RuntimeError):
@@ -34,41 +41,69 @@ class InUseError(JournalError):
     """Another process has it open."""
 
 
+class DamagedError(JournalError):
+    """The files do not hold what was written, or are no journal at all."""
+
+
 @dataclass(frozen=True)
 class Schema:
-    """What makes the tables of a new file, and the format that they have."""
+    """The tables of a file, and how those of earlier formats become these."""
 
     format: int
-    """Files of later ones are refused."""
-    statements: tuple[str, ...]
+    """Files of later formats are refused."""
+    tables: Mapping[str, str]
+    """Columns of each table, in parentheses."""
+    fill: Callable[["Database"], None]
+    """Writes the first rows of a new file."""
+    upgrade: Callable[["Database", int], None]
+    """Makes the tables of an earlier file, whose format it is given, into these."""
+
+    def create(self, database: "Database", *names: str) -> None:
+        for name in names:
+            database.rows(f"CREATE TABLE {name} {self.tables[name]}")
 
 
 class Database:
-    """Statements, in transactions that are durable. Nothing here keeps threads apart.
+    """Durable transactions on one file, for one process and any number of its threads.
 
     Args:
-        path: of the file, created when missing; ``-wal`` and ``.lock`` stand beside it.
+        path: the file; ``-wal`` and ``.lock`` stand beside it.
+        create: make the file when it is missing.
+        writable: open it for reading alone if false, and change nothing.
 
     Raises:
-        JournalError: it is no such file, of a later format, damaged, in use by another process, or
-            cannot be read or created.
+        JournalError: it cannot be read or created.
+        InUseError: another process has it open.
+        DamagedError: it is damaged, or something else.
     """
 
-    def __init__(self, path: Path, schema: Schema) -> None:
+    def __init__(
+        self, path: Path, schema: Schema, *, create: bool = True, writable: bool = True
+    ) -> None:
         self.path, self._log = path, path.with_name(path.name + "-wal")
         self.read_only: str | None = None
+        self.acknowledged = 0
+        """The last change that a process has acknowledged, as far as the lock file tells."""
+        self._owner = os.getpid()
+        self._access = threading.RLock()
         self._opened = contextlib.ExitStack()
+        self._places: tuple[tuple[Path, os.stat_result], ...] = ()
         self._closed = False
+        self._lock: int | None = None
+        _OPEN.add(self)
         try:
-            self._hold_lock()
+            if not writable:
+                self.read_only = f"{path} was opened for reading"
+            self._hold_lock(create)
             with self.reading():
                 self._connect()
                 self._check_format(schema)
                 self._flush_all()
-                ((problem,),) = self.rows("PRAGMA quick_check(1)")
-                if problem != "ok":
-                    where = problem.splitlines()[-1]
-                    raise JournalError(f"{path}: damaged ({where}): restore it from a copy")
+                self._check_integrity()
+                self._upgrade(schema)
+                self._check_schema(schema)
+                if self.read_only is None:
+                    self._places = tuple((each, each.stat()) for each in (path, self._log))
         except BaseException:
             self.close()
             raise
@@ -76,33 +111,45 @@ class Database:
     def rows(self, statement: str, *arguments: str | bytes | int | None) -> list[Any]:
         return self._connection.execute(statement, arguments).fetchall()
 
+    def stream(self, statement: str, *arguments: str | bytes | int | None) -> Iterator[Any]:
+        """Rows one at a time, which a large table needs."""
+        return iter(self._connection.execute(statement, arguments))
+
     def size(self) -> int:
         ((pages,),), ((page,),) = self.rows("PRAGMA page_count"), self.rows("PRAGMA page_size")
         return int(pages * page)
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        if self._closed:
-            raise JournalError(f"{self.path} is closed: open it again")
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise JournalError(f"{self.path}: {_advice(error)}") from error
+    def require_owner(self) -> None:
+        """Raise `JournalError` in a process that was forked from the one that opened the file."""
+        if os.getpid() != self._owner:
+            raise JournalError(
+                f"{self.path} was opened by process {self._owner}, from which this one was forked: "
+                "open it again in this process"
+            )
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """An error of the disk in here ends all writing."""
+    def reading(self) -> Iterator[Self]:
+        """Keep other threads out, and turn errors of SQLite into ours."""
+        self.require_owner()  # first: a lock that was held during a fork is held for ever
+        with self._access:
+            if self._closed:
+                raise JournalError(f"{self.path} is closed: open it again")
+            try:
+                yield self
+            except sqlite3.Error as error:
+                raise _translate(self.path, error) from error
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Self]:
+        """As `reading`; an error of the disk in here ends all writing."""
         with self.reading():
             if self.read_only is not None:
                 raise JournalError(self.read_only)
+            self._require_in_place()
             try:
-                yield
+                yield self
             except (sqlite3.Error, OSError) as error:
                 raise self._fail(error) from error
-
-    def _fail(self, error: sqlite3.Error | OSError) -> JournalError:
-        self.read_only = f"{self.path} is read-only since a write failed: {_advice(error)}"
-        return JournalError(self.read_only)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
@@ -115,11 +162,24 @@ class Database:
                 self.rows("ROLLBACK")
             raise
 
+    def acknowledge(self, change: int) -> None:
+        """Make sure that what was committed is in the files of the directory.
+
+        The number goes into the lock file, without a flush: it is no part of what is promised, but
+        shows later whether anything is missing. Since it is written after the log was flushed, it
+        never promises too much.
+        """
+        self._require_in_place()
+        self.acknowledged = change
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._lock, _make_mark(change), _MARK_OFFSET)
+
     def give_back_free_pages(self) -> None:
         self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` gives back one
 
     def shorten_log(self) -> None:
-        """After a call that is durable either way, and so is acknowledged even if this fails."""
+        """Copy a long log into the database; for after a call that is durable either way."""
         try:
             if self._log.stat().st_size > _LOG_BYTES:
                 self._copy_log()
@@ -127,51 +187,135 @@ class Database:
             self._fail(error)
 
     def empty_log(self) -> None:
+        """Copy the log into the database and leave nothing in it, not even after a power cut."""
         self._copy_log()
-        _flush(self._log)  # SQLite does not; a power cut might bring back what was in it
+        files.flush_file(self._log)  # SQLite does not
+
+    def close(self) -> None:
+        """Let go of the files; does nothing in a forked process, whose parent has them."""
+        if os.getpid() != self._owner:
+            return
+        with self._access:
+            self._closed = True
+            self._opened.close()
+
+    # Inside
 
     def _copy_log(self) -> None:
-        """Into the database, flushed; then the log is cut to nothing."""
+        """Copy the log into the database, flushed; then cut the log to nothing."""
         ((busy, _, _),) = self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
         assert not busy, "somebody else reads what is locked exclusively"
 
-    def close(self) -> None:
-        self._closed = True
-        self._opened.close()
+    def _fail(self, error: sqlite3.Error | OSError) -> JournalError:
+        self.read_only = f"{self.path} is read-only since a write failed: {_advice(error)}"
+        return JournalError(self.read_only)
 
-    def _hold_lock(self) -> None:
-        """One process writes, or several read; a killed one's lock is released with it."""
+    def _require_in_place(self) -> None:
+        """Refuse to go on if a file was removed or replaced; what is in the log is saved first."""
+        missing = self._find_missing()
+        if not missing:
+            return
+        self.read_only = (
+            f"{self.path} is read-only: {missing[0].name} was removed, moved or replaced while it "
+            "was open: see to it and restart"
+        )
+        with contextlib.suppress(sqlite3.Error):
+            self._copy_log()
+        raise JournalError(self.read_only)
+
+    def _find_missing(self) -> list[Path]:
+        """Return those of our files that are no longer where they were."""
+        return [path for path, status in self._places if not files.is_at(path, status)]
+
+    def _close_connection(self) -> None:
+        """Close the connection; but not if the log's name may be another journal's by now, since
+        SQLite removes the log by its name."""
+        if self._find_missing():
+            _keep_for_ever(self._connection)
+        else:
+            self._connection.close()
+
+    def _hold_lock(self, create: bool) -> None:
+        """Let one process write, or several read; a killed one's lock is released with it."""
         if self.path.is_dir() or not self.path.parent.is_dir():
             raise JournalError(f"{self.path} must be a file in a directory that exists")
         beside = self.path.with_name(self.path.name + ".lock")
+        self._lock = self._open_lock(beside)
+        if self._lock is not None:
+            self._opened.callback(os.close, self._lock)
+            self._take_lock(self._lock)
+            if not files.is_at(beside, os.fstat(self._lock)):  # replaced meanwhile
+                self._opened.close()
+                return self._hold_lock(create)
+            self.acknowledged = _read_mark(self._lock)
+        if self.path.exists():
+            return None
+        if not create or self.read_only is not None:
+            raise DamagedError(f"{self.path} is missing: restore it from a copy")
+        return self._create()
+
+    def _open_lock(self, beside: Path) -> int | None:
+        """Open the lock file; if that cannot be written, for reading, as the journal then is."""
         try:
-            lock = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
-            if self.path.exists() and not os.access(self.path, os.W_OK):
-                self.read_only = f"{self.path} is read-only: allow writing to it and restart"
+            descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             if not self.path.exists():
-                message = f"{self.path} cannot be created ({error.strerror}): see to it and restart"
-                raise JournalError(message) from error
+                raise self._cannot_create(error) from error
             self.read_only = f"{self.path} is read-only ({error.strerror}): see to it and restart"
             if not beside.exists():
-                return  # where nobody can write, nobody need be kept from it
-            lock = os.open(beside, os.O_RDONLY)
-        self._opened.callback(os.close, lock)
-        _lock(lock, self.path, exclusive=self.read_only is None)
-        self._opened.callback(_unlock, lock)
+                return None  # where nobody can write, nobody need be kept from it
+            try:
+                return os.open(beside, os.O_RDONLY)
+            except OSError as again:
+                message = f"{beside} cannot be read ({again.strerror}): allow that and restart"
+                raise JournalError(message) from again
+        if self.read_only is None and self.path.exists() and not os.access(self.path, os.W_OK):
+            self.read_only = f"{self.path} is read-only: allow writing to it and restart"
+        return descriptor
+
+    def _take_lock(self, descriptor: int) -> None:
+        writes = self.read_only is None
+        try:
+            if not files.lock(descriptor, exclusive=writes) and sys.platform != "win32":
+                raise JournalError(f"{self.path} cannot be locked: keep it on a local disk")
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+            raise InUseError(
+                f"{self.path} is in use by process {holder or '?'}: stop it, or use another path"
+            ) from error
+        except OSError as error:
+            message = f"{self.path} cannot be locked ({error.strerror}): keep it on a local disk"
+            raise JournalError(message) from error
+        self._opened.callback(files.unlock, descriptor)
+        if writes:
+            with contextlib.suppress(OSError):  # it is for the message above only
+                os.pwrite(descriptor, f"{os.getpid():<20}".encode(), 0)
+
+    def _create(self) -> None:
+        """Make an empty file that others cannot read: it will hold what people wrote."""
+        try:
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        except OSError as error:
+            raise self._cannot_create(error) from error
+        self.acknowledge(0)  # whatever an earlier journal of this name has acknowledged
+
+    def _cannot_create(self, error: OSError) -> JournalError:
+        return JournalError(
+            f"{self.path} cannot be created ({error.strerror}): see to it and restart"
+        )
 
     def _connect(self) -> None:
-        mode = "mode=rwc"
+        mode = "mode=rw"
         if self.read_only is not None:  # SQLite would want to create a log, or lock what it reads
             mode = f"mode=ro&vfs={_UNLOCKED}" if self._log.exists() else "mode=ro&immutable=1"
         self._connection = sqlite3.connect(
-            f"file:{quote(str(self.path.absolute()))}?{mode}",
+            f"file://{_quote(self.path)}?{mode}",
             uri=True,
             isolation_level=None,
             check_same_thread=False,
             timeout=1.0,
         )
-        self._opened.callback(self._connection.close)
+        self._opened.callback(self._close_connection)
         for setting in (
             "locking_mode = EXCLUSIVE",  # no reader elsewhere keeps the log from being emptied
             "synchronous = FULL",
@@ -187,15 +331,17 @@ class Database:
         ((format,),) = self.rows("PRAGMA user_version")
         ((tables,),) = self.rows("SELECT count(*) FROM sqlite_master")
         if application == 0 and tables == 0 and self.read_only is None:
+            if self.acknowledged:
+                raise DamagedError(f"{self.path}: damaged (it is empty): restore it from a copy")
             self.rows("PRAGMA auto_vacuum = INCREMENTAL")
             self.rows("PRAGMA journal_mode = WAL")
             with self.transaction():
-                for statement in schema.statements:
-                    self.rows(statement)
+                schema.create(self, *schema.tables)
+                schema.fill(self)
                 self.rows(f"PRAGMA application_id = {_APPLICATION}")
                 self.rows(f"PRAGMA user_version = {schema.format}")
         elif application != _APPLICATION:
-            raise JournalError(f"{self.path}: {_NOT_A_JOURNAL}")
+            raise DamagedError(f"{self.path}: {_NOT_A_JOURNAL}")
         elif format > schema.format:
             raise JournalError(
                 f"{self.path} has format {format}, this version of mbpa reads up to "
@@ -203,41 +349,97 @@ class Database:
             )
 
     def _flush_all(self) -> None:
-        """What an earlier process may not have flushed is, before anything is built on it."""
+        """Bring to disk what an earlier process may not have flushed, before building on it."""
         if self.read_only is None:
             try:
                 self.rows("PRAGMA journal_mode = WAL")  # somebody may have changed it
                 _write_again(self._log)
                 self.empty_log()
-                _flush(self.path.parent)  # SQLite ignores failure; removed files might come back
+                # SQLite ignores a failure here, and removed files might come back.
+                files.flush_directory(self.path.parent)
             except (sqlite3.Error, OSError) as error:
-                if _code(error) == sqlite3.SQLITE_CORRUPT:
+                if _code(error) in _DAMAGE:
                     raise
                 self._fail(error)
 
+    def _check_integrity(self) -> None:
+        ((problem,),) = self.rows("PRAGMA integrity_check(1)")
+        ((encoding,),) = self.rows("PRAGMA encoding")
+        ((vacuum,),) = self.rows("PRAGMA auto_vacuum")
+        if problem == "ok" and (encoding, vacuum) != ("UTF-8", 2):  # 2: INCREMENTAL
+            problem = f"its header says {encoding}, {vacuum}"
+        if problem != "ok":
+            where = problem.splitlines()[-1]
+            raise DamagedError(f"{self.path}: damaged ({where}): restore it from a copy")
 
-def _lock(descriptor: int, path: Path, *, exclusive: bool) -> None:
+    def _upgrade(self, schema: Schema) -> None:
+        ((format,),) = self.rows("PRAGMA user_version")
+        if format == schema.format:
+            return
+        if self.read_only is not None:  # in memory, so that it can be read here, too
+            copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            self._connection.backup(copy)
+            self._connection.close()
+            self._connection = copy
+        with self.transaction():
+            schema.upgrade(self, format)
+            self.rows(f"PRAGMA user_version = {schema.format}")
+        if self.read_only is None:
+            self.give_back_free_pages()
+            self.empty_log()
+
+    def _check_schema(self, schema: Schema) -> None:
+        """Compare the definitions in the file with ours: a changed one would change meanings."""
+        found = dict(self.rows("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+        if found != {name: f"CREATE TABLE {name} {sql}" for name, sql in schema.tables.items()}:
+            raise DamagedError(f"{self.path}: damaged (its tables differ): restore it from a copy")
+
+    def _abandon(self) -> None:
+        """Let go, in a forked process, of what belongs to its parent, without closing it."""
+        if hasattr(self, "_connection"):
+            _keep_for_ever(self._connection)
+        self._opened.pop_all()
+        if self._lock is not None:  # shared with the parent, whose lock it would prolong
+            with contextlib.suppress(OSError):
+                os.close(self._lock)
+            self._lock = None
+
+
+_OPEN: "weakref.WeakSet[Database]" = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for database in list(_OPEN):
+        database._abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _keep_for_ever(connection: sqlite3.Connection) -> None:
+    """Keep a connection from being closed, even by the end of the interpreter."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
+def _make_mark(change: int) -> bytes:
+    number = b"%020d" % change
+    return number + b" " + hashlib.blake2b(number, digest_size=8).hexdigest().encode()
+
+
+def _read_mark(lock: int) -> int:
+    """Read the last acknowledged change from a lock file; 0 if there is none, or it is damaged."""
+    found = os.pread(lock, _MARK_BYTES, _MARK_OFFSET)
+    number = found[:20]
+    return int(number) if number.isdigit() and found == _make_mark(int(number)) else 0
+
+
+def _quote(path: Path) -> str:
+    """Return a path for a URI, whatever its bytes are."""
+    place = os.path.abspath(path)
     if sys.platform == "win32":
-        return  # SQLite's own lock has to do there
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_NB | (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH))
-    except BlockingIOError as error:
-        holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-        message = f"{path} is in use by process {holder or '?'}: stop it, or use another path"
-        raise InUseError(message) from error
-    except OSError as error:
-        message = f"{path} cannot be locked ({error.strerror}): keep it on a local disk"
-        raise JournalError(message) from error
-    if exclusive:
-        with contextlib.suppress(OSError):  # it is for the message above only
-            os.pwrite(descriptor, f"{os.getpid():<20}".encode(), 0)
-
-
-def _unlock(descriptor: int) -> None:
-    """Closing is not enough if a process forked meanwhile has inherited the descriptor."""
-    if sys.platform != "win32":
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        return "/" + quote(place.replace("\\", "/"))
+    return quote(os.fsencode(place))
 
 
 def _write_again(path: Path) -> None:
@@ -252,22 +454,20 @@ def _write_again(path: Path) -> None:
         os.close(descriptor)
 
 
-def _flush(path: Path) -> None:
-    if sys.platform == "win32":  # directories cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that does not flush directories
-            raise
-    finally:
-        os.close(descriptor)
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _code(error: Exception) -> int:
-    """The primary code, such as SQLITE_IOERR for SQLITE_IOERR_FSYNC."""
+    """Return the primary code, such as SQLITE_IOERR for SQLITE_IOERR_FSYNC."""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+
+
+def _translate(path: Path, error: sqlite3.Error) -> JournalError:
+    code = _code(error)
+    if code == sqlite3.SQLITE_BUSY:
+        return InUseError(f"{path} is in use by another program: stop it, or use another path")
+    kind = DamagedError if code in _DAMAGE else JournalError
+    return kind(f"{path}: {_advice(error)}")
 
 
 def _advice(error: Exception) -> str:
@@ -277,7 +477,6 @@ def _advice(error: Exception) -> str:
     advice = {
         sqlite3.SQLITE_NOTADB: _NOT_A_JOURNAL,
         sqlite3.SQLITE_CORRUPT: f"damaged ({error}): restore it from a copy",
-        sqlite3.SQLITE_BUSY: "open in another program: close it there and restart",
         sqlite3.SQLITE_FULL: "the disk is full: free some space and restart",
         sqlite3.SQLITE_IOERR: f"the disk failed ({name}): see to it and restart",
         sqlite3.SQLITE_READONLY: "must not be written: allow that and restart",

@@ -6,67 +6,44 @@ What is forgotten is overwritten in place. Deleting rows would not do, even with
 ``secure_delete``: when SQLite joins half-empty pages, copies of rows stay in the gaps. Here rows
 never move; once much of the file is overwritten rows, the others are copied to a new table.
 
+Opening verifies all of it (`journal_schema`).
+
 Standard library only, as `database` is: without ``mbpa`` itself, neither torch nor numpy is loaded.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
-from mbpa.serve.database import Database, InUseError, JournalError, Schema
+from mbpa.serve import journal_schema
+from mbpa.serve.database import DamagedError, Database, InUseError, JournalError
+from mbpa.serve.journal_schema import OVERWRITE, SCHEMA, SIZE, Row, Totals
 
-__all__ = ["Example", "InUseError", "InputError", "Journal", "JournalError", "Row"]
+__all__ = [
+    "DamagedError",
+    "Example",
+    "InUseError",
+    "InputError",
+    "Journal",
+    "JournalError",
+    "Row",
+]
 
-FORMAT = 1
 REMEMBERED_REQUESTS = 10_000
 
 _WASTE_BYTES = 1 << 20  # less than this of overwritten rows is not worth copying the others
 _LARGEST_EXAMPLE = 1 << 28  # bytes; SQLite stops at 10⁹ a row
-_EXAMPLES = """(
-    id INTEGER PRIMARY KEY, live INTEGER NOT NULL CHECK (live IN (0, 1)),
-    label BLOB NOT NULL, text BLOB, key BLOB
-)"""
-_SCHEMA = Schema(
-    FORMAT,
-    (
-        f"CREATE TABLE examples {_EXAMPLES}",
-        "CREATE TABLE requests (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE,"
-        " first INTEGER NOT NULL, count INTEGER NOT NULL)",
-        "CREATE TABLE counters (change INTEGER NOT NULL, last INTEGER NOT NULL)",
-        "INSERT INTO counters VALUES (0, 0)",
-    ),
-)
-# Zeros of the same length leave the row its size, and so its place: SQLite writes over it.
-_OVERWRITE = """
-UPDATE examples SET live = 0, label = zeroblob(length(CAST(label AS BLOB))),
-    text = zeroblob(length(CAST(text AS BLOB))), key = zeroblob(length(key))
-WHERE id = ?
-"""
-_SIZE = """
-length(CAST(label AS BLOB)) + ifnull(length(CAST(text AS BLOB)), 0) + ifnull(length(key), 0) + 12
-"""  # 12: what SQLite adds to a short row
 _SELECT = "SELECT id, label, text, key FROM examples WHERE live AND"
 _SELECT_WITHOUT_PICTURES = """
 SELECT id, label, CASE WHEN key IS NULL OR typeof(text) <> 'blob' THEN text END, key
 FROM examples WHERE live AND
 """  # what is of type blob in the column of texts is the file of a picture
-_COPY_TO_NEW_TABLE = (
-    f"CREATE TABLE kept {_EXAMPLES}",
-    "INSERT INTO kept SELECT * FROM examples WHERE live ORDER BY id",
-    "DROP TABLE examples",
-    "ALTER TABLE kept RENAME TO examples",
-)
 
 
 class InputError(ValueError):
     """What was asked for cannot be; the message is for whoever asked. Other errors are ours."""
-
-
-Row = tuple[str, str | bytes | None, bytes | None]
-"""An example to be written: its label; its text, or the file of its picture; its key."""
 
 
 @dataclass(frozen=True)
@@ -89,26 +66,30 @@ class Example:
 class Journal:
     """Taught examples on disk, for one process and any number of its threads.
 
+    Opening verifies every row. A process that is forked while a journal is open cannot use it.
+
     Args:
-        path: the database, created when missing; ``-wal`` and ``.lock`` stand beside it.
+        path: the database; ``-wal`` and ``.lock`` stand beside it.
+        create: make it when it is missing.
+        writable: open it for reading alone if false, and change nothing.
 
     Raises:
-        JournalError: it is not a journal, of a later format, damaged, in use by another process,
-            or cannot be read or created.
+        JournalError: it is of a later format, or cannot be read or created.
+        InUseError: another process has it open.
+        DamagedError: it is damaged, incomplete, or no journal.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, create: bool = True, writable: bool = True) -> None:
         self.path = path
-        self._access = threading.Lock()
-        self._labels: Counter[str] = Counter()
-        self._restored: frozenset[int] = frozenset()
-        self._change = self._waste = 0  # committed writes; bytes of overwritten rows
-        self._database = Database(path, _SCHEMA)
+        self._database = Database(path, SCHEMA, create=create, writable=writable)
         try:
-            self._count()
+            with self._database.reading() as database:
+                found = journal_schema.verify(database)
         except BaseException:
             self._database.close()
             raise
+        self._totals, self._labels = found.totals, found.labels
+        self._restored, self._waste = found.restored, found.waste
 
     @property
     def read_only(self) -> str | None:
@@ -120,8 +101,12 @@ class Journal:
 
     def refuse(self, reason: str) -> None:
         """Write nothing more, for this reason, until it is opened again."""
-        with self._access:
-            self._database.read_only = self._database.read_only or f"{self.path}: {reason}"
+        with self._database.reading() as database:
+            database.read_only = database.read_only or f"{self.path}: {reason}"
+
+    def require_owner(self) -> None:
+        """Raise `JournalError` in a process that was forked from the one that opened it."""
+        self._database.require_owner()
 
     def learn(
         self,
@@ -147,18 +132,20 @@ class Journal:
         """
         for example in examples:
             _validate(*example)
-        with self._access, self._database.writing():
-            known = self._remembered(examples, request)
+        with self._database.writing() as database:
+            known = self._find_request(examples, request)
             if known is not None or not examples:
                 return known or []
-            with self._database.transaction():
-                ids = self._insert(examples, request)
-                if restoring:
-                    self._mark(ids)
+            with database.transaction():
+                ids, totals = self._insert(examples, restoring)
+                if request is not None:
+                    totals = self._remember(request, ids[0], examples, totals)
+                totals.write(database)
+            self._totals = totals
             self._restored = self._restored.union(ids if restoring else ())
             self._labels = self._labels + Counter(label for label, _, _ in examples)
-            self._change += 1
-            self._database.shorten_log()
+            database.acknowledge(totals.change)
+            database.shorten_log()
         return ids
 
     def repeated(self, examples: Sequence[Row], request: str) -> list[int] | None:
@@ -171,8 +158,8 @@ class Journal:
             InputError: ``request`` has named other examples.
             JournalError: as `learn`; what may not be durable is not acknowledged here either.
         """
-        with self._access, self._database.writing():
-            return self._remembered(examples, request)
+        with self._database.writing():
+            return self._find_request(examples, request)
 
     def forget(self, ids: Sequence[int] = (), label: str | None = None) -> list[int]:
         """Remove the examples with these ids and all those of ``label``; returns which were there.
@@ -183,22 +170,23 @@ class Journal:
         Raises:
             JournalError: not acknowledged; after a restart all of them are there, or none.
         """
-        with self._access, self._database.writing():
-            found = self._found(ids, label)
+        with self._database.writing() as database:
+            found = self._find_rows(ids, label)
             if not found:
                 return []
-            with self._database.transaction():
+            totals = replace(self._totals, change=self._totals.change + 1)
+            with database.transaction():
                 for id in found:
-                    self._database.rows(_OVERWRITE, id)
-                for id in self._restored.intersection(found):
-                    self._database.rows("DELETE FROM restored WHERE id = ?", id)
-                self._database.rows("UPDATE counters SET change = change + 1")
+                    database.rows(OVERWRITE, id)
+                totals = totals.count_examples(-1, [each.checksum for each in found.values()])
+                totals.write(database)
+            self._totals = totals
             self._restored = self._restored.difference(found)
-            self._labels = self._labels - Counter(label for label, _ in found.values())
-            self._change += 1
-            self._waste += sum(size for _, size in found.values())
+            self._labels = self._labels - Counter(each.label for each in found.values())
+            self._waste += sum(each.size for each in found.values())
             self._remove_waste()
-            self._database.empty_log()
+            database.empty_log()
+            database.acknowledge(totals.change)
         return sorted(found)
 
     def examples(
@@ -211,8 +199,8 @@ class Journal:
         theirs that have no key.
         """
         select = _SELECT if with_pictures else _SELECT_WITHOUT_PICTURES
-        with self._access, self._database.reading():
-            rows = self._database.rows(
+        with self._database.reading() as database:
+            rows = database.rows(
                 f"{select} id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit
             )
         return (_example(*row) for row in rows)
@@ -221,8 +209,8 @@ class Journal:
         """The example with this id, if it is there."""
         if not 0 < id < 2**63:
             return None
-        with self._access, self._database.reading():
-            rows = self._database.rows(f"{_SELECT} id = ?", id)
+        with self._database.reading() as database:
+            rows = database.rows(f"{_SELECT} id = ?", id)
         return _example(*rows[0]) if rows else None
 
     @property
@@ -240,12 +228,11 @@ class Journal:
     @property
     def change(self) -> int:
         """Raised by one with every committed write. Read it before what it is to describe."""
-        return self._change
+        return self._totals.change
 
     def close(self) -> None:
         """Let go of the files; a journal whose process is killed instead loses nothing either."""
-        with self._access:
-            self._database.close()
+        self._database.close()
 
     def __enter__(self) -> Self:
         return self
@@ -253,68 +240,69 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _count(self) -> None:
+    def _insert(self, examples: Sequence[Row], restoring: bool) -> tuple[list[int], Totals]:
+        first = self._totals.last + 1
+        ids = list(range(first, first + len(examples)))
+        checksums = [
+            journal_schema.insert_example(self._database, id, restoring, example)
+            for id, example in zip(ids, examples, strict=True)
+        ]
+        totals = replace(self._totals, change=self._totals.change + 1, last=ids[-1])
+        return ids, totals.count_examples(1, checksums)
+
+    def _remember(
+        self, request: str, first: int, examples: Sequence[Row], totals: Totals
+    ) -> Totals:
+        """Note the name of a call, and let go of the oldest; returns the totals with that."""
         rows = self._database.rows
-        with self._database.reading():
-            live = rows("SELECT label, count(*) FROM examples WHERE live GROUP BY label")
-            self._labels = Counter(dict(live))
-            ((self._change,),) = rows("SELECT change FROM counters")
-            size = f"SELECT ifnull(sum({_SIZE}), 0) FROM examples WHERE NOT live"
-            ((self._waste,),) = rows(size)
-            ((has_marks,),) = rows("SELECT count(*) FROM sqlite_master WHERE name = 'restored'")
-            marks = rows("SELECT id FROM restored") if has_marks else []
-            self._restored = frozenset(id for (id,) in marks)
+        ((newest,),) = rows("SELECT ifnull(max(number), 0) FROM requests")
+        call = newest + 1, request, first, len(examples)
+        told = journal_schema.describe_call(examples)
+        added = journal_schema.insert_request(self._database, *call, *told)
+        oldest = newest + 1 - REMEMBERED_REQUESTS
+        gone = rows("SELECT checksum FROM requests WHERE number <= ?", oldest)
+        rows("DELETE FROM requests WHERE number <= ?", oldest)
+        totals = totals.count_requests(1, [added])
+        return totals.count_requests(-1, [checksum for (checksum,) in gone])
 
-    def _insert(self, examples: Sequence[Row], request: str | None) -> list[int]:
-        rows = self._database.rows
-        ((last,),) = rows("SELECT last FROM counters")
-        ids = list(range(last + 1, last + 1 + len(examples)))
-        for id, example in zip(ids, examples, strict=True):
-            rows("INSERT INTO examples VALUES (?, 1, ?, ?, ?)", id, *example)
-        rows("UPDATE counters SET change = change + 1, last = ?", ids[-1])
-        if request is not None:
-            add = "INSERT INTO requests (name, first, count) VALUES (?, ?, ?)"
-            rows(add, request, ids[0], len(ids))
-            remove = "DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?"
-            rows(remove, REMEMBERED_REQUESTS)
-        return ids
-
-    def _mark(self, ids: Sequence[int]) -> None:
-        """In a table of their own, which most journals never need."""
-        self._database.rows("CREATE TABLE IF NOT EXISTS restored (id INTEGER PRIMARY KEY)")
-        for id in ids:
-            self._database.rows("INSERT INTO restored VALUES (?)", id)
-
-    def _remembered(self, examples: Sequence[Row], request: str | None) -> list[int] | None:
-        """The ids of an earlier call with this name; what was not forgotten of it must agree."""
-        call = self._database.rows("SELECT first, count FROM requests WHERE name = ?", request)
+    def _find_request(self, examples: Sequence[Row], request: str | None) -> list[int] | None:
+        """Return the ids of an earlier call with this name and these examples."""
+        select = "SELECT first, count, content, keys FROM requests WHERE name = ?"
+        call = self._database.rows(select, request)
         if not call:
             return None
-        first, count = call[0]
-        rows = self._database.rows(f"{_SELECT} id >= ? AND id < ?", first, first + count)
-        kept = {id: (label, text, key) for id, label, text, key in rows}
-        if count != len(examples) or not all(
-            _is_same(example, kept.get(id, example)) for id, example in enumerate(examples, first)
-        ):
+        first, count, content, keys = call[0]
+        if content is None:
+            raise InputError(
+                f"request {request!r} has named examples that were forgotten: give it another name"
+            )
+        if count != len(examples) or not journal_schema.is_same_call(examples, content, keys):
             raise InputError(f"request {request!r} has named other examples: give it another name")
         return list(range(first, first + count))
 
-    def _found(self, ids: Sequence[int], label: str | None) -> dict[int, tuple[str, int]]:
-        """Label and size of the rows asked for that are there."""
-        select = f"SELECT id, label, {_SIZE} FROM examples WHERE live AND"
+    def _find_rows(self, ids: Sequence[int], label: str | None) -> dict[int, "_Found"]:
+        """Return the rows asked for that are there, by id."""
+        select = f"SELECT id, label, {SIZE}, checksum FROM examples WHERE live AND"
         rows = [] if label is None else self._database.rows(f"{select} label = ?", label)
         for id in ids:
             if 0 < id < 2**63:
                 rows += self._database.rows(f"{select} id = ?", id)
-        return {id: (name, size) for id, name, size in rows}
+        return {id: _Found(*row) for id, *row in rows}
 
     def _remove_waste(self) -> None:
         if self._waste > max(_WASTE_BYTES, self._database.size() // 3):
             with self._database.transaction():
-                for statement in _COPY_TO_NEW_TABLE:
-                    self._database.rows(statement)
+                journal_schema.copy_live_rows(self._database)
             self._database.give_back_free_pages()
             self._waste = 0
+
+
+class _Found(NamedTuple):
+    """What must be known of an example to forget it."""
+
+    label: str
+    size: int
+    checksum: bytes
 
 
 def _example(id: int, label: str, said: str | bytes | None, key: bytes | None) -> Example:
@@ -322,11 +310,6 @@ def _example(id: int, label: str, said: str | bytes | None, key: bytes | None) -
     if isinstance(said, bytes):
         return Example(id, label, None, key, said)
     return Example(id, label, said, key)
-
-
-def _is_same(given: Row, kept: Row) -> bool:
-    has_no_key_yet = given[1] is not None and given[2] is None
-    return tuple(given[:2]) == kept[:2] and (has_no_key_yet or given[2] == kept[2])
 
 
 def _validate(label: str, said: str | bytes | None, key: bytes | None) -> None:

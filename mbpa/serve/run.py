@@ -19,17 +19,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
-from mbpa import image, text
+from mbpa import files, image, text
 from mbpa.checkpoint import load_checkpoint, save_checkpoint
 from mbpa.embedding import Encoder
 from mbpa.errors import CheckpointError, RunError
 from mbpa.rows import NewRows, require_unit_norm
-from mbpa.serve.journal import Journal
+from mbpa.serve.journal import Example, Journal
 from mbpa.spec import build, describe
 
-# What knows of texts alone cannot read pictures, and what knows no rows would leave them zero.
-FORMATS = {"texts": 1, "images": 2}
-WITH_ROWS = 3
+FORMAT = 4
+EARLIER_FORMATS = (1, 2, 3)  # of texts, of pictures, with rows of new labels; without a check sum
+MOST_NORM = 1e15  # of a key
 RUN, MODEL, JOURNAL = "run.json", "model", "journal.sqlite"
 ROWS, MIDDLE = "rows", ("direction", "weight", "bias")  # in the checkpoint
 
@@ -53,31 +53,70 @@ class RunInfo:
     takes: Literal["texts", "images"] = "texts"
     """What the encoder is of."""
 
-    def write(self, directory: Path, *, has_rows: bool = False) -> None:
-        told = dict(vars(self))
-        format = WITH_ROWS if has_rows else FORMATS[self.takes]
-        if format == 1:
-            del told["takes"]
-        content = {"format": format, "mbpa": mbpa.__version__, **told}
+    def write(self, directory: Path) -> None:
+        """Write `run.json`, durably."""
+        content = {"format": FORMAT, "mbpa": mbpa.__version__, **vars(self)}
+        content["sha256"] = files.digest_json(content)
         text = json.dumps(content, indent=1, ensure_ascii=False)
-        (directory / RUN).write_text(text + "\n", encoding="utf-8")
+        files.write_durably(directory / RUN, f"{text}\n".encode())
 
     @classmethod
     def read(cls, directory: Path) -> RunInfo:
+        """Read `run.json` and verify it.
+
+        Raises:
+            RunError: it is missing, damaged, or was written by a newer mbpa.
+        """
         path = directory / RUN
         try:
-            content = json.loads(path.read_text("utf-8"))
-            if content.pop("format") not in (*FORMATS.values(), WITH_ROWS):
-                raise RunError(f"{path} was written by a newer mbpa: upgrade mbpa")
-            content.pop("mbpa")
-            labels = tuple(content.pop("labels"))
-            return cls(labels=labels, **content)
+            return cls._parse(json.loads(path.read_bytes().decode()))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RunError(
                 f"{directory} is no run: there is no {RUN}; make one with `mbpa teach`"
             ) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}") from error
+        except _NewerFormat as error:
+            raise RunError(f"{path} was written by a newer mbpa: upgrade mbpa") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise RunError(f"{path} is damaged: {error}") from error
+
+    @classmethod
+    def _parse(cls, content: dict[str, Any]) -> RunInfo:
+        format = content["format"]
+        if type(format) is not int or format < 1:
+            raise ValueError(f"format must be a positive integer, got {format!r}")
+        if format > FORMAT:
+            raise _NewerFormat
+        if format not in EARLIER_FORMATS and content.pop("sha256") != files.digest_json(content):
+            raise ValueError("its check sum differs")
+        del content["format"], content["mbpa"]
+        info = cls(labels=tuple(content.pop("labels")), **content)
+        info._require_types()
+        return info
+
+    def _require_types(self) -> None:
+        """Raise `ValueError` for what no run has: earlier formats have no check sum."""
+        is_right = (
+            type(self.key_dim) is int
+            and self.key_dim > 0
+            and all(isinstance(label, str) and label for label in self.labels)
+            and len(set(self.labels)) == len(self.labels)
+            and type(self.trained_examples) is int
+            and self.trained_examples >= 0
+            and isinstance(self.threshold, int | float)
+            and 0 <= self.threshold <= 1
+            and isinstance(self.encoder, str | None)
+            and isinstance(self.fingerprint, str | None)
+            and isinstance(self.summary, dict | None)
+            and self.takes in ("texts", "images")
+        )
+        if not is_right:
+            raise ValueError("a field has a value that no run has")
+
+
+class _NewerFormat(Exception):
+    """The format is one that this version does not know."""
 
 
 def write_run(
@@ -100,7 +139,7 @@ def write_run(
     """
     if rows is not None:
         require_unit_norm(keys)
-    directory.mkdir(parents=True, exist_ok=True)
+    files.make_directory(directory)
     tensors = {"head": dict(head.state_dict())}
     description = {"predictor": describe(predictor)}
     if rows is not None:
@@ -113,7 +152,7 @@ def write_run(
     ]
     with Journal(directory / JOURNAL) as journal:
         journal.learn(written)
-    info.write(directory, has_rows=rows is not None)
+    info.write(directory)
 
 
 class Model(NamedTuple):
@@ -130,6 +169,9 @@ def read_model(directory: Path, info: RunInfo, device: str | torch.device) -> Mo
     """The model of a run."""
     try:
         saved = load_checkpoint(directory / MODEL)
+        shape, expected = saved.tensors["head"]["weight"].shape, (len(info.labels), info.key_dim)
+        if shape != expected:
+            raise ValueError(f"its head must have the shape {expected}, got {tuple(shape)}")
         head = nn.Linear(info.key_dim, len(info.labels), device=device)
         head.load_state_dict(saved.tensors["head"])
         predictor = build(saved.description["predictor"])
@@ -162,6 +204,32 @@ def as_bytes(key: Float[Tensor, "D"]) -> bytes:
     return key.detach().numpy().astype("<f4").tobytes()
 
 
-def from_bytes(key: bytes) -> Float[np.ndarray, "D"]:
-    """A key that the journal kept."""
-    return np.frombuffer(key, "<f4")
+def stack_keys(path: Path, examples: Iterable[Example], key_dim: int) -> Float[Tensor, "N D"]:
+    """Stack the keys of those examples of a journal that have one.
+
+    Raises:
+        RunError: a key has another size, or numbers that no key has; the message names it.
+    """
+    with_key = [each for each in examples if each.key is not None]
+    keys = np.empty((len(with_key), key_dim), np.float32)
+    for row, example in zip(keys, with_key, strict=True):
+        key = np.frombuffer(example.key or b"", "<f4")
+        if key.shape != row.shape:
+            raise _describe_bad_key(path, key_dim, example, f"has {len(key)} numbers")
+        row[:] = key
+    for place in np.flatnonzero(~(compute_norms(keys) < MOST_NORM)):
+        raise _describe_bad_key(path, key_dim, with_key[place], "has others")
+    return torch.from_numpy(keys)
+
+
+def compute_norms(rows: Float[np.ndarray, "B D"]) -> Float[np.ndarray, "B"]:
+    """Return the Euclidean norms, in double precision."""
+    norms: np.ndarray = np.sqrt(np.einsum("bd,bd->b", rows, rows, dtype=np.float64))
+    return norms
+
+
+def _describe_bad_key(path: Path, key_dim: int, example: Example, what: str) -> RunError:
+    return RunError(
+        f"{path}: keys must have {key_dim} finite numbers below {MOST_NORM:.0e}, "
+        f"that of example {example.id} {what}: restore the file from a copy"
+    )

@@ -28,7 +28,8 @@ from mbpa.experiments.experiment import Context
 from mbpa.experiments.images.config import ImagesConfig
 from mbpa.experiments.pictures import Held, Pictures, Streamed, placed
 from mbpa.experiments.pretraining import features_of, pretrained
-from mbpa.experiments.results import environment, write_whole
+from mbpa.experiments.results import environment
+from mbpa.files import write_durably
 
 FORMAT = 2  # of the kept features
 
@@ -61,7 +62,7 @@ def make_task(config: ImagesConfig, context: Context, seed: int) -> Task:
     task = _read(path, context.device)
     if task is None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _written(_computed(config, context, seed)))
+        write_durably(path, _written(_computed(config, context, seed)))
         task = _read(path, context.device)  # rounded as for all that come later
         assert task is not None, "it has just been written"
     return task
@@ -217,7 +218,7 @@ def _verify(config: ImagesConfig, context: Context, *parts: data.ImageFiles) -> 
         for part in parts:
             part.verify(bar.update)
     mark.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(mark, b"")
+    write_durably(mark, b"")
 
 
 def _chosen(there: int, config: ImagesConfig) -> Int[Tensor, "C"]:

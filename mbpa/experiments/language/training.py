@@ -41,7 +41,7 @@ from mbpa.experiments.language import network, recording
 from mbpa.experiments.language.config import LanguageConfig, Training
 from mbpa.experiments.language.network import LanguageModel, draw, products
 from mbpa.experiments.language.recording import Recorded
-from mbpa.experiments.results import write_whole
+from mbpa.files import write_durably
 
 FORMAT = 1  # of the kept network
 WEIGHTS, SQUARES, MEANS = "weights/", "squares/", "means/"  # in it: the best; and of Adam
@@ -444,4 +444,4 @@ def _write(path: Path, run: TrainingRun) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.items()}
-    write_whole(path, save(tensors, metadata={"training": json.dumps(told)}))
+    write_durably(path, save(tensors, metadata={"training": json.dumps(told)}))

@@ -1,0 +1,279 @@
+"""The tables of a journal, and the check sums by which damage to them is noticed.
+
+Every row has a check sum. The table of counters has the exclusive or of those of all rows, so that
+a row that is lost or comes back is noticed, too.
+
+Standard library only.
+"""
+
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from hashlib import blake2b
+from typing import Any, Self
+
+from mbpa.serve.database import DamagedError, Database, Schema
+
+FORMAT = 2  # 1: without check sums
+
+Row = tuple[str, str | bytes | None, bytes | None]
+"""An example to be written: its label; its text, or the file of its picture; its key."""
+
+_CHECKSUM_BYTES = 8
+_CONTENT_BYTES = 16  # of a digest that tells the examples of one call from those of another
+_NONE = bytes(_CHECKSUM_BYTES)
+_TABLES = {
+    "examples": """(
+    id INTEGER PRIMARY KEY, live INTEGER NOT NULL CHECK (live IN (0, 1)),
+    restored INTEGER NOT NULL CHECK (restored IN (0, 1)),
+    label BLOB NOT NULL, text BLOB, key BLOB, checksum BLOB NOT NULL
+)""",
+    "requests": """(
+    number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, first INTEGER NOT NULL,
+    count INTEGER NOT NULL, content BLOB, keys BLOB, checksum BLOB NOT NULL
+)""",
+    "counters": """(
+    change INTEGER NOT NULL, last INTEGER NOT NULL,
+    examples INTEGER NOT NULL, example_checksums BLOB NOT NULL,
+    requests INTEGER NOT NULL, request_checksums BLOB NOT NULL, checksum BLOB NOT NULL
+)""",
+}
+# Zeros of the same length leave the row its size, and so its place: SQLite writes over it.
+OVERWRITE = """
+UPDATE examples SET live = 0, restored = 0, label = zeroblob(length(CAST(label AS BLOB))),
+    text = zeroblob(length(CAST(text AS BLOB))), key = zeroblob(length(key)),
+    checksum = zeroblob(length(checksum))
+WHERE id = ?
+"""
+SIZE = """
+length(CAST(label AS BLOB)) + ifnull(length(CAST(text AS BLOB)), 0) + ifnull(length(key), 0)
++ length(checksum) + 13
+"""  # 13: what SQLite adds to a short row
+# Labels and texts as bytes: what is no UTF-8 any more could not be read otherwise.
+_VERIFY_EXAMPLES = """
+SELECT id, restored, CASE typeof(label) WHEN 'text' THEN CAST(label AS BLOB) END,
+    typeof(text), CAST(text AS BLOB), key, checksum
+FROM examples WHERE live
+"""
+_VERIFY_REQUESTS = "SELECT number, name, first, count, content, keys, checksum FROM requests"
+_TAGS = {type(None): b"n", int: b"i", str: b"s", bytes: b"b"}
+_KINDS = {type(None): "null", str: "text", bytes: "blob"}  # as SQLite calls them
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The one row of the table of counters."""
+
+    change: int = 0
+    """Committed writes."""
+    last: int = 0
+    """The highest id that was ever given."""
+    examples: int = 0
+    example_checksums: bytes = _NONE
+    requests: int = 0
+    request_checksums: bytes = _NONE
+
+    def count_examples(self, sign: int, checksums: Sequence[bytes]) -> Self:
+        """Return the totals with these examples more (1) or less (-1)."""
+        count = self.examples + sign * len(checksums)
+        combined = combine([self.example_checksums, *checksums])
+        return replace(self, examples=count, example_checksums=combined)
+
+    def count_requests(self, sign: int, checksums: Sequence[bytes]) -> Self:
+        """Return the totals with these remembered requests more (1) or less (-1)."""
+        count = self.requests + sign * len(checksums)
+        combined = combine([self.request_checksums, *checksums])
+        return replace(self, requests=count, request_checksums=combined)
+
+    def write(self, database: Database) -> None:
+        columns = astuple(self)
+        database.rows(
+            "UPDATE counters SET change = ?, last = ?, examples = ?, example_checksums = ?,"
+            " requests = ?, request_checksums = ?, checksum = ?",
+            *(*columns, compute_checksum(*columns)),
+        )
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was counted while every row of a journal was read."""
+
+    totals: Totals
+    labels: Counter[str]
+    restored: frozenset[int]
+    waste: int
+    """Bytes of overwritten rows."""
+
+
+# Check sums
+
+
+def compute_checksum(*parts: int | str | bytes | None, size: int = _CHECKSUM_BYTES) -> bytes:
+    """Return a digest of the parts, their types and where each ends."""
+    digest = blake2b(digest_size=size)
+    for part in parts:
+        content = part if isinstance(part, bytes) else str("" if part is None else part).encode()
+        digest.update(b"%s%d:" % (_TAGS[type(part)], len(content)))
+        digest.update(content)
+    return digest.digest()
+
+
+def combine(checksums: Sequence[bytes]) -> bytes:
+    """Return the exclusive or of check sums, for which their order does not matter."""
+    total = 0
+    for checksum in checksums:
+        total ^= int.from_bytes(checksum, "big")
+    return total.to_bytes(_CHECKSUM_BYTES, "big")
+
+
+def describe_call(examples: Sequence[Row]) -> tuple[bytes, bytes]:
+    """Return a digest of what a call said, and one of each of its keys.
+
+    These stay when the examples are forgotten: the name of a call must not be given to other
+    examples. Whoever has the file and guesses an example exactly can tell by them that it was
+    there.
+    """
+    parts: list[str | bytes | None] = []
+    for label, said, key in examples:
+        parts += [label, said, key if said is None else None]
+    keys = b"".join(compute_checksum(key) for _, _, key in examples)
+    return compute_checksum(*parts, size=_CONTENT_BYTES), keys
+
+
+def is_same_call(examples: Sequence[Row], content: bytes, keys: bytes) -> bool:
+    """Whether a call that is described so had these examples; texts may lack their keys."""
+    told, given = describe_call(examples)
+    return told == content and all(
+        (said is not None and key is None)
+        or given[place : place + _CHECKSUM_BYTES] == keys[place : place + _CHECKSUM_BYTES]
+        for place, (_, said, key) in zip(
+            range(0, len(keys), _CHECKSUM_BYTES), examples, strict=True
+        )
+    )
+
+
+# Rows
+
+
+def insert_example(database: Database, id: int, restored: bool, example: Row) -> bytes:
+    """Write a live example; returns its check sum."""
+    label, said, key = example
+    content = said.encode() if isinstance(said, str) else said
+    checksum = compute_checksum(id, int(restored), label.encode(), _KINDS[type(said)], content, key)
+    values = id, int(restored), label, said, key, checksum
+    database.rows("INSERT INTO examples VALUES (?, 1, ?, ?, ?, ?, ?)", *values)
+    return checksum
+
+
+def insert_request(database: Database, *call: int | str | bytes | None) -> bytes:
+    """Write a remembered request; returns its check sum."""
+    checksum = compute_checksum(*call)
+    database.rows("INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?)", *call, checksum)
+    return checksum
+
+
+def copy_live_rows(database: Database) -> None:
+    """Move the live examples to a new table, and drop the one with overwritten rows."""
+    database.rows("ALTER TABLE examples RENAME TO forgotten")
+    SCHEMA.create(database, "examples")
+    database.rows("INSERT INTO examples SELECT * FROM forgotten WHERE live ORDER BY id")
+    database.rows("DROP TABLE forgotten")
+
+
+def verify(database: Database) -> Verified:
+    """Read every row, compare all check sums, and count.
+
+    Raises:
+        DamagedError: one differs, rows are missing, or acknowledged calls are.
+    """
+    try:
+        found = _verify_rows(database)
+    except (sqlite3.DatabaseError, LookupError, TypeError, ValueError) as error:
+        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_IOERR", "SQLITE_NOMEM")):
+            raise
+        raise _describe_damage(database, str(error)) from error
+    if (missing := database.acknowledged - found.totals.change) > 0:
+        raise _describe_damage(
+            database,
+            f"the last {missing} acknowledged calls are missing; if it is an older copy, delete "
+            f"{database.path.name}.lock",
+        )
+    return found
+
+
+def _verify_rows(database: Database) -> Verified:
+    ((*columns, checksum),) = database.rows("SELECT * FROM counters")
+    if checksum != compute_checksum(*columns):
+        raise _describe_damage(database, "the counters were altered")
+    totals = Totals(*columns)
+    labels, restored, checksums = Counter[str](), [], []
+    for *parts, checksum in database.stream(_VERIFY_EXAMPLES):
+        id, is_restored, label, *_ = parts
+        if checksum != compute_checksum(*parts):
+            raise _describe_damage(database, f"example {id} was altered")
+        labels[label.decode()] += 1
+        restored += [id] * is_restored
+        checksums.append(checksum)
+    found = Totals(totals.change, totals.last).count_examples(1, checksums)
+    checksums = []
+    for *parts, checksum in database.stream(_VERIFY_REQUESTS):
+        if checksum != compute_checksum(*parts):
+            raise _describe_damage(database, f"request {parts[0]} was altered")
+        checksums.append(checksum)
+    if found.count_requests(1, checksums) != totals:
+        raise _describe_damage(
+            database, f"{totals.examples} examples were written, {found.examples} are there"
+        )
+    ((waste,),) = database.rows(f"SELECT ifnull(sum({SIZE}), 0) FROM examples WHERE NOT live")
+    return Verified(totals, labels, frozenset(restored), waste)
+
+
+def _describe_damage(database: Database, what: str) -> DamagedError:
+    return DamagedError(f"{database.path}: damaged ({what}): restore it from a copy")
+
+
+# New files, and earlier formats
+
+
+def _fill(database: Database) -> None:
+    columns = astuple(Totals())
+    checksum = compute_checksum(*columns)
+    database.rows("INSERT INTO counters VALUES (?, ?, ?, ?, ?, ?, ?)", *columns, checksum)
+
+
+def _upgrade(database: Database, format: int) -> None:
+    """Copy the tables of format 1, which had no check sums, to new ones."""
+    rows = database.rows
+    found = {name for (name,) in rows("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if format != 1 or not found <= {*_TABLES, "restored"}:
+        raise _describe_damage(database, f"format {format}, tables {', '.join(sorted(found))}")
+    for name in found:
+        rows(f"ALTER TABLE {name} RENAME TO earlier_{name}")
+    SCHEMA.create(database, *_TABLES)
+    _fill(database)
+    marks = rows("SELECT id FROM earlier_restored") if "restored" in found else []
+    restored = {id for (id,) in marks}
+    totals = Totals(*rows("SELECT change, last FROM earlier_counters")[0])
+    select = "SELECT id, label, text, key FROM earlier_examples WHERE live ORDER BY id"
+    checksums = [
+        insert_example(database, id, id in restored, (label, said, key))
+        for id, label, said, key in database.stream(select)
+    ]
+    totals = totals.count_examples(1, checksums)
+    calls = rows("SELECT number, name, first, count FROM earlier_requests ORDER BY number")
+    checksums = [_copy_request(database, *call) for call in calls]
+    totals.count_requests(1, checksums).write(database)
+    for name in found:
+        rows(f"DROP TABLE earlier_{name}")
+
+
+def _copy_request(database: Database, number: int, name: str, first: int, count: int) -> bytes:
+    """Write a request of format 1; what it said is not known where examples were forgotten."""
+    select = "SELECT label, text, key FROM examples WHERE id >= ? AND id < ?"
+    examples: list[Any] = database.rows(select, first, first + count)
+    told = describe_call(examples) if len(examples) == count else (None, None)
+    return insert_request(database, number, name, first, count, *told)
+
+
+SCHEMA = Schema(FORMAT, _TABLES, _fill, _upgrade)
