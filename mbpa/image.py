@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,16 @@ SIDE = 512  # most pixels a side of what is kept
 LOSSLESS = 128 * 128  # pixels up to which nothing at all is lost
 SLIMMEST = 4  # times as long as wide, of what a model gets
 BATCH = 32
+_AS_KEPT = "a picture must be as mbpa.image.kept gives it"
+_PNG_HEADER_BYTES = 33  # the signature and IHDR
+_PNG_LAST_FILTER = 4  # a row begins with the number of its filter
+_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
+_JPEG_START, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
+_JPEG_FILLERS = b"\x55" * 16, b"\xaa" * 16  # that differ in every bit
+_JPEG_APP0, _JPEG_SCAN = 0xE0, 0xDA  # markers of segments
+_JPEG_NOTES = {*range(0xE0, 0xF0), 0xFE}  # of applications, and comments
+_KEY_FACTORS = {"L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}
+"""What brings the transparent colour of a PNG file to the 8 bits that Pillow gives its pixels."""
 
 
 class PictureError(ValueError):
@@ -97,6 +108,33 @@ def kept(data: bytes, *, most_pixels: int = MOST_PIXELS) -> bytes:
         raise PictureError(f"a picture cannot be read: {why or type(error).__name__}") from error
 
 
+def require_kept(picture: bytes) -> None:
+    """Raise `PictureError` unless a file is in the form that `kept` gives.
+
+    The file must consist of the same parts as one that `kept` writes, its compressed data must give
+    all pixels, and no more than 8 bytes may be left over behind them. How well they are compressed
+    is not compared, since that depends on the version of Pillow.
+    """
+    module = _pillow()
+    try:
+        with module.open(io.BytesIO(picture), formats=("PNG", "JPEG")) as opened:
+            format, mode, size = opened.format, opened.mode, opened.size
+    except Exception as error:  # damaged files raise almost anything in Pillow
+        raise PictureError(f"{_AS_KEPT}, got no PNG or JPEG file that can be read") from error
+    shown = f"{size[0]} × {size[1]} pixels"
+    if max(size) > SIDE:
+        raise PictureError(f"{_AS_KEPT}, got one of {shown}")
+    if mode not in ("L", "RGB"):
+        raise PictureError(f"{_AS_KEPT}, grey or RGB with 8 bits a channel, got mode {mode!r}")
+    blank = _file(module.new(mode, size))
+    if media_type(blank) != media_type(picture):
+        raise PictureError(f"{_AS_KEPT}, got a {format} file of {shown}")
+    if format == "PNG":
+        _require_plain_png(picture, blank, row_bytes=size[0] * len(mode) + 1, rows=size[1])
+    else:
+        _require_plain_jpeg(picture, blank)
+
+
 def pixels_of(data: bytes) -> int:
     """How many a file says it has, in its first bytes; 0 where it says nothing."""
     try:
@@ -145,6 +183,95 @@ def _file(picture: Image.Image) -> bytes:
     else:
         clean.save(file, "JPEG", quality=90)
     return file.getvalue()
+
+
+def _require_plain_png(picture: bytes, blank: bytes, row_bytes: int, rows: int) -> None:
+    """Raise unless there is nothing but the header of a blank one, the pixels, and the end."""
+    if not picture.startswith(blank[:_PNG_HEADER_BYTES]):
+        raise PictureError(f"{_AS_KEPT}, got a PNG file of another kind")
+    at, compressed = _PNG_HEADER_BYTES, b""
+    while picture[at + 4 : at + 8] == b"IDAT":
+        stop = at + 8 + int.from_bytes(picture[at : at + 4])
+        if picture[stop : stop + 4] != zlib.crc32(picture[at + 4 : stop]).to_bytes(4):
+            raise _damaged()
+        compressed += picture[at + 8 : stop]
+        at = stop + 4
+    if picture[at:] != _PNG_END:
+        raise _something_beside() if _PNG_END in picture else _damaged()
+    unpacking = zlib.decompressobj()
+    try:
+        pixels = unpacking.decompress(compressed, row_bytes * rows + 1)
+    except zlib.error as error:
+        raise _damaged() from error
+    is_whole = unpacking.eof and len(pixels) == row_bytes * rows
+    if not is_whole or max(pixels[::row_bytes]) > _PNG_LAST_FILTER:
+        raise _damaged()
+    if unpacking.unused_data:
+        raise _something_beside()
+
+
+def _require_plain_jpeg(picture: bytes, blank: bytes) -> None:
+    """Raise unless there are the segments of a blank one, the pixels, and the end."""
+    (segments, start), (expected, _) = _read_segments(picture), _read_segments(blank)
+    if segments != expected:
+        extra = {marker for marker, *_ in set(segments) - set(expected)}
+        if extra & _JPEG_NOTES:
+            raise _something_beside()
+        raise PictureError(f"{_AS_KEPT}, got a JPEG file of another kind")
+    stop = len(picture) - len(_JPEG_END)
+    if not picture.endswith(_JPEG_END):
+        raise _something_beside() if _JPEG_END in picture[start:] else _damaged()
+    data = picture[start:stop]
+    if data.count(b"\xff") != data.count(b"\xff\0"):  # a marker within
+        raise _something_beside()
+    # The decoder reads some 8 bytes ahead, so what follows the picture must be that much to show.
+    first, second = (_decode_jpeg(picture[:stop] + each) for each in _JPEG_FILLERS)
+    if first is None or first != second:  # it needed more than there is
+        raise _damaged()
+    if _decode_jpeg(picture[: stop - 1]) is not None:  # it needed less
+        raise _something_beside()
+
+
+def _read_segments(jpeg: bytes) -> tuple[list[tuple[int, int, bytes]], int]:
+    """Markers and lengths of the segments up to the pixels, and where these start.
+
+    Of tables and frame only the form is compared, of what describes the file every byte.
+    """
+    at, marker, segments = len(_JPEG_START), 0, []
+    while marker != _JPEG_SCAN and at + 4 <= len(jpeg):
+        marker, length = jpeg[at + 1], int.from_bytes(jpeg[at + 2 : at + 4])
+        content = jpeg[at + 4 : at + 2 + length] if marker == _JPEG_APP0 else b""
+        segments.append((marker, length, content))
+        at += 2 + length
+    return segments, at
+
+
+class _UnfinishedFile(io.BytesIO):
+    """A file that raises at its end, where Pillow may be set to make up what is missing."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        if not data:
+            raise EOFError("there is no more")
+        return data
+
+
+def _decode_jpeg(jpeg: bytes) -> bytes | None:
+    """The pixels of a JPEG file without its end marker; `None` if data of some are missing."""
+    try:
+        with _pillow().open(_UnfinishedFile(jpeg), formats=("JPEG",)) as opened:
+            pixels: bytes = opened.tobytes()
+    except Exception:  # damaged files raise almost anything in Pillow
+        return None
+    return pixels
+
+
+def _damaged() -> PictureError:
+    return PictureError(f"{_AS_KEPT}, got a file that is damaged or not all there")
+
+
+def _something_beside() -> PictureError:
+    return PictureError(f"{_AS_KEPT}, got one with what a camera or program wrote beside it")
 
 
 def _too_large(most: int) -> PictureError:

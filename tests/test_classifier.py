@@ -497,26 +497,27 @@ def photographs() -> list[tuple[str, bytes]]:
     from PIL import Image, PngImagePlugin
 
     small, large = Image.new("RGB", (300, 200), "red"), Image.new("RGB", (513, 20), "red")
+    icon = Image.new("RGB", (30, 20), "red")
     camera = Image.Exif()
     camera[0x0110] = "a camera"
     before, after = PngImagePlugin.PngInfo(), PngImagePlugin.PngInfo()
     before.add_text("Author", "somebody")
     after.add(b"tEXt", b"Author\0somebody", after_idat=True)
     size, beside = "got one of 513 × 20 pixels", "what a camera or program wrote beside it"
-    unread = "got no PNG or JPEG file that can be read"
+    unread, damaged = "got no PNG or JPEG file that can be read", "got a file that is damaged"
     plain = saved(small, "JPEG")
     return [
         (size, saved(large, "JPEG")),
         (size, saved(large, "PNG")),
         (beside, saved(small, "JPEG", exif=camera)),
-        (beside, saved(small, "PNG", exif=camera)),
-        (beside, saved(small, "PNG", pnginfo=before)),
-        (beside, saved(small, "PNG", pnginfo=after)),
+        (beside, saved(icon, "PNG", exif=camera)),
+        (beside, saved(icon, "PNG", pnginfo=before)),
+        (beside, saved(icon, "PNG", pnginfo=after)),
         (beside, saved(small, "JPEG", comment=b"holiday")),
         (beside, plain[:2] + b"\xff\xe5\x00\x08secret" + plain[2:]),  # a segment of anybody's
         (unread, saved(small, "GIF")),
         (unread, b"no picture"),
-        (unread, saved(small, "PNG")[:-40]),
+        (damaged, saved(icon, "PNG")[:-20]),
     ]
 
 

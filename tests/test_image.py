@@ -23,7 +23,7 @@ from torch import Tensor
 from mbpa import image
 from mbpa.embedding import embedded
 from mbpa.errors import MissingExtraError
-from mbpa.image import Edges, ImageEncoder, PictureError, encoder, kept
+from mbpa.image import Edges, ImageEncoder, PictureError, encoder, kept, require_kept
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -40,6 +40,18 @@ def opened(data: bytes):
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+
+
+def chunk(name: bytes, data: bytes) -> bytes:
+    check = struct.pack(">I", zlib.crc32(name + data))
+    return struct.pack(">I", len(data)) + name + data + check
+
+
+def png(size: tuple[int, int], bits: int, colours: int, rows: bytes, *chunks: bytes) -> bytes:
+    """A PNG file of these rows, with these chunks before them."""
+    header = struct.pack(">IIBBBBB", *size, bits, colours, 0, 0, 0)
+    parts = (chunk(b"IHDR", header), *chunks, chunk(b"IDAT", zlib.compress(rows)))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts) + chunk(b"IEND", b"")
 
 
 # What is kept
@@ -130,16 +142,7 @@ def test_of_a_moving_picture_the_first_counts():
 
 def png_of(width: int, height: int) -> bytes:
     """The beginning of a file that says to be so large."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        check = struct.pack(">I", zlib.crc32(name + data))
-        return struct.pack(">I", len(data)) + name + data + check
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    rows = zlib.compress(b"\0" * 100_000)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-    )
+    return png((width, height), 8, 2, b"\0" * 100_000)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +195,125 @@ def test_damage_is_refused_or_survived_and_nothing_else(format):
             refusals.append(str(error))
     assert len(refusals) >= 15
     assert not any("\n" in why for why in refusals)
+
+
+# What is as it is kept
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_kept_is_as_it_is_kept(seed):
+    chance = np.random.default_rng(seed)
+    width, height = chance.choice([1, 2, 7, 31, 100, 128, 129, 300, 512, 700], 2).tolist()
+    mode = chance.choice(["1", "L", "P", "RGB", "RGBA", "LA", "CMYK"]).item()
+    contrast = chance.choice([0, 3, 256]).item()  # of one colour, nearly so, and noise
+    pixels = (chance.integers(0, 256, (height, width, 3)) % max(1, contrast)).astype(np.uint8)
+    picture = Image.fromarray(pixels).convert(mode)
+    small = kept(file_of(picture, "JPEG" if mode == "CMYK" else "PNG"))
+    require_kept(small)
+    require_kept(kept(small))
+
+
+def tampered_files() -> dict[str, bytes]:
+    """Files that hold a picture, and are not as `kept` gives them."""
+    from PIL import PngImagePlugin
+
+    grey, icon, photo = noise(20, 30), noise(20, 30, 3), noise(200, 300, 3)
+    small, large = kept(file_of(Image.fromarray(icon))), kept(file_of(Image.fromarray(photo)))
+    rows = b"".join(b"\0" + row.tobytes() for row in icon)
+    ending = chunk(b"IEND", b"")
+    start, middle = large.index(b"\xff\xda") + 14, len(large) // 2
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Author", "somebody")
+    exif = Image.Exif()
+    exif[0x0110] = "a camera"
+
+    def png_with(data: bytes) -> bytes:
+        return small[:33] + chunk(b"IDAT", data) + ending
+
+    def photo_as(**options) -> bytes:
+        return file_of(Image.fromarray(photo), "JPEG", **{"quality": 90, **options})
+
+    def icon_as(mode: str, **options) -> bytes:
+        return file_of(Image.fromarray(icon).convert(mode), "PNG", **options)
+
+    return {
+        "PNG, bytes after the end": small + b"secret",
+        "PNG, half": small[: len(small) // 2],
+        "PNG, no end": small[: -len(ending)],
+        "PNG, a wrong checksum": small[:-20] + bytes([small[-20] ^ 1]) + small[-19:],
+        "PNG, a private chunk": small[:33] + chunk(b"prVt", b"secret") + small[33:],
+        "PNG, a private chunk after the pixels": small[:-12] + chunk(b"prVt", b"x") + ending,
+        "PNG, a text": icon_as("RGB", pnginfo=text),
+        "PNG, a place in the world": icon_as("RGB", exif=exif),
+        "PNG, a resolution": icon_as("RGB", dpi=(72, 72)),
+        "PNG, bytes after the compressed pixels": png_with(zlib.compress(rows) + b"secret"),
+        "PNG, one row too many": png_with(zlib.compress(rows + rows[:91])),
+        "PNG, one row too few": png_with(zlib.compress(rows[91:])),
+        "PNG, an unknown filter": png_with(zlib.compress(b"\5" + rows[1:])),
+        "PNG, no pixels": small[:33] + ending,
+        "PNG, pixels not compressed": png_with(rows),
+        "PNG, transparent": icon_as("RGBA"),
+        "PNG, grey and transparent": file_of(Image.fromarray(grey).convert("LA")),
+        "PNG, a palette": icon_as("P"),
+        "PNG, black and white": icon_as("1"),
+        "PNG, a transparent colour": icon_as("RGB", transparency=(0, 0, 0)),
+        "PNG, 16 bits, grey": file_of(Image.fromarray(grey.astype(np.uint16))),
+        "PNG, 16 bits": png((1, 1), 16, 2, b"\0" * 7),
+        "PNG, 4 bits": png((2, 1), 4, 0, b"\0" * 2),
+        "PNG, too large for one": file_of(Image.fromarray(photo)),
+        "PNG, moving": icon_as("RGB", save_all=True, append_images=[Image.new("RGB", (30, 20))]),
+        "JPEG, bytes after the end": large + b"secret",
+        "JPEG, two": large + large,
+        "JPEG, half": large[:middle],
+        "JPEG, half, with an end": large[:middle].rstrip(b"\xff") + b"\xff\xd9",
+        "JPEG, no end": large[:-2],
+        "JPEG, bytes before the end": large[:-2] + b"a secret place" + large[-2:],
+        "JPEG, without its last bytes": large[:-8] + large[-2:],
+        "JPEG, a marker among the pixels": large[:middle] + b"\xff\xd0" + large[middle:],
+        "JPEG, a comment among the pixels": large[:-2] + b"\xff\xfe\0\6text" + large[-2:],
+        "JPEG, no pixels": large[:start] + large[-2:],
+        "JPEG, no scan": large[: start - 14] + large[-2:],
+        "JPEG, a comment": photo_as(comment=b"holiday"),
+        "JPEG, a place in the world": photo_as(exif=exif),
+        "JPEG, a colour profile": photo_as(icc_profile=b"profile"),
+        "JPEG, a resolution": photo_as(dpi=(72, 72)),
+        "JPEG, a segment of anybody's": large[:2] + b"\xff\xe5\0\x08secret" + large[2:],
+        "JPEG, a second header": large[:20] + large[2:],
+        "JPEG, no header": large[:2] + large[20:],
+        "JPEG, bytes between segments": large[:20] + b"\xff" + large[20:],
+        "JPEG, a table more": large[:89] + large[20:],
+        "JPEG, progressive": photo_as(progressive=True),
+        "JPEG, tables of its own": photo_as(optimize=True),
+        "JPEG, with restarts": photo_as(restart_marker_rows=1),
+        "JPEG, four inks": file_of(Image.fromarray(photo).convert("CMYK"), "JPEG"),
+        "JPEG, small enough for PNG": file_of(Image.fromarray(icon), "JPEG"),
+        "JPEG, too wide": file_of(Image.new("RGB", (513, 100)), "JPEG"),
+        "GIF": file_of(Image.fromarray(icon), "GIF"),
+        "WEBP": file_of(Image.fromarray(icon), "WEBP"),
+        "nothing": b"",
+        "a text": b"hello",
+    }
+
+
+@pytest.mark.parametrize("what", list(tampered_files()))
+def test_what_is_not_as_it_is_kept_is_refused_in_a_line(what, monkeypatch):
+    from PIL import ImageFile
+
+    file = tampered_files()[what]
+    for is_lax in (False, True):  # a switch of Pillow's that other libraries set
+        monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", is_lax)
+        with pytest.raises(
+            PictureError, match=r"^a picture must be as mbpa\.image\.kept gives it, "
+        ):
+            require_kept(file)
+
+
+def test_a_picture_that_is_kept_is_so_whatever_pillow_is_set_to(monkeypatch):
+    from PIL import ImageFile
+
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    for shape in ((20, 30, 3), (200, 300, 3), (200, 300)):
+        require_kept(kept(file_of(Image.fromarray(noise(*shape)))))
 
 
 # Keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,14 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mbpa import image
-from mbpa.errors import MissingExtraError
 from mbpa.serve.journal import InputError
 
 MOST_TEXT, MOST_LABEL = 10_000, 200  # characters
 MOST_FILE = 6_000_000  # bytes of a picture: in base64 one fits into a request
 MOST_PIXELS = 2 * image.MOST_PIXELS  # of the pictures of a call together
-PLAIN = {"APP0", "jfif", "jfif_version", "jfif_unit", "jfif_density"}  # beside the pixels
-_AS_KEPT = "a picture must be as mbpa.image.kept gives it"
 
 
 @dataclass(frozen=True)
@@ -107,23 +103,9 @@ def check_text(text: str) -> None:
 def check_picture(picture: bytes) -> None:
     """`InputError` for a file that is not as `mbpa.image.kept` gives them."""
     try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("Pillow", extra="images") from error
-
-    try:
-        with Image.open(io.BytesIO(picture), formats=("PNG", "JPEG")) as opened:
-            is_small = max(opened.size) <= image.SIDE
-            if is_small and opened.format == "PNG":
-                opened.load()  # what was written beside the picture may come after it
-            is_plain = {*opened.info, *getattr(opened, "app", ())} <= PLAIN
-    except Exception as error:  # damaged files raise almost anything in Pillow
-        raise InputError(f"{_AS_KEPT}, got no PNG or JPEG file that can be read") from error
-    if not is_small:
-        width, height = opened.size
-        raise InputError(f"{_AS_KEPT}, got one of {width} × {height} pixels")
-    if not is_plain:
-        raise InputError(f"{_AS_KEPT}, got one with what a camera or program wrote beside it")
+        image.require_kept(picture)
+    except image.PictureError as error:
+        raise InputError(str(error)) from error
 
 
 def check_label(label: str) -> None:
