@@ -159,10 +159,10 @@ def _shrunk(opened: Image.Image, side: int) -> Image.Image:
     module = _pillow()
     from PIL import ImageOps
 
-    if opened.mode.startswith("I"):  # 16 bits; Pillow would cut off what is above 255
-        levels = np.asarray(opened) / 257
-        opened = module.fromarray(levels.clip(0, 255).astype(np.uint8))
-    elif opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
+    if opened.mode.startswith("I"):
+        opened = _reduce_to_8_bits(opened)
+    _scale_transparent_colour(opened)
+    if opened.mode in ("RGBA", "LA", "PA") or "transparency" in opened.info:
         opened = opened.convert("RGBA")
     elif opened.mode not in ("L", "RGB"):
         opened = opened.convert("L" if opened.mode == "1" else "RGB")
@@ -172,6 +172,31 @@ def _shrunk(opened: Image.Image, side: int) -> Image.Image:
         ground = module.new("RGBA", opened.size, "white")
         opened = module.alpha_composite(ground, opened).convert("RGB")
     return opened
+
+
+def _reduce_to_8_bits(opened: Image.Image) -> Image.Image:
+    """A grey picture of 16 bits in 8, of which Pillow would cut off what is above 255."""
+    module, levels = _pillow(), np.asarray(opened)
+    reduced: Image.Image = module.fromarray((levels / 257).clip(0, 255).astype(np.uint8))
+    beside = dict(opened.info)  # which way up it is, among that
+    transparent = beside.pop("transparency", None)
+    if transparent is not None:
+        reduced.putalpha(module.fromarray((levels != transparent).astype(np.uint8) * 255))
+    reduced.info.update(beside)
+    return reduced
+
+
+def _scale_transparent_colour(opened: Image.Image) -> None:
+    """Bring the transparent colour to 8 bits, as Pillow does the pixels but not this."""
+    arguments = opened.tile[0][3] if getattr(opened, "tile", None) else None  # type: ignore[attr-defined]
+    factor = _KEY_FACTORS.get(arguments) if isinstance(arguments, str) else None
+    colour = opened.info.get("transparency")
+    if factor is None or colour is None:
+        return
+    if isinstance(colour, tuple):
+        opened.info["transparency"] = tuple(int(level * factor) for level in colour)
+    else:
+        opened.info["transparency"] = int(colour * factor)
 
 
 def _file(picture: Image.Image) -> bytes:

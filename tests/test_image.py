@@ -131,6 +131,42 @@ def test_pictures_of_all_kinds_are_read(mode, format):
     assert first >= 250 if see_through else first <= (60 if mode == "CMYK" else 5)
 
 
+@pytest.mark.parametrize(
+    ("format", "mode"),
+    [
+        *(("PNG", mode) for mode in ("1", "L", "P", "RGB", "RGBA", "LA", "I;16")),
+        *(("JPEG", mode) for mode in ("L", "RGB", "CMYK")),
+        *(("WEBP", mode) for mode in ("L", "RGB", "RGBA")),
+    ],
+)
+def test_pictures_of_all_kinds_are_turned_upright(mode, format):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter, so that the left end comes to the top
+    data = file_of(picture_in(mode).resize((30, 10), 0), format, exif=exif)
+    found = opened(kept(data)).convert("L")
+    assert found.size == (10, 30)
+    assert found.getpixel((5, 25)) >= 250
+    is_see_through = mode in ("RGBA", "LA")
+    assert found.getpixel((5, 4)) >= 250 if is_see_through else found.getpixel((5, 4)) <= 60
+
+
+@pytest.mark.parametrize(
+    ("bits", "colours", "row", "colour"),
+    [
+        (2, 0, bytes([0b0100_0000]), (1,)),
+        (4, 0, bytes([0x50]), (5,)),
+        (8, 0, bytes([95, 0]), (95,)),
+        (16, 0, struct.pack(">2H", 0x1234, 0), (0x1234,)),
+        (8, 2, bytes([95, 40, 30, 0, 0, 0]), (95, 40, 30)),
+        (16, 2, struct.pack(">6H", 0x1234, 0x2345, 0x3456, 0, 0, 0), (0x1234, 0x2345, 0x3456)),
+    ],
+)
+def test_a_transparent_colour_becomes_white_at_any_depth(bits, colours, row, colour):
+    transparent = chunk(b"tRNS", struct.pack(f">{len(colour)}H", *colour))
+    found = opened(kept(png((2, 1), bits, colours, b"\0" + row, transparent))).convert("L")
+    assert [found.getpixel((0, 0)), found.getpixel((1, 0))] == [255, 0]
+
+
 def test_of_a_moving_picture_the_first_counts():
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     data = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
