@@ -7,7 +7,6 @@ them. Any function of that form is a kernel. Ours are classes so that a checkpoi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mbpa.memory import Neighbors
+from mbpa.memory import Neighbors, validation
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 
@@ -27,7 +26,8 @@ class inverse_distance:
     epsilon: float = 1e-3
 
     def __post_init__(self) -> None:
-        if not self.epsilon > 0:
+        _make_plain(self, "epsilon")
+        if self.epsilon <= 0:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}")
 
     def __call__(
@@ -43,7 +43,8 @@ class gaussian:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
+        _make_plain(self, "bandwidth")
+        if self.bandwidth <= 0:
             raise ValueError(f"bandwidth must be positive, got {self.bandwidth}")
 
     def __call__(
@@ -59,8 +60,7 @@ class exp_dot:
     theta: float = 1.0
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.theta):
-            raise ValueError(f"theta must be a finite number, got {self.theta}")
+        _make_plain(self, "theta")
 
     def __call__(
         self, distances: Float[Tensor, "B K"], dots: Float[Tensor, "B K"]
@@ -91,3 +91,8 @@ def neighbor_weights(kernel: Kernel, neighbors: Neighbors) -> Float[Tensor, "B K
     limits = torch.finfo(logs.dtype)  # infinite ones count the same, and finite ones beside them 0
     logs = logs.clamp(limits.min, limits.max).masked_fill(~neighbors.mask, -torch.inf)
     return logs.softmax(1).masked_fill(~neighbors.mask, 0)
+
+
+def _make_plain(kernel: object, name: str) -> None:
+    """Turn a field of a kernel into a plain float; `ValueError` if it is no finite number."""
+    object.__setattr__(kernel, name, validation.parse_number(name, getattr(kernel, name)))

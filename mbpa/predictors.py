@@ -232,6 +232,8 @@ class NeighborVote(Predictor):
 
     def __post_init__(self) -> None:
         _check_neighbors(self)
+        smoothing = validation.parse_number("smoothing", self.smoothing)
+        object.__setattr__(self, "smoothing", smoothing)
         if not 0 <= self.smoothing <= 1:
             raise ValueError(f"smoothing must be between 0 and 1, got {self.smoothing}")
 
@@ -276,13 +278,14 @@ class Mixture(Predictor):
                 f"a mixture needs one weight a predictor, got {len(mixed)} predictors "
                 f"and {len(weights)} weights"
             )
-        total = math.fsum(weights)
-        if min(weights) < 0 or not abs(total - 1) <= 1e-6:
+        shares = tuple(validation.parse_number("weights", weight) for weight in weights)
+        total = math.fsum(shares)
+        if min(shares) < 0 or abs(total - 1) > 1e-6:
             raise ValueError(
-                f"weights must not be negative and sum to 1, got {tuple(weights)}, sum {total}"
+                f"weights must not be negative and sum to 1, got {shares}, sum {total}"
             )
         object.__setattr__(self, "mixed", tuple(mixed))
-        object.__setattr__(self, "weights", tuple(float(weight) for weight in weights))
+        object.__setattr__(self, "weights", shares)
 
     @property
     def k(self) -> int:  # type: ignore[override]  # derived where the others store it

@@ -13,7 +13,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Final, Literal, NoReturn
 
 import torch
@@ -197,10 +196,11 @@ class MAP(Rule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "most_steps", validation.count("most_steps", self.most_steps))
         for name in ("prior", "tolerance"):
-            number: Any = getattr(self, name)
-            if not isinstance(number, Real) or not 0 < float(number) < float("inf"):
-                raise ValueError(f"{name} must be a finite number above 0, got {number!r}")
-            object.__setattr__(self, name, float(number))
+            must = "be a finite number above 0"
+            number = validation.parse_number(name, getattr(self, name), must)
+            if number <= 0:
+                raise ValueError(f"{name} must {must}, got {number!r}")
+            object.__setattr__(self, name, number)
 
     @property
     def steps(self) -> int:  # type: ignore[override]  # derived where the others store it
@@ -233,8 +233,10 @@ def _moved(params: Params, direction: Params, start: Params, lr: float, decay: f
 def _check_rates(rule: Rule, *names: str) -> None:
     object.__setattr__(rule, "steps", validation.count("steps", rule.steps))
     for name in names:
-        rate: Any = getattr(rule, name)
-        if not isinstance(rate, Real) or not 0 <= float(rate) < float("inf"):
-            hint = ' (or "auto", for Gradient itself)' if isinstance(rate, str) else ""
-            raise ValueError(f"{name} must be a finite number, not negative{hint}, got {rate!r}")
-        object.__setattr__(rule, name, float(rate))  # a number of numpy's is one too
+        given = getattr(rule, name)
+        hint = ' (or "auto", for Gradient itself)' if isinstance(given, str) else ""
+        must = f"be a finite number, not negative{hint}"
+        rate = validation.parse_number(name, given, must)
+        if rate < 0:
+            raise ValueError(f"{name} must {must}, got {given!r}")
+        object.__setattr__(rule, name, rate)

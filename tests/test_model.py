@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -405,6 +408,40 @@ def test_a_loaded_model_answers_as_the_saved_one_did(
     assert torch.equal(loaded.memory.entries().ids, model.memory.entries().ids)
     assert torch.equal(loaded(queries), model(queries))
     assert loaded.classes == (5 if grown else 3)
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize(
+    "number",
+    [np.float32, np.float64, np.float16, np.asarray, torch.tensor, torch.nn.Parameter],
+)
+def test_numbers_of_numpy_and_torch_become_plain_and_are_saved(
+    tmp_path: Path, number: Callable[[Any], Any]
+) -> None:
+    value = number(torch.tensor(0.5) if number is torch.nn.Parameter else 0.5)
+    whole = np.int16(2) if number is np.float32 else torch.tensor(2)
+    rules: list[mbpa.Rule] = [
+        mbpa.Gradient(value, whole, value, value),
+        mbpa.RMSprop(value, whole, value, value, value, value),
+        mbpa.Adam(value, whole, value, value, value, value),
+        mbpa.MAP(value, value, whole),
+    ]
+    kernels = (mbpa.inverse_distance(value), mbpa.gaussian(value), mbpa.exp_dot(value))
+    for rule in rules:
+        votes = [mbpa.NeighborVote(kernel, whole, value) for kernel in kernels]
+        adapted = mbpa.Adapted(rule, whole, kernels[1])
+        predictor = mbpa.Mixture(
+            mbpa.Mixture(adapted, votes[0], weights=(value, value)),
+            mbpa.Mixture(*votes[1:], weights=np.array([0.5, 0.5], np.float32)),
+            weights=[value, value],
+        )
+        for part in (rule, *kernels, *votes):
+            kinds = {type(field) for field in vars(part).values()} - {type(k) for k in kernels}
+            assert kinds <= {int, float}, part
+        model = make_model(predictor)
+        model.save(tmp_path / "run")
+        embed, head = mbpa.split(network(), at="3")
+        assert mbpa.MbPA.load(tmp_path / "run", embed, head).predictor == predictor
 
 
 def test_regression_memories_and_shaped_keys_are_saved(tmp_path: Path) -> None:

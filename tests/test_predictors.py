@@ -143,6 +143,13 @@ def test_probabilities_sum_to_one() -> None:
         (lambda: mbpa.Adapted(mbpa.Gradient(0.1), kernel=mbpa.uniform), "kernel must be one"),
         (lambda: mbpa.NeighborVote(k=2.5), "k must be a whole number, got 2.5"),
         (lambda: mbpa.exp_dot(math.nan), "theta must be a finite number"),
+        (lambda: mbpa.exp_dot("1"), "theta must be a finite number, got '1'"),
+        (lambda: mbpa.gaussian(True), "bandwidth must be a finite number, got True"),
+        (lambda: mbpa.gaussian(torch.ones(2)), "bandwidth must be a finite number, got tensor"),
+        (lambda: mbpa.inverse_distance(None), "epsilon must be a finite number, got None"),
+        (lambda: mbpa.NeighborVote(smoothing="a"), "smoothing must be a finite number, got 'a'"),
+        (lambda: mbpa.NeighborVote(k=True), "k must be a whole number, got True"),
+        (lambda: mbpa.Mixture(mbpa.Parametric(), weights=("1",)), "weights must be a finite"),
         (
             lambda: mbpa.Mixture(mbpa.Gradient(0.1), weights=(1.0,)),
             "a mixture is of predictors, got Gradient",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -17,12 +20,26 @@ LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def count(name: str, number: int, least: int = 1) -> int:
     """A whole number of at least `least`, as a plain int."""
     try:
+        if _is_bool(number):
+            raise TypeError("a truth value is no number")
         whole = operator.index(number)
     except TypeError:
         raise ValueError(f"{name} must be a whole number, got {number!r}") from None
     if whole < least:
         raise ValueError(f"{name} must be at least {least}, got {whole}")
     return whole
+
+
+def parse_number(name: str, number: Any, must: str = "be a finite number") -> float:
+    """A finite number as a plain float, of numpy and torch, too: only plain ones can be saved."""
+    plain = number.item() if getattr(number, "ndim", None) == 0 else number
+    if _is_bool(plain) or not isinstance(plain, Real) or not math.isfinite(plain):
+        raise ValueError(f"{name} must {must}, got {number!r}")
+    return float(plain)
+
+
+def _is_bool(number: Any) -> bool:
+    return isinstance(number, bool) or getattr(number, "dtype", None) == torch.bool
 
 
 def shape(name: str, size: Any, least: int = 1) -> tuple[int, ...]:
