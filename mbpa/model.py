@@ -187,7 +187,7 @@ class MbPA:
         if values is None:
             raise ValueError("write needs values: write(inputs, values) or write(keys=, values=)")
         flat, leading = self._flat_keys(() if inputs is None else (inputs,), {}, keys)
-        values = torch.as_tensor(values)
+        values = validation.parse_values(values, self.memory.value_dtype)
         expected = (*leading, *self.memory.value_shape)
         if tuple(values.shape) != expected:
             raise ValueError(
@@ -199,14 +199,14 @@ class MbPA:
         return self.memory.write(flat, values.reshape(len(flat), *self.memory.value_shape))
 
     def score_then_write(
-        self, inputs: Float[Tensor, "T ..."], labels: Int[Tensor, "T"]
+        self, inputs: Float[Tensor, "T ..."], labels: Int[Tensor, "T"] | Sequence[int]
     ) -> Float[Tensor, "T"]:
         """Log-probability of each label as if inputs came one by one, each written once scored.
 
         See `score_stream`, which does this for streams of any length.
         """
         keys = self.embed(inputs)
-        labels = labels.to(keys.device, torch.int64)
+        labels = validation.parse_labels(labels).to(keys.device)
         self.check_labels(labels)
         k = max(1, self.predictor.k)
         with self.memory.lock, own_precision(keys):
@@ -217,12 +217,12 @@ class MbPA:
         return scores
 
     def check_labels(self, values: Shaped[Tensor, "..."]) -> None:
-        """Raise `ValueError` if the head does not know one of these labels."""
-        if not self.memory.holds_labels or not values.numel() or values.is_floating_point():
-            return  # what is no label at all, the memory refuses
-        if (least := int(values.min())) < 0:
-            raise ValueError(f"labels must not be negative, got {least}")
-        if (label := int(values.max())) >= self.classes:
+        """Raise `ValueError` if the memory is for labels, and these are not such as the head
+        knows: whole numbers from 0 to below `classes`."""
+        if not self.memory.holds_labels:
+            return
+        labels = validation.parse_labels(values)
+        if labels.numel() and (label := int(labels.max())) >= self.classes:
             raise ValueError(
                 f"labels must be below {self.classes}, the classes the head knows, got {label}: "
                 f"grow(classes={label + 1}) makes room"

@@ -7,20 +7,21 @@ one at a time, the items before it in the block included, those they overwrite e
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
+from mbpa.memory import validation
 from mbpa.model import MbPA
 
 
 def score_stream(
     model: MbPA,
     inputs: Float[Tensor, "T ..."],
-    targets: Int[Tensor, "T"],
+    targets: Int[Tensor, "T"] | Sequence[int],
     *,
     block: int | None = None,
     progress: bool = False,
@@ -32,17 +33,17 @@ def score_stream(
 
     Args:
         inputs: in order of time; embedded block by block.
-        targets: the label of each.
+        targets: the label of each; whole numbers from 0, of any integer dtype.
         block: how many items are scored at once; the scores do not depend on it. Default: 64, or
             2,048 where the memory is on a GPU.
         progress: show a bar on standard error.
     """
     if block is None:
         block = 64 if model.memory.device.type == "cpu" else 2048
-    if block < 1:
-        raise ValueError(f"block must be at least 1, got {block}")
+    block = validation.count("block", block)
     if not model.memory.holds_labels:
         raise ValueError("score_stream scores labels, the memory holds regression targets")
+    targets = validation.parse_values(targets, model.memory.value_dtype, "targets")
     if targets.shape != inputs.shape[:1]:
         raise ValueError(
             f"targets must have shape {tuple(inputs.shape[:1])}, got {tuple(targets.shape)}"

@@ -211,7 +211,8 @@ def _asked(model: MbPA, x: Any, y: Any, keys: Tensor | None, values: Any) -> _As
     if not len(model.memory):
         raise ValueError("the memory must hold entries to adapt to, it is empty")
     keys = model.embed(x) if keys is None else keys
-    memory, given = model.memory, torch.as_tensor(given)
+    memory = model.memory
+    given = validation.parse_values(given, memory.value_dtype)
     if not (keys.shape[1:] == memory.key_shape and len(keys)):
         expected = ("Q", *memory.key_shape)
         raise ValueError(f"keys must have shape {expected}, Q at least 1, got {tuple(keys.shape)}")
@@ -220,8 +221,7 @@ def _asked(model: MbPA, x: Any, y: Any, keys: Tensor | None, values: Any) -> _As
             f"values must have shape {(len(keys), *memory.value_shape)}, got {tuple(given.shape)}"
         )
     model.check_labels(given)
-    given = given.to(keys.device, torch.int64 if memory.holds_labels else None)
-    return _Asked(keys, given, None, torch.ones(len(keys)))
+    return _Asked(keys, given.to(keys.device), None, torch.ones(len(keys)))
 
 
 def _entries(model: MbPA) -> _Asked:

@@ -7,8 +7,10 @@ import math
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -509,12 +511,32 @@ def test_regression_targets_of_any_shape_come_back_unchanged(shape: tuple[int, .
     assert snapshot(listed) == snapshot(memory)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32])
-def test_labels_may_come_in_any_integer_dtype(dtype: torch.dtype) -> None:
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED]
+)
+def test_labels_and_ids_may_come_in_any_integer_dtype(dtype: torch.dtype) -> None:
     memory = ExactMemory(3, 2)
-    memory.write(torch.zeros(3, 2), torch.tensor([0, 5, 127]).to(dtype))
+    ids = memory.write(torch.zeros(3, 2), torch.tensor([0, 5, 127]).to(dtype))
     assert memory.entries().values.tolist() == [0, 5, 127]
     assert memory.entries().values.dtype == torch.int64
+    assert memory.holds(torch.tensor([2, 3]).to(dtype)).tolist() == [True, False]
+    memory.delete(ids[:2].to(dtype))
+    assert memory.ids.tolist() == [2]
+
+
+def test_unsigned_labels_that_do_not_fit_are_refused() -> None:
+    memory, small = ExactMemory(3, 2), ExactMemory(3, 2, value_dtype=torch.int8)
+    too_large = torch.tensor([2**63 + 1], dtype=torch.uint64)
+    with pytest.raises(ValueError, match=f"labels must fit torch.int64, got {2**63 + 1} > "):
+        memory.write(torch.zeros(1, 2), too_large)
+    for dtype in UNSIGNED:
+        with pytest.raises(ValueError, match=r"labels must fit torch\.int8, got 128 > 127"):
+            small.write(torch.zeros(1, 2), torch.tensor([128]).to(dtype))
+    assert len(memory) == len(small) == 0
 
 
 def test_batches_of_nothing_are_fine() -> None:
@@ -689,6 +711,13 @@ BAD_VALUES: list[tuple[dict[str, Any], Any, str]] = [
         torch.ones(2).to(torch.complex64),
         "values must be labels of an integer dtype, got torch.complex64",
     ),
+    *(
+        ({}, names, "values must be whole numbers from 0, got strings; map names to numbers, or")
+        for names in (["cat", "dog"], ("cat", 1), np.array(["cat", "dog"]), "cat", [["a"], ["b"]])
+    ),
+    ({}, [0, None], "values must be whole numbers from 0, in a tensor or a list: Could not infer"),
+    ({}, [0, 2**63], "values must be whole numbers from 0, in a tensor or a list: Overflow"),
+    (FLOATS, [["a", "b"]] * 2, "values must be numbers, got strings$"),
     ({}, LABELS[:, None], r"values must have shape \(N\), got \(2, 1\)"),
     ({}, torch.tensor(1), r"values must have shape \(N\), got \(\)"),
     ({}, torch.arange(3), "keys and values must be as many, got 2 and 3"),
@@ -718,7 +747,7 @@ def test_bad_values_are_refused_and_change_nothing(
     with pytest.raises(ValueError, match=text):
         memory.read_causally(TWO, values, 1)
     with pytest.raises(ValueError, match="values" if "as many" in text else text):
-        memory.restore(Entries(LABELS, TWO, torch.as_tensor(values)), 2)
+        memory.restore(Entries(LABELS, TWO, values), 2)
     assert snapshot(memory) == was
 
 
@@ -737,6 +766,10 @@ BAD_CALLS: list[tuple[Callable[[Memory], object], str]] = [
     (lambda m: m.delete([-1]), r"unknown: \[-1\]"),
     (lambda m: m.delete(torch.tensor([1, 1])), r"ids must be distinct integers, got \[1, 1\]"),
     (lambda m: m.delete([0.5]), r"ids must be distinct integers, got \[0.5\]"),
+    (lambda m: m.delete(["a"]), "ids must be integers, got strings"),
+    (lambda m: m.delete("a"), "ids must be integers, got strings"),
+    (lambda m: m.holds(torch.tensor([0.5])), r"ids must be distinct integers, got \[0.5\]"),
+    (lambda m: m.read(TWO, True), "k must be a whole number, got True"),
     (lambda m: m.replace_keys([0, 9], TWO), r"unknown: \[9\]"),
     (lambda m: m.replace_keys([0, 0], TWO), "ids must be distinct"),
     (lambda m: m.replace_keys([0], TWO), "ids and keys must be as many, got 1 and 2"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -159,6 +162,9 @@ def test_bad_streams_are_refused_and_nothing_is_written() -> None:
         mbpa.score_stream(model, inputs, labels[:3])
     with pytest.raises(ValueError, match=r"labels must be below 5.*got 9"):
         mbpa.score_stream(model, inputs, torch.tensor([0, 1, 2, 9]), block=2)
+    for block in (2.5, True):
+        with pytest.raises(ValueError, match=f"block must be a whole number, got {block}"):
+            mbpa.score_stream(model, inputs, labels, block=block)
     inputs[3, 0] = torch.nan
     with pytest.raises(ValueError, match="must be finite"):
         mbpa.score_stream(model, inputs, labels, block=4)
@@ -169,6 +175,61 @@ def test_bad_streams_are_refused_and_nothing_is_written() -> None:
     )
     with pytest.raises(ValueError, match="scores labels, the memory holds regression targets"):
         mbpa.score_stream(regression, inputs[:3].float(), labels[:3])
+
+
+BAD_LABELS = [
+    (torch.tensor([0.0, 1.7]), "must be labels of an integer dtype, got torch.float32"),
+    ([0.0, 1.7], "must be labels of an integer dtype, got torch.float32"),
+    (torch.tensor([True, False]), "must be labels of an integer dtype, got torch.bool"),
+    (torch.tensor([0j, 1j]), "must be labels of an integer dtype, got torch.complex64"),
+    (["cat", "dog"], "must be whole numbers from 0, got strings; map names to numbers, or use"),
+    (torch.tensor([0, -1]), "labels must not be negative, got -1"),
+    (torch.tensor([0, 9], dtype=torch.uint16), "labels must be below 5.*got 9"),
+]
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize(("labels", "text"), BAD_LABELS)
+def test_whatever_takes_labels_refuses_the_same(labels: Any, text: str) -> None:
+    model = make_model(PREDICTORS["adapted"], 5)
+    inputs, known = stream(4, 0)
+    model.write(inputs, known)
+    calls: list[Callable[[], object]] = [
+        lambda: mbpa.score_stream(model, inputs[:2], labels),
+        lambda: model.score_then_write(inputs[:2], labels),
+        lambda: model.write(inputs[:2], labels),
+        lambda: model.check_labels(labels),
+        lambda: mbpa.tune(model, inputs[:2], labels),
+        lambda: mbpa.tune(model, keys=inputs[:2], values=labels),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=text):
+            call()
+    assert len(model.memory) == 4
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize(
+    "in_form",
+    [
+        *(lambda labels, dtype=dtype: labels.to(dtype) for dtype in (torch.int8, torch.int32)),
+        *(lambda labels, dtype=dtype: labels.to(dtype) for dtype in (torch.uint16, torch.uint64)),
+        lambda labels: labels.numpy().astype("uint32"),
+        lambda labels: labels.tolist(),
+    ],
+)
+def test_whatever_takes_labels_takes_them_in_any_integer_dtype(
+    in_form: Callable[[Tensor], Any],
+) -> None:
+    inputs, labels = stream(6, 0)
+    model, other = (make_model(PREDICTORS["adapted"], 12) for _ in range(2))
+    expected = mbpa.score_stream(model, inputs, labels)
+    assert torch.equal(mbpa.score_stream(other, inputs, in_form(labels)), expected)
+    model.write(inputs, labels)
+    other.write(inputs, in_form(labels))
+    assert torch.equal(model.memory.entries().values, other.memory.entries().values)
+    found, same = mbpa.tune(model, inputs, labels), mbpa.tune(other, inputs, in_form(labels))
+    assert str(found) == str(same)
 
 
 def test_an_empty_stream_has_no_scores() -> None:

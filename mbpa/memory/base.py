@@ -145,7 +145,7 @@ class Memory(EntryForm, abc.ABC):
     def holds(self, ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
         """Which of these ids are of live entries."""
         with self._lock:
-            return torch.from_numpy(self._ring.find(ids.cpu().numpy()) >= 0)
+            return torch.from_numpy(self._ring.find(validation.parse_ids(ids).numpy()) >= 0)
 
     # Writing
 

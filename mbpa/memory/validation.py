@@ -95,40 +95,87 @@ def stored_values(
     device: torch.device,
 ) -> Shaped[Tensor, "N *V"]:
     """Values in the memory's dtype and on its device."""
-    values = torch.as_tensor(values)
-    if values.shape == (0,) and values.dtype == torch.float32:
-        values = values.to(dtype).reshape(0, *value_shape)  # an empty list says nothing of dtype
+    values = parse_values(values, dtype)
+    if values.shape == (0,):
+        values = values.reshape(0, *value_shape)
     if values.shape[1:] != value_shape or values.ndim == 0:
         expected = ", ".join(map(str, ("N", *value_shape)))
         raise ValueError(f"values must have shape ({expected}), got {tuple(values.shape)}")
-    if dtype in LABEL_DTYPES:
-        _check_labels(values, dtype)
-    elif not values.is_floating_point():
-        raise ValueError(f"values must be targets of a floating dtype, got {values.dtype}")
-    elif not values.to(dtype).isfinite().all():
-        raise ValueError(f"values must be finite in {dtype}, got NaN or infinite ones")
     return values.detach().to(device, dtype)
 
 
-def _check_labels(labels: Tensor, dtype: torch.dtype) -> None:
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+def parse_values(
+    values: Tensor | Sequence[Any], dtype: torch.dtype, name: str = "values"
+) -> Shaped[Tensor, "*N"]:
+    """Values of any shape that fit a dtype: labels as int64, targets as they came."""
+    if dtype in LABEL_DTYPES:
+        return parse_labels(values, dtype, name)
+    targets = _parse_tensor(values, name, "numbers")
+    if not targets.is_floating_point():
+        raise ValueError(f"{name} must be targets of a floating dtype, got {targets.dtype}")
+    if not targets.to(dtype).isfinite().all():
+        raise ValueError(f"{name} must be finite in {dtype}, got NaN or infinite ones")
+    return targets
+
+
+def parse_labels(
+    labels: Tensor | Sequence[Any], dtype: torch.dtype = torch.int64, name: str = "labels"
+) -> Shaped[Tensor, "*N"]:
+    """Labels of any integer dtype as int64, if they are not negative and fit `dtype`."""
+    given = _parse_tensor(
+        labels, name, "whole numbers from 0", "; map names to numbers, or use `mbpa teach`"
+    )
+    if given.shape == (0,) and given.dtype == torch.float32:
+        return given.to(torch.int64)  # an empty list says nothing of dtype
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise ValueError(
-            f"values must be labels of an integer dtype, got {labels.dtype}; for regression make "
+            f"{name} must be labels of an integer dtype, got {given.dtype}; for regression make "
             "the memory with value_shape= and a floating value_dtype="
         )
-    if not labels.numel():
-        return
-    wide, most = labels.to(torch.int64), torch.iinfo(dtype).max
-    if (least := int(wide.min())) < 0:
+    whole, most = given.to(torch.int64), torch.iinfo(dtype).max  # what is unsigned has no min, max
+    if not whole.numel():
+        return whole
+    if (least := int(whole.min())) < 0:
+        if given.dtype == torch.uint64:
+            raise ValueError(f"labels must fit {dtype}, got {least + 2**64} > {most}")
         raise ValueError(f"labels must not be negative, got {least}")
-    if (largest := int(wide.max())) > most:
+    if (largest := int(whole.max())) > most:
         raise ValueError(f"labels must fit {dtype}, got {largest} > {most}")
+    return whole
 
 
-def distinct_ids(ids: Tensor | Iterable[int]) -> Tensor:
+def parse_ids(ids: Tensor | Iterable[int]) -> Shaped[Tensor, "N"]:
     """Ids as a row of int64 on the CPU."""
-    wanted = torch.as_tensor(ids if isinstance(ids, Tensor) else list(ids)).flatten().cpu()
-    is_whole = not wanted.is_floating_point() and wanted.dtype != torch.bool
-    if len(wanted) and not (is_whole and len(wanted.unique()) == len(wanted)):
+    given = ids if isinstance(ids, Tensor | str) else list(ids)
+    wanted = _parse_tensor(given, "ids", "integers").flatten().cpu()
+    if wanted.numel() and (
+        wanted.is_floating_point() or wanted.is_complex() or wanted.dtype == torch.bool
+    ):
         raise ValueError(f"ids must be distinct integers, got {wanted.tolist()[:8]}")
     return wanted.to(torch.int64)
+
+
+def distinct_ids(ids: Tensor | Iterable[int]) -> Shaped[Tensor, "N"]:
+    """Ids as a row of int64 on the CPU, none of them twice."""
+    wanted = parse_ids(ids)
+    if len(wanted.unique()) != len(wanted):
+        raise ValueError(f"ids must be distinct integers, got {wanted.tolist()[:8]}")
+    return wanted
+
+
+def _parse_tensor(numbers: Any, name: str, kind: str, hint: str = "") -> Tensor:
+    """Numbers as a tensor; what torch makes none of is refused in our words."""
+    try:
+        return torch.as_tensor(numbers)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        if _has_strings(numbers):
+            raise ValueError(f"{name} must be {kind}, got strings{hint}") from None
+        raise ValueError(f"{name} must be {kind}, in a tensor or a list: {error}") from error
+
+
+def _has_strings(numbers: Any) -> bool:
+    if isinstance(numbers, np.ndarray):
+        return numbers.dtype.kind in "US" or any(map(_has_strings, numbers.flat))
+    if isinstance(numbers, list | tuple):
+        return any(map(_has_strings, numbers))
+    return isinstance(numbers, str | bytes)
