@@ -701,6 +701,59 @@ def test_keys_whose_distances_would_overflow_are_refused(
     assert snapshot(memory) == was
 
 
+@pytest.mark.parametrize(
+    ("dtype", "least", "tiny"),
+    [
+        (torch.bfloat16, 1e-12, (9e-13, 1e-21, 1e-38)),
+        (torch.float32, 1e-12, (9e-13, 1e-15, 1e-19, 1e-21, 1e-30, 1e-45)),
+        (torch.float64, 1e-138, (6e-139, 1e-160, 1e-200, 5e-324)),
+    ],
+)
+def test_keys_whose_distances_would_underflow_are_refused(
+    dtype: torch.dtype, least: float, tiny: tuple[float, ...]
+) -> None:
+    memory = ExactMemory(9, 2, dtype=dtype)
+    near = torch.tensor([[0.0, 0.0], [least, 0.0], [0.0, -least]], dtype=torch.float64)
+    memory.write(near, torch.arange(3))
+    assert memory.read(near, 1).ids.tolist() == [[0], [1], [2]]
+    was = snapshot(memory)
+    text = r"must be zero or have norms of at least .* got .*: scale them up"
+    for norm in tiny:
+        keys = torch.tensor([[1.0, 0.0], [0.0, norm]], dtype=torch.float64).to(dtype)
+        for call in (
+            partial(memory.write, keys, LABELS),
+            partial(memory.replace_keys, [0, 1], keys),
+            partial(memory.read, keys, 1),
+            partial(memory.read_causally, keys, LABELS, 1),
+        ):
+            with pytest.raises(ValueError, match=text):
+                call()
+            assert snapshot(memory) == was
+        saved = ExactMemory(9, 2, dtype=dtype)
+        saved.restore(Entries(LABELS, keys, LABELS), 2)  # written before they were refused
+        assert torch.equal(saved.entries().keys, keys)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-11, 1e-8, 1.0, 1e10])
+@pytest.mark.parametrize("other", [0.0, 1.0, 1e6])
+def test_neighbours_of_small_keys_are_those_of_float64(scale: float, other: float) -> None:
+    """Beside larger keys, too; the wrong order of two is within what rounding does to keys."""
+    torch.manual_seed(0)
+    keys = scale * (1 + torch.rand(300, 8))
+    keys[100:] += other * scale * torch.randn(200, 8)
+    queries = scale * (1 + torch.rand(50, 8))
+    memory = ExactMemory(300, 8)
+    memory.write(keys, torch.arange(300))
+    found = memory.read(queries, 10)
+    exact = (keys.double() - queries.double()[:, None]).square().sum(-1)
+    nearest = exact.sort(dim=1).values[:, :10]
+    of_found = exact.gather(1, found.ids)
+    norms = queries.double().norm(dim=1, keepdim=True)
+    lost = 8 * torch.finfo(torch.float32).eps * norms
+    assert ((of_found.sqrt() - nearest.sqrt()).abs() <= lost).all()
+    assert ((found.distances.double().sqrt() - of_found.sqrt()).abs() <= lost).all()
+
+
 FLOATS: dict[str, Any] = {"value_dtype": torch.float16, "value_shape": (2,)}
 BAD_VALUES: list[tuple[dict[str, Any], Any, str]] = [
     ({}, torch.zeros(2), "values must be labels of an integer dtype, got torch.float32"),

@@ -47,7 +47,9 @@ class Memory(EntryForm, abc.ABC):
 
     Args:
         capacity: most entries held at once; the oldest are overwritten first.
-        key_dim: size of a key, or its shape; search flattens, neighbours have the shape.
+        key_dim: size of a key, or its shape; search flattens, neighbours have the shape. Keys and
+            queries are zero, or of norms from 1e-12 to 6e18 (float64: from 1e-138 to 4e153), so
+            that squares of their differences neither underflow nor overflow.
         value_shape: shape of one value; `()` for class labels.
         value_dtype: an integer dtype for class labels, a floating one for regression targets.
         dtype: precision in which keys are kept; distances are computed in it, in float32 at least.
@@ -207,7 +209,7 @@ class Memory(EntryForm, abc.ABC):
     def restore(self, entries: Entries, next_id: int) -> None:
         """Become a copy of a memory that held `entries` (what `entries()` gave) and went on to
         give `next_id`; whatever was here before is gone."""
-        keys = self._checked_keys(entries.keys)
+        keys = self._checked_keys(entries.keys, allow_tiny=True)  # written before they were refused
         values = self._checked_values(entries.values)
         if entries.ids.dtype != torch.int64 or entries.ids.ndim != 1:
             raise ValueError(

@@ -54,8 +54,9 @@ class EntryForm:
         """What the values are, in words."""
         return "labels" if self.holds_labels else f"targets of shape {self.value_shape}"
 
-    def _checked_keys(self, keys: Tensor) -> Float[Tensor, "N D"]:
-        return validation.flat_keys(keys, "keys", self.key_shape, self.dtype, self.device)
+    def _checked_keys(self, keys: Tensor, *, allow_tiny: bool = False) -> Float[Tensor, "N D"]:
+        form = self.key_shape, self.dtype, self.device
+        return validation.flat_keys(keys, "keys", *form, allow_tiny=allow_tiny)
 
     def _checked_queries(self, queries: Tensor) -> Float[Tensor, "N D"]:
         """Queries keep their precision: only what is stored is rounded to the memory's dtype."""

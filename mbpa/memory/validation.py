@@ -66,9 +66,23 @@ def value_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def flat_keys(
-    keys: Tensor, name: str, key_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    keys: Tensor,
+    name: str,
+    key_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    allow_tiny: bool = False,
 ) -> Float[Tensor, "N D"]:
-    """Keys as rows in the given dtype, finite and small enough that no distance overflows."""
+    """Keys as rows in the given dtype, finite, of norms with which distances can be computed.
+
+    Squares of differences must neither overflow nor underflow. From the least norm on, what
+    underflow takes off a distance is below what rounding takes off the keys themselves; zero keys
+    are exact.
+
+    Args:
+        allow_tiny: accept keys below the least norm, such as those of memories saved long ago.
+    """
     if not isinstance(keys, Tensor) or not keys.is_floating_point():
         got = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
         raise ValueError(f"{name} must be a tensor of a floating dtype, got {got}")
@@ -79,12 +93,22 @@ def flat_keys(
         raise ValueError(f"{name} must be on the memory's device {device}, got {keys.device}")
     flat = keys.detach().flatten(1).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    limit = torch.finfo(wide).max / 8
-    if not (flat.to(wide).square().sum(1) < limit).all():
-        raise ValueError(
-            f"{name} must be finite in {dtype}, with squared norms below {limit:.0e}; "
-            "got NaN, infinite or larger ones"
-        )
+    limits = torch.finfo(wide)
+    least, limit = limits.tiny / limits.eps**2, limits.max / 8
+    squares = flat.to(wide).square().sum(1)
+    if not ((squares < limit) & (squares >= least)).all():  # one look, as a GPU has to wait for it
+        if not (squares < limit).all():
+            raise ValueError(
+                f"{name} must be finite in {dtype}, with squared norms below {limit:.0e}; "
+                "got NaN, infinite or larger ones"
+            )
+        is_tiny = (squares < least) & flat.any(1)
+        if not allow_tiny and is_tiny.any():
+            norm = torch.linalg.vector_norm(flat[is_tiny][0], dtype=torch.float64)
+            raise ValueError(
+                f"{name} must be zero or have norms of at least {least**0.5:.0e}, since squares of "
+                f"smaller differences are lost in {wide}; got {norm:.1e}: scale them up"
+            )
     return flat
 
 
