@@ -7,6 +7,7 @@ one layer stops the forward. No hook is installed, nothing of the user's changed
 import copy
 import dataclasses
 import difflib
+import operator
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -55,6 +56,13 @@ def split(model: nn.Module, at: str, *, pooled: bool | None = None) -> tuple["Tr
         >>> embed(torch.ones(5, 2, 2)).shape, head
         (torch.Size([5, 3]), Linear(in_features=3, out_features=2, bias=True))
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
+    if not isinstance(at, str):
+        raise ValueError(
+            f"at must be the name of a submodule, as in model.named_modules(), got {at!r}"
+            + (f": the one of index {at} has the name {str(at)!r}" if type(at) is int else "")
+        )
     memo: dict[int, Any] = {}
     tree = share(model, memo)
     owner, target = _find(model, at)
@@ -92,6 +100,9 @@ def grow(head: nn.Module, classes: int, *, bias: float = 0.0) -> nn.Module:
             f"the last linear layer must be a plain nn.Linear, got {type(last).__name__} with "
             f"parameters {sorted(last._parameters)}: its weights are not rows to add to"
         )
+    if isinstance(classes, bool) or not hasattr(classes, "__index__"):
+        raise ValueError(f"classes must be a whole number, got {classes!r}")
+    classes = operator.index(classes)
     if classes < last.out_features:
         raise ValueError(f"classes must be at least {last.out_features}, got {classes}")
     if last._parameters["bias"] is None and bias != 0:

@@ -712,6 +712,18 @@ def test_names_not_found_are_refused_with_those_close_to_them() -> None:
         split(Cnn(), "fc.weight")
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_what_is_no_name_or_no_model_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"at must be the name of a submodule, .* the name '1'$"):
+        split(model, 1)  # type: ignore[arg-type]
+    for at in (None, model[1], True, 1.0):
+        with pytest.raises(ValueError, match=r"at must be the name of a submodule, .* got"):
+            split(model, at)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got 'model'"):
+        split("model", "1")  # type: ignore[arg-type]
+
+
 def test_the_whole_model_is_no_submodule() -> None:
     with pytest.raises(ValueError, match="hand in the model as the head"):
         split(Cnn(), "")
@@ -1068,10 +1080,14 @@ def test_a_head_without_bias_stays_without() -> None:
         grow(nn.Linear(4, 3, bias=False), 5, bias=1.0)
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_heads_that_cannot_grow_are_refused() -> None:
     class Cosine(nn.Linear):
         pass
 
+    for classes in (3.5, True, "4"):
+        with pytest.raises(ValueError, match=f"classes must be a whole number, got {classes!r}"):
+            grow(nn.Linear(4, 3), classes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="classes must be at least 3, got 2"):
         grow(nn.Linear(4, 3), 2)
     with pytest.raises(ValueError, match=r"must contain an nn\.Linear to grow, got Conv1d"):
