@@ -391,6 +391,30 @@ def test_a_mistake_of_ours_is_not_called_one_of_theirs(tmp_path):
 
 
 def test_the_page_of_the_description_names_everything_and_fetches_nothing(client):
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/predict", {"text": ["a"]}, "text: unknown field; did you mean texts?"),
+        ("/explain", {"Embedding": []}, "Embedding: unknown field; did you mean embeddings?"),
+        ("/predict", {"texts": ["a"], "treshold": 1}, "treshold: unknown field; did you mean thre"),
+        ("/learn", {"example": []}, "example: unknown field; did you mean examples?"),
+        (
+            "/learn",
+            {"examples": [{"label": "a", "text": "b"}, {"label": "a", "texts": ["b"]}]},
+            "examples.1.texts: unknown field; did you mean text?",
+        ),
+        ("/forget", {"id": [1]}, "id: unknown field; did you mean ids?"),
+        ("/forget", {"xyz": 1}, "xyz: unknown field; known are ids, label"),
+        ("/predict", {"a" * 1_000_000: 1}, "a" * 100 + ": unknown field; known are texts, images"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else str(value)[:20],
+)
+def test_for_an_unknown_field_the_one_that_was_meant_is_named(client, path, body, why):
+    answer = client.post(path, json=body)
+    assert answer.status_code == 422
+    assert answer.json()["error"].startswith(why)
+
+
     answer = httpx.get(client.base_url.join("/docs")).raise_for_status()
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     described = client.get("/openapi.json").json()

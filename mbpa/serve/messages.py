@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic_core import PydanticCustomError
 
 from mbpa.serve.answers import MOST_FILE, MOST_LABEL, MOST_TEXT, Answer, NearExample, Reason
 
 BASE64 = 4 * MOST_FILE // 3  # characters of the largest picture
 MOST_QUERIES, MOST_EXPLAINED, MOST_EXAMPLES, MOST_IDS = 256, 16, 256, 10_000  # a call
+UNKNOWN_FIELD = "unknown_field"  # type of the error that names it
+MAX_NAME_CHARACTERS = 100  # of an unknown field that are looked at and repeated
 
 
 def _written(control: str) -> dict[str, Any]:
@@ -47,6 +51,28 @@ class Message(BaseModel):
     """Says no more than it is asked for: what is misspelt is an error, not ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_field(cls, given: Any) -> Any:
+        """Refuse a field that there is not, and say which was probably meant."""
+        if isinstance(given, dict):
+            for name in given:
+                if name not in cls.model_fields:
+                    # Pydantic cannot report what is not Unicode, and JSON may hold surrogates.
+                    shown = str(name)[:MAX_NAME_CHARACTERS].encode("utf-8", "backslashreplace")
+                    context = {"name": shown.decode(), "why": _explain_unknown(name, cls)}
+                    raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", context)
+        return given
+
+
+def _explain_unknown(name: str, message: type[BaseModel]) -> str:
+    """Say which fields of a message were probably meant, or which there are."""
+    known = list(message.model_fields)
+    near = difflib.get_close_matches(name[:MAX_NAME_CHARACTERS].lower(), known, n=2)
+    if near:
+        return f"unknown field; did you mean {' or '.join(near)}?"
+    return f"unknown field; known are {', '.join(known)}"
 
 
 def _one_of(message: BaseModel, *names: str) -> None:

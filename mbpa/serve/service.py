@@ -333,7 +333,7 @@ def _add_errors(app: FastAPI) -> None:
             return _error(400, f"the body must be JSON: {first.get('ctx', {}).get('error', '')}")
         if first["type"] == "model_attributes_type":
             return _error(422, "send a JSON object, with Content-Type: application/json")
-        where = ".".join(str(part) for part in first["loc"] if part not in ("body", "path"))
+        place = [str(part) for part in first["loc"] if part not in ("body", "path")]
         why = str(first["msg"]).removeprefix("Value error, ")  # as pydantic marks our own
         return _error(422, f"{where}: {why}" if where else why)
 
@@ -368,3 +368,7 @@ def _error(status: int, why: str, headers: Any = None) -> Response:
 def _json(message: messages.Message) -> Response:
     """Serialised here: the message is ours, to check it again would take as long as the model."""
     return Response(message.model_dump_json().encode(), media_type="application/json")
+        if first["type"] == messages.UNKNOWN_FIELD:
+            place.append(first["ctx"]["name"])
+            why = first["ctx"]["why"]
+        where = ".".join(place)
