@@ -32,6 +32,7 @@ import numpy
 import pytest
 import schemathesis
 from runs import (
+import torch
     BrightnessEncoder,
     BrokenEncoder,
     WordEncoder,
@@ -947,7 +948,7 @@ def test_whoever_is_alone_does_not_wait_for_company():
 
 
 @pytest.mark.parametrize(
-    "what", ["nothing", "a run in use", "a port in use", "neither", "no threshold"]
+    "what", ["nothing", "a run in use", "a port in use", "neither", "no threshold", "no GPU"]
 )
 def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, what):
     run = tmp_path / "run"
@@ -984,3 +985,8 @@ def test_without_the_extra_the_command_names_it(untaught, capsys, monkeypatch):
     monkeypatch.delattr(mbpa.serve, "http", raising=False)
     assert cli.main(["serve", str(untaught)]) == 1
     assert "pip install 'mbpa[serve]'" in capsys.readouterr().err
+    if what == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is one")
+        if what == "no GPU":
+            options += ["--device", "cuda"]
+        "no GPU": "--device cuda: this machine has no CUDA device",

@@ -44,17 +44,23 @@ def serve(
 
     Args:
         threshold: of confidence, in place of the run's.
+        device: "auto" (a GPU if there is one), "cpu" or "cuda".
         page: mounts pages on the app.
         path: of the page to be named when it is ready.
 
     Raises:
-        RunError: it cannot be served, or nothing can listen there.
+        RunError: it cannot be served, nothing can listen there, or there is no such device.
     """
     settings = settings or Settings()
     if "OMP_NUM_THREADS" not in os.environ:  # one core is for reading requests and writing answers
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     if threshold is not None and not 0 <= threshold <= 1:
         raise RunError(f"threshold must be between 0 and 1, got {threshold}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RunError(
+            "--device cuda: this machine has no CUDA device that torch can use; "
+            "say --device cpu, or leave it out"
+        )
     RunInfo.read(directory)  # what is wrong with the run is told first, and at once
     listener = _listening(host, port)
     with listener:
