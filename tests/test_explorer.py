@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import html
+import importlib
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterator
@@ -21,13 +23,17 @@ import pytest
 import torch
 from runs import PREDICTOR, WordEncoder, write_random_run
 from servers import running
+from starlette.routing import Mount
 from torch import nn
 
+import mbpa
+import mbpa.explorer
 from benchmarks import mislabelled
 from mbpa.explorer import lessons, pictures, review
 from mbpa.explorer.lessons import Desk
 from mbpa.serve.answers import Answer, NearExample, Reason
 from mbpa.serve.classifier import Classifier
+from mbpa.serve.gate import Settings
 from mbpa.serve.journal import Example, InputError
 from mbpa.serve.run import RunInfo, write_run
 from mbpa.serve.service import create_app
@@ -236,6 +242,97 @@ def _logs_in(client: httpx.Client, url: str) -> None:
         part["props"].get("label") for part in client.get(f"{url}/config").json()["components"]
     }
     assert {"Sentence", "Teach a label"} <= labels
+
+
+def routes_of(app) -> Iterator[tuple[str, str]]:
+    """Method and path of every route of an app, those of apps and routers within it included."""
+    for route in app.routes:
+        inner = getattr(route, "app", None)
+        if isinstance(route, Mount):
+            yield from ((method, route.path + path) for method, path in routes_of(inner))
+        elif (router := getattr(route, "original_router", None)) is not None:
+            yield from routes_of(router)
+        else:
+            yield from ((method, route.path) for method in route.methods or ())
+
+
+OF_THE_LOGIN = {
+    *(("GET", path) for path in ("/explore/", "/explore/theme.css")),
+    *(("GET", f"/explore/{folder}/{{path:path}}") for folder in ("assets", "static")),
+    *(("POST", path) for path in ("/explore/login", "/explore/login/")),
+}
+
+
+def test_without_a_login_nothing_of_the_page_is_answered_but_the_login(tmp_path):
+    write_random_run(tmp_path / "run")
+    with Classifier.load(tmp_path / "run") as classifier:
+        app = asyncio.run(mounted(classifier, token="sesame"))
+        routes = {
+            (method, path)
+            for method, path in routes_of(app)
+            if path.startswith("/explore") and method != "HEAD"
+        }
+        assert len(routes) > 60, "Gradio's own are among them"
+        assert routes >= OF_THE_LOGIN
+        with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+            for method, path in sorted(routes - OF_THE_LOGIN):
+                asked = re.sub(r"{[^}]*}", "x", path)
+                with client.stream(method, asked) as answer:  # some never end
+                    assert answer.status_code == 401, (method, asked)
+            for path in ("/explore/made/up", "/explore/assets", "/explore/loginx"):
+                assert client.get(path).status_code == 401
+            assert client.get("/explore/gradio_api/app_id").status_code == 401
+            assert "auth_required" in client.get("/explore/").text
+            assert client.get("/explore/theme.css").status_code == 200
+            right = {"username": "x", "password": "sesame"}
+            assert client.post("/explore/login", data=right).status_code == 200
+            assert client.get("/explore/gradio_api/app_id").status_code == 200
+            with client.stream("GET", "/explore/gradio_api/heartbeat/x") as answer:
+                assert next(answer.iter_text()).startswith("data: ALIVE")
+            client.cookies.clear()
+            assert client.get("/explore/gradio_api/app_id").status_code == 401
+
+
+def test_the_page_has_so_many_requests_open_and_no_more(tmp_path):
+    write_random_run(tmp_path / "run")
+    with Classifier.load(tmp_path / "run") as classifier:
+        app = asyncio.run(mounted(classifier, page_requests=2))
+        with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+            beat = "/explore/gradio_api/heartbeat/x"
+            with client.stream("GET", beat) as first, client.stream("GET", beat) as second:
+                assert (first.status_code, second.status_code) == (200, 200)
+                refused = client.get("/explore/theme.css")
+                assert refused.status_code == 429
+                assert refused.headers["retry-after"] == "1"
+                assert client.get("/stats").status_code == 200, "the service itself is not full"
+                assert "mbpa_page_requests 2.0" in client.get("/metrics").text
+            give_up = time.monotonic() + 30
+            while client.get("/explore/theme.css").status_code == 429:
+                assert time.monotonic() < give_up
+                time.sleep(0.05)
+
+
+async def mounted(classifier: Classifier, **settings):
+    """An app with the page; within a loop, else Gradio makes loops and leaves them open."""
+    from mbpa.explorer import page
+
+    return page.mount(
+        create_app(classifier, Settings(open_paths=(page.PATH,), **settings)), classifier
+    )
+
+
+def test_without_the_extra_its_own_name_is_told(monkeypatch):
+    """Not that of another, whatever of it is missing."""
+    for missing in ("gradio", "fastapi"):
+        with monkeypatch.context() as patch:
+            for name in list(sys.modules):
+                if name.startswith(("mbpa.explorer", "mbpa.serve.service", missing)):
+                    patch.delitem(sys.modules, name)
+            patch.setitem(sys.modules, missing, None)
+            patch.delattr(mbpa.explorer, "page", raising=False)
+            patch.delattr(mbpa.explorer, "lessons", raising=False)
+            with pytest.raises(mbpa.MissingExtraError, match=r"mbpa\[explore\]"):
+                importlib.import_module("mbpa.explorer.page")
 
 
 # What the desk does

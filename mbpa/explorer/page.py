@@ -8,25 +8,26 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
-
 from mbpa.errors import MissingExtraError
 from mbpa.explorer import pictures, review
-from mbpa.explorer.lessons import Deed, Desk, address, thumbnails
 from mbpa.explorer.pictures import Map
 from mbpa.serve.answers import MOST_FILE
 from mbpa.serve.classifier import Classifier
 
 try:
     import gradio as gr
+    from fastapi import FastAPI
+    from starlette.routing import Mount
 
     from mbpa.explorer.forms import BESIDE, QUIETLY, Pictures, Sentences, Updates, card
+    from mbpa.explorer.guard import Guard
+    from mbpa.explorer.lessons import Deed, Desk, address, thumbnails
     from mbpa.explorer.review_tab import ReviewTab
     from mbpa.explorer.uploads import MOST_BYTES, Entrance, Uploads
     from mbpa.explorer.visits import Session, Visits, refusal, told
@@ -92,6 +93,8 @@ def mount(app: FastAPI, classifier: Classifier) -> FastAPI:
     _closing(mounted, uploads)
     most = service.settings.body_bytes
     mounted.add_middleware(Entrance, path=PATH, uploads=uploads, most=most)
+    if token:
+        mounted.add_middleware(Guard, path=PATH, is_known=_find_logins(mounted))
     return mounted
 
 
@@ -100,6 +103,19 @@ def _login(token: str) -> Callable[[str, str], bool]:
         return secrets.compare_digest(password.encode(), token.encode())
 
     return is_right
+
+
+def _find_logins(mounted: FastAPI) -> Callable[[Mapping[str, str]], bool]:
+    """Return a function that says whether cookies are those of a visitor who has logged in."""
+    pages: list[Any] = [route.app for route in mounted.routes if isinstance(route, Mount)]
+    (page,) = pages
+    tokens, id = page.tokens, page.cookie_id
+    names = f"access-token-{id}", f"access-token-unsecure-{id}"  # with TLS and without
+
+    def is_known(cookies: Mapping[str, str]) -> bool:
+        return any(cookies.get(name) in tokens for name in names)
+
+    return is_known
 
 
 async def _as_named(path: str) -> str:

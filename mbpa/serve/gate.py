@@ -49,7 +49,11 @@ class Settings:
     writes: int = 64
     """Calls that wait to be written down."""
     open_paths: tuple[str, ...] = ()
-    """Beginnings of paths that are not looked at here, of pages with a login of their own."""
+    """Paths of pages with a login of their own, whose requests may stay open as long as they are
+    looked at."""
+    page_requests: int = 256
+    """Maximum number of requests to these pages that are open at a time, endless streams among
+    them; further requests get 429."""
 
 
 class Metrics:
@@ -69,6 +73,9 @@ class Metrics:
         self.batch = Histogram(
             "mbpa_batch", "Queries in a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=registry
         )
+        self.page_requests = Gauge(
+            "mbpa_page_requests", "Open requests to pages, streams among them", registry=registry
+        )
         self.examples = Gauge("mbpa_examples", "Examples in the memory", registry=registry)
         self.labels = Gauge("mbpa_labels", "Labels", registry=registry)
         self.read_only = Gauge("mbpa_read_only", "1 once a write has failed", registry=registry)
@@ -79,13 +86,34 @@ class Gate:
 
     def __init__(self, app: App, settings: Settings, metrics: Metrics, paths: set[str]) -> None:
         self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
-        self._inside = 0
+        self._inside = self._on_pages = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif self._is_of_page(scope["path"]):
+            await self._pass_to_page(scope, receive, send)
+        else:
+            await self._pass(scope, receive, send)
+
+    def _is_of_page(self, path: str) -> bool:
         pages = self._settings.open_paths
-        if scope["type"] != "http" or (pages and scope["path"].startswith(pages)):
-            await self._app(scope, receive, send)  # a page keeps requests open as long as it is
+        return any(path == page or path.startswith(f"{page}/") for page in pages)
+
+    async def _pass_to_page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._on_pages >= self._settings.page_requests:
+            self._metrics.shed.inc()
+            await refuse(send, 429, "too many open requests, try again", retry_after=1)
             return
+        self._on_pages += 1
+        self._metrics.page_requests.set(self._on_pages)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._on_pages -= 1
+            self._metrics.page_requests.set(self._on_pages)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, start, status = scope["path"], time.perf_counter(), 500
         known = path if path in self._paths else "other"  # anybody can make up paths
 
@@ -98,14 +126,14 @@ class Gate:
         self._inside += 1
         self._metrics.in_flight.set(self._inside)
         try:
-            await self._passed(scope, path, receive, sending)
+            await self._pass_or_refuse(scope, path, receive, sending)
         finally:
             self._inside -= 1
             self._metrics.in_flight.set(self._inside)
             self._metrics.requests.labels(known, status).inc()
             self._metrics.seconds.labels(known).observe(time.perf_counter() - start)
 
-    async def _passed(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
+    async def _pass_or_refuse(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
         settings = self._settings
         headers = dict(scope["headers"])
         if self._inside > settings.in_flight and path != "/health":
