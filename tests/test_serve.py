@@ -7,6 +7,7 @@ import base64
 import contextlib
 import csv
 import html
+import io
 import json
 import os
 import random
@@ -31,11 +32,13 @@ import hypothesis
 import numpy
 import pytest
 import schemathesis
-from runs import (
 import torch
+from runs import (
     BrightnessEncoder,
     BrokenEncoder,
+    UnsteadyEncoder,
     WordEncoder,
+    plain_picture,
     random_keys,
     write_picture_run,
     write_random_run,
@@ -49,7 +52,7 @@ from benchmarks import mislabelled, new_labels, serving_tables
 from mbpa import cli
 from mbpa.serve import gate, messages
 from mbpa.serve.answers import MOST_FILE
-from mbpa.serve.batching import Batcher, Overloaded
+from mbpa.serve.batching import Batcher, Overloaded, Pace
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.gate import Settings
 from mbpa.serve.journal import Journal
@@ -146,6 +149,24 @@ def test_a_batch_is_answered_as_its_parts_are(client):
         assert alone["label"] == answer["label"]
         assert alone["confidence"] == pytest.approx(answer["confidence"], abs=1e-5)
         assert len(answer["top"]) == 2
+
+
+def test_a_batch_that_takes_too_long_at_once_is_answered_in_parts(untaught, tmp_path, client):
+    shutil.copytree(untaught, tmp_path / "run")
+    with (
+        Classifier.load(tmp_path / "run") as classifier,
+        running(create_app(classifier, Settings(part_s=1e-9))) as url,
+        httpx.Client(base_url=url, timeout=60) as parted,
+    ):
+        for answer, whole in zip(predict(parted, *KEYS), predict(client, *KEYS), strict=True):
+            assert answer["label"] == whole["label"]
+            assert answer["confidence"] == pytest.approx(whole["confidence"], abs=1e-5)
+        body = {"embeddings": KEYS[:9]}
+        reasons = parted.post("/explain", json=body).json()["reasons"]
+        ids = [[near["id"] for near in reason["neighbors"]] for reason in reasons]
+        whole = client.post("/explain", json=body).json()["reasons"]
+        assert ids == [[near["id"] for near in reason["neighbors"]] for reason in whole]
+        assert 'mbpa_batch_bucket{le="1.0"} 69.0' in parted.get("/metrics").text
 
 
 def test_a_threshold_is_that_of_the_request(client):
@@ -370,28 +391,6 @@ def test_what_is_missing_is_told_in_our_own_words(client):
     )
 
 
-def test_a_mistake_of_ours_is_not_called_one_of_theirs(tmp_path):
-    write_word_run(tmp_path / "run")
-    with (
-        Classifier.load(tmp_path / "run", text_encoder=BrokenEncoder()) as classifier,
-        running(create_app(classifier)) as url,
-    ):
-        for path, body in (
-            ("/learn", {"examples": [{"label": "a", "text": "b"}]}),
-            ("/predict", {"texts": ["a"]}),
-        ):
-            answer = httpx.post(url + path, json=body)
-            assert answer.status_code == 500
-            assert answer.json() == {
-                "error": "this should not have happened; the server's log says more"
-            }
-        assert len(classifier) == len(classifier.journal) == 4
-
-
-# What it says of itself
-
-
-def test_the_page_of_the_description_names_everything_and_fetches_nothing(client):
 @pytest.mark.parametrize(
     ("path", "body", "why"),
     [
@@ -416,6 +415,28 @@ def test_for_an_unknown_field_the_one_that_was_meant_is_named(client, path, body
     assert answer.json()["error"].startswith(why)
 
 
+def test_a_mistake_of_ours_is_not_called_one_of_theirs(tmp_path):
+    write_word_run(tmp_path / "run")
+    with (
+        Classifier.load(tmp_path / "run", text_encoder=BrokenEncoder()) as classifier,
+        running(create_app(classifier)) as url,
+    ):
+        for path, body in (
+            ("/learn", {"examples": [{"label": "a", "text": "b"}]}),
+            ("/predict", {"texts": ["a"]}),
+        ):
+            answer = httpx.post(url + path, json=body)
+            assert answer.status_code == 500
+            assert answer.json() == {
+                "error": "this should not have happened; the server's log says more"
+            }
+        assert len(classifier) == len(classifier.journal) == 4
+
+
+# What it says of itself
+
+
+def test_the_page_of_the_description_names_everything_and_fetches_nothing(client):
     answer = httpx.get(client.base_url.join("/docs")).raise_for_status()
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     described = client.get("/openapi.json").json()
@@ -700,7 +721,7 @@ def _shares(client: httpx.Client) -> dict[str, float]:
 def test_too_much_at_once_is_turned_away_and_it_recovers(untaught, tmp_path):
     shutil.copytree(untaught, tmp_path / "run")
     with Classifier.load(tmp_path / "run") as classifier:
-        app = create_app(classifier, Settings(in_flight=4, waiting=4, batch=1))
+        app = create_app(classifier, Settings(in_flight=4, wait_s=0.0, batch=1))
         limits = httpx.Limits(max_connections=100)
         with running(app) as url, httpx.Client(base_url=url, timeout=60, limits=limits) as client:
             body = {"embeddings": KEYS[:4]}
@@ -881,6 +902,12 @@ def test_two_commands_lead_from_a_spreadsheet_to_a_classifier_that_learns(tmp_pa
 # Batches
 
 
+def batcher_of(handle, **options) -> Batcher:
+    """One for numbers, each of which takes as many seconds as it says."""
+    settings = {"cost_s": float, "part_s": 3.0, "batch": 8, "wait_s": 100.0}
+    return Batcher(handle, **(settings | options))
+
+
 def test_what_arrives_while_the_model_works_is_its_next_batch():
     batches, go = [], threading.Event()
 
@@ -889,20 +916,21 @@ def test_what_arrives_while_the_model_works_is_its_next_batch():
         go.wait(60)
         return [2 * work for work in works]
 
-    async def ask() -> list[int]:
-        batcher: Batcher[int, int] = Batcher(handle, batch=3, most=10)
+    async def ask() -> list[list[int]]:
+        batcher = batcher_of(handle, cost_s=lambda _: 0.0, batch=2)
         batcher.start()
-        first = asyncio.create_task(batcher(0, 1))
+        first = asyncio.create_task(batcher([0]))
         while not batches:
             await asyncio.sleep(0.001)
-        others = [asyncio.create_task(batcher(work, 1)) for work in range(1, 6)]
+        others = [asyncio.create_task(batcher([work])) for work in range(1, 6)]
         await asyncio.sleep(0.01)
         others[1].cancel()
         go.set()
         await batcher.stop()
+        assert batcher.waiting == 0
         return [await task for task in (first, others[0], *others[2:])]
 
-    assert asyncio.run(ask()) == [0, 2, 6, 8, 10]
+    assert asyncio.run(ask()) == [[0], [2], [6], [8], [10]]
     assert batches == [[0], [1, 3], [4, 5]]
 
 
@@ -915,33 +943,241 @@ def test_who_cannot_wait_is_told_so_at_once_and_a_failure_is_everybodys():
         raise ZeroDivisionError
 
     async def ask() -> list[object]:
-        batcher: Batcher[int, int] = Batcher(handle, batch=8, most=4)
+        batcher = batcher_of(handle, part_s=8.0, wait_s=1.0)
         batcher.start()
-        tasks = [asyncio.create_task(batcher(0, 1))]
+        tasks = [asyncio.create_task(batcher([1]))]
         await asyncio.to_thread(started.wait)
-        tasks += [asyncio.create_task(batcher(work, 2)) for work in range(3)]
+        tasks += [asyncio.create_task(batcher([1])) for _ in range(6)]
         await asyncio.sleep(0.01)
-        assert isinstance(tasks[3].exception(), Overloaded)
-        assert batcher.waiting == 4
+        refused = tasks[6].exception()
+        assert isinstance(refused, Overloaded)
+        assert refused.retry_after_s == 1.0, "6 before it, of which 1 and 4 may be"
+        assert batcher.waiting == 5
         go.set()
-        found = await asyncio.gather(*tasks[:3], return_exceptions=True)
+        found = await asyncio.gather(*tasks[:6], return_exceptions=True)
         await batcher.stop()
         return [error.__cause__ for error in found]
 
-    assert [type(error) for error in asyncio.run(ask())] == [ZeroDivisionError] * 3
+    assert [type(error) for error in asyncio.run(ask())] == [ZeroDivisionError] * 6
 
 
 def test_whoever_is_alone_does_not_wait_for_company():
     async def ask() -> float:
-        batcher: Batcher[int, int] = Batcher(lambda works: works, batch=8, most=8, window=30.0)
+        batcher = batcher_of(lambda works: works, window_s=30.0)
         batcher.start()
         start = time.perf_counter()
         for work in range(5):
-            assert await batcher(work, 1) == work
+            assert await batcher([work]) == [work]
         await batcher.stop()
         return time.perf_counter() - start
 
     assert asyncio.run(ask()) < 20
+
+
+def schedule(*requests: list[float], gone: int | None = None, **options) -> list[list[float]]:
+    """Batches in which a model handles requests that come while it is busy; one goes away when
+    the first batch is done."""
+    batches: list[list[float]] = []
+    steps = threading.Semaphore(0)
+
+    def handle(works: list[float]) -> list[float]:
+        batches.append(works)
+        steps.acquire()
+        return works
+
+    async def ask() -> None:
+        batcher = batcher_of(handle, **options)
+        batcher.start()
+        tasks = [asyncio.create_task(batcher([0.0]))]
+        while not batches:
+            await asyncio.sleep(0.001)
+        tasks += [asyncio.create_task(batcher(each)) for each in requests]
+        await asyncio.sleep(0.01)
+        steps.release()
+        while len(batches) == 1:
+            await asyncio.sleep(0.001)
+        if gone is not None:
+            tasks[1 + gone].cancel()
+            await asyncio.sleep(0.01)
+        for _ in range(100):
+            steps.release()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [each for each in found[1:] if isinstance(each, list)] == [
+            each for place, each in enumerate(requests) if place != gone
+        ]
+        await batcher.stop()
+        assert batcher.waiting == 0
+
+    asyncio.run(ask())
+    return batches[1:]
+
+
+def test_a_long_request_is_handled_in_parts_and_a_short_one_waits_for_one_of_them():
+    assert schedule([2.0] * 3, [0.5]) == [[0.5, 2.0], [2.0], [2.0]]
+    assert schedule([5.0] * 3, [5.0] * 3, [0.5])[:2] == [[0.5], [5.0]], "at least one piece"
+
+
+def test_equally_long_requests_take_turns():
+    assert schedule([3.0] * 2, [3.5] * 2) == [[3.0], [3.5], [3.0], [3.5]]
+
+
+def test_of_a_request_whose_client_is_gone_no_further_part_is_handled():
+    assert schedule([3.0] * 9, [3.5] * 2, gone=0) == [[3.0], [3.5], [3.5]]
+
+
+def test_a_request_that_takes_long_may_wait_for_as_long_and_lets_short_ones_pass():
+    async def ask() -> None:
+        go = threading.Event()
+
+        def handle(works: list[float]) -> list[float]:
+            go.wait(60)
+            return works
+
+        batcher = batcher_of(handle, wait_s=1.0)
+        batcher.start()
+        long = [asyncio.create_task(batcher([3.0] * 10)) for _ in range(6)]
+        short = [asyncio.create_task(batcher([0.1])) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        assert isinstance(long[5].exception(), Overloaded)
+        assert not any(task.done() for task in long[:5] + short)
+        go.set()
+        await asyncio.gather(*long[:5], *short)
+        await batcher.stop()
+
+    asyncio.run(ask())
+
+
+def test_a_pace_is_that_of_large_batches_and_follows_what_is_measured():
+    pace = Pace(1.0)
+    pace.measure(1, 60.0)
+    assert pace.seconds == 1.0, "the first one sets up what is set up once"
+    for _ in range(10):
+        pace.measure(1, 5.0)
+    pace.measure(64, 64.0)
+    assert pace.seconds == pytest.approx(1.0, rel=0.05)
+    for _ in range(200):
+        pace.measure(64, 128.0)
+    assert pace.seconds == pytest.approx(2.0, rel=0.05)
+
+
+class SlowEncoder(WordEncoder):
+    """Takes a millisecond per four characters, up to 256 tokens; notes what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, texts):
+        self.calls.append(len(texts))
+        time.sleep(sum(min(len(text), 1024) for text in texts) / 4000)
+        return super().__call__(texts)
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """A client of a server whose encoder is slow, and the encoder."""
+    write_word_run(tmp_path / "run")
+    encoder = SlowEncoder()
+    with (
+        Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier,
+        running(create_app(classifier)) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        for _ in range(3):
+            client.post("/predict", json={"texts": ["saw"]}).raise_for_status()
+        yield client, encoder
+
+
+LONG_TEXT = "apples and a saw " * 500
+LARGE = {
+    "predict": ("/predict", {"texts": [LONG_TEXT] * 8}),
+    "explain": ("/explain", {"texts": [LONG_TEXT] * 8}),
+    "learn": ("/learn", {"examples": [{"label": "new", "text": LONG_TEXT}] * 8}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), LARGE.values(), ids=LARGE)
+def test_beside_a_large_request_a_small_one_is_answered_soon(slow, path, body):
+    client, _ = slow
+    with ThreadPoolExecutor(1) as other:
+        start = time.perf_counter()
+        large = other.submit(client.post, path, json=body)
+        time.sleep(0.3)
+        begin = time.perf_counter()
+        small = client.post("/predict", json={"texts": ["saw"]}).raise_for_status()
+        took = time.perf_counter() - begin
+        assert not large.done()
+        assert large.result().status_code == 200
+        whole = time.perf_counter() - start
+    assert small.json()["answers"][0]["label"] == "tool"
+    assert whole > 2
+    assert took < 0.9, "about one text of the large one, not all of them"
+
+
+def test_a_large_request_is_answered_as_its_parts_are(slow):
+    client, encoder = slow
+    texts = ["a ripe plum", LONG_TEXT[:900], "a sharp saw", LONG_TEXT[:700], "pears"] * 2
+    encoder.calls.clear()
+    together = client.post("/predict", json={"texts": texts}).json()["answers"]
+    assert len(encoder.calls) > 3
+    for text, answer in zip(texts[:5], together, strict=False):
+        (alone,) = client.post("/predict", json={"texts": [text]}).json()["answers"]
+        assert alone["label"] == answer["label"]
+        assert alone["confidence"] == pytest.approx(answer["confidence"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("path", "body"), LARGE.values(), ids=LARGE)
+def test_for_a_client_that_is_gone_nothing_more_is_computed(slow, path, body):
+    client, encoder = slow
+    encoder.calls.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(client.base_url.join(path), json=body, timeout=0.4)
+    give_up = time.monotonic() + 10
+    while stats(client)["waiting"] and time.monotonic() < give_up:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    assert sum(encoder.calls) < 6
+    assert "new" not in labels(client)
+
+
+def test_beside_a_request_of_large_pictures_a_small_one_is_answered_soon(tmp_path):
+    pictures = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    pictures.new("RGB", (2000, 2000), "navy").save(file, "PNG")
+    large, small = (
+        base64.b64encode(each).decode() for each in (file.getvalue(), plain_picture("navy"))
+    )
+    write_picture_run(tmp_path / "run")
+    with (
+        Classifier.load(tmp_path / "run", image_encoder=BrightnessEncoder()) as classifier,
+        running(create_app(classifier)) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+        ThreadPoolExecutor(1) as other,
+    ):
+        start = time.perf_counter()
+        slow = other.submit(client.post, "/predict", json={"images": [large] * 15})
+        time.sleep(0.1)
+        begin = time.perf_counter()
+        client.post("/predict", json={"images": [small]}).raise_for_status()
+        took = time.perf_counter() - begin
+        assert slow.result().status_code == 200
+        whole = time.perf_counter() - start
+        damaged = client.post("/predict", json={"images": [small, "YWJj"]})
+    assert took < whole / 3
+    assert damaged.json()["error"].startswith("picture 2 of 2: a picture must be")
+
+
+def test_a_lesson_sent_again_is_the_same_though_its_text_is_embedded_elsewhere(tmp_path):
+    write_word_run(tmp_path / "run")
+    with (
+        Classifier.load(tmp_path / "run", text_encoder=UnsteadyEncoder()) as classifier,
+        running(create_app(classifier)) as url,
+    ):
+        body = {"examples": [{"label": "new", "text": "a spade"}], "request": "once"}
+        first = httpx.post(f"{url}/learn", json=body)
+        assert httpx.post(f"{url}/learn", json=body).json() == first.json()
+        assert httpx.get(f"{url}/stats").json()["taught"] == 1
+        body["examples"][0]["text"] = "a rake"
+        assert httpx.post(f"{url}/learn", json=body).status_code == 422
 
 
 # The command
@@ -951,6 +1187,8 @@ def test_whoever_is_alone_does_not_wait_for_company():
     "what", ["nothing", "a run in use", "a port in use", "neither", "no threshold", "no GPU"]
 )
 def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, what):
+    if what == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is one")
     run = tmp_path / "run"
     options = ["--port", "0"]
     with contextlib.ExitStack() as stack:
@@ -963,6 +1201,8 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
             options = ["--port", str(taken.getsockname()[1])]
         if what == "no threshold":
             options += ["--threshold", "1.5"]
+        if what == "no GPU":
+            options += ["--device", "cuda"]
         assert cli.main(["serve", str(run), *options]) == 2
     printed = capsys.readouterr().err
     if what == "a run in use":  # which shows when it is loaded
@@ -976,6 +1216,7 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
         "a port in use": "(Address already in use): name another with --port",
         "neither": "is no run",
         "no threshold": "between 0 and 1, got 1.5",
+        "no GPU": "--device cuda: this machine has no CUDA device",
     }[what] in printed
 
 
@@ -985,8 +1226,3 @@ def test_without_the_extra_the_command_names_it(untaught, capsys, monkeypatch):
     monkeypatch.delattr(mbpa.serve, "http", raising=False)
     assert cli.main(["serve", str(untaught)]) == 1
     assert "pip install 'mbpa[serve]'" in capsys.readouterr().err
-    if what == "no GPU" and torch.cuda.is_available():
-        pytest.skip("there is one")
-        if what == "no GPU":
-            options += ["--device", "cuda"]
-        "no GPU": "--device cuda: this machine has no CUDA device",

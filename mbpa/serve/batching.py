@@ -1,128 +1,265 @@
-"""Requests on their way to the model: gathered while it works, answered together.
+"""Scheduling of the model's work: requests are cut into pieces, and pieces share the model fairly.
 
-One thread runs the model. What arrives meanwhile waits and is its next batch, so a batch is as
-large as the load wants and nobody waits for others to come. The thread that writes is another, so
-that learning, which waits for the disk, holds up no answer.
+One thread runs the model. Pieces that arrive while it works form its next batch, so a batch is as
+large as the load wants and nobody waits for others to come. A batch is bounded by its estimated
+seconds, and pieces are taken by self-clocked fair queueing (Golestani 1994): a small request waits
+for about one batch, however much work larger requests have brought before it. Another thread
+writes, so learning, which waits for the disk, holds up no answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-Work = TypeVar("Work")
+Piece = TypeVar("Piece")
 Done = TypeVar("Done")
+
+FORGETTING = 0.97  # weight that a measured pace keeps with each newer batch
+EQUALS = 4  # requests as large as itself that a request may have to share the model with
 
 
 class Overloaded(Exception):
-    """Too many are waiting already."""
+    """The request would have to wait too long; `retry_after_s` says when to try again."""
+
+    def __init__(self, retry_after_s: float = 1.0) -> None:
+        super().__init__("too many requests at once, try again")
+        self.retry_after_s = retry_after_s
+
+
+class Pace:
+    """Measured seconds per unit of work: least squares through the origin, over recent batches.
+
+    Large batches count most, so the fixed cost of a call is not mistaken for the cost of a unit.
+    The first batch is not counted: it pays for what is set up once.
+
+    Args:
+        seconds: per unit, assumed until there is a measurement.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._is_warm = False
+        self._squares = self._products = 0.0
+
+    def measure(self, units: float, seconds: float) -> None:
+        """Take note of a batch of so many units."""
+        if units <= 0:
+            return
+        if not self._is_warm:
+            self._is_warm = True
+            return
+        self._squares = FORGETTING * self._squares + units * units
+        self._products = FORGETTING * self._products + units * seconds
+        self.seconds = self._products / self._squares
 
 
 @dataclass(eq=False)
-class _Waiting(Generic[Work, Done]):
-    """A piece of work, and who waits for it."""
+class _Job(Generic[Piece, Done]):
+    """A request: its pieces in order, and who waits for them."""
 
-    work: Work
-    size: int
-    answered: asyncio.Future[Done] = field(repr=False)
+    pieces: Sequence[Piece]
+    costs: Sequence[float]
+    answered: asyncio.Future[list[Done]] = field(repr=False)
+    results: list[Done] = field(default_factory=list)
+    taken: int = 0
+    """Pieces that the model has been given."""
+    remaining_s: float = 0.0
+    """Estimated work that is not done yet."""
+    has_failed: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return not self.has_failed and not self.answered.cancelled()
 
 
-class Batcher(Generic[Work, Done]):
-    """Runs `handle` on lists of work in a thread of its own; used from one event loop.
+class Batcher(Generic[Piece, Done]):
+    """Runs `handle` on lists of pieces in a thread of its own; used from one event loop.
 
     Args:
-        handle: gives one result a piece of work.
-        batch: most that is handled at once, by size.
-        most: that may wait, by size.
-        window: seconds for as many to gather as there were in the last batch: those who were
-            answered are about to ask again, and one by one they would cost more. Somebody who
-            is alone never waits.
+        handle: gives one result per piece.
+        cost_s: estimated seconds that a piece takes.
+        part_s: estimated seconds of a batch; a single piece may take longer.
+        batch: maximum number of pieces per batch.
+        wait_s: estimated seconds that a request may have to wait for others; a request that takes
+            long itself may wait for `EQUALS` times as long as it takes. Further requests are
+            refused with `Overloaded`.
+        window_s: seconds for as many pieces to gather as there were in the last batch: clients who
+            were answered are about to ask again, and one by one they would cost more. A client
+            that is alone never waits.
     """
 
     def __init__(
         self,
-        handle: Callable[[list[Work]], list[Done]],
+        handle: Callable[[list[Piece]], list[Done]],
         *,
+        cost_s: Callable[[Piece], float],
+        part_s: float,
         batch: int,
-        most: int,
-        window: float = 0.0,
+        wait_s: float,
+        window_s: float = 0.0,
     ) -> None:
-        self._handle, self._batch, self._most, self._window = handle, batch, most, window
+        self._handle, self._cost_s = handle, cost_s
+        self._part_s, self._batch = part_s, batch
+        self._wait_s, self._window_s = wait_s, window_s
         self._last = 1
-        self._waiting: deque[_Waiting[Work, Done]] = deque()
+        self._jobs: set[_Job[Piece, Done]] = set()
+        self._queue: list[tuple[float, int, _Job[Piece, Done]]] = []
+        """A heap: virtual finish time of a job's next piece, and a number that settles ties."""
+        self._numbers = itertools.count()
+        self._virtual_s = 0.0
+        self._waiting = 0
         self._some = threading.Condition()
-        self._size = 0
         self._stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="mbpa-model", daemon=True)
 
     @property
     def waiting(self) -> int:
-        return self._size
+        """Pieces that the model has not been given yet."""
+        return self._waiting
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Answer what is waiting, then end the thread."""
+        """Finish what is waiting, then end the thread."""
         with self._some:
             self._stopped = True
             self._some.notify()
         await asyncio.to_thread(self._thread.join)
 
-    async def __call__(self, work: Work, size: int) -> Done:
-        """The result of a piece of work; `Overloaded` if it cannot wait for its turn."""
+    async def __call__(self, pieces: Sequence[Piece]) -> list[Done]:
+        """Return the result of each piece of a request, of which the pieces are handled in order.
+
+        If the caller is cancelled, pieces that the model has not been given are never handled.
+
+        Raises:
+            Overloaded: the request would have to wait too long, or the batcher was stopped.
+        """
+        if not pieces:
+            return []
         assert self._loop is not None
-        waiting: _Waiting[Work, Done] = _Waiting(work, size, self._loop.create_future())
+        costs = [self._cost_s(piece) for piece in pieces]
+        job = _Job(pieces, costs, self._loop.create_future(), remaining_s=sum(costs))
         with self._some:
-            if self._stopped or (self._size and self._size + size > self._most):
-                raise Overloaded
-            self._size += size
-            self._waiting.append(waiting)
+            self._admit(job)
+            self._jobs.add(job)
+            self._waiting += len(pieces)
+            self._push(job, self._virtual_s)
             self._some.notify()
-        return await waiting.answered
+        try:
+            return await job.answered
+        finally:
+            if job.answered.cancelled():
+                self._drop(job)
+
+    def _admit(self, job: _Job[Piece, Done]) -> None:
+        """Refuse a request that would have to wait too long."""
+        if self._stopped:
+            raise Overloaded
+        # Of a larger request, fair queueing lets no more pass before this one than it brings.
+        ahead_s = sum(min(other.remaining_s, job.remaining_s) for other in self._jobs)
+        excess_s = ahead_s - self._wait_s - EQUALS * job.remaining_s
+        if self._jobs and excess_s > 0:
+            raise Overloaded(excess_s)
+
+    def _push(self, job: _Job[Piece, Done], start_s: float) -> None:
+        finish_s = start_s + job.costs[job.taken]
+        heapq.heappush(self._queue, (finish_s, next(self._numbers), job))
+
+    def _drop(self, job: _Job[Piece, Done]) -> None:
+        """Forget a request that nobody waits for; its entry in the heap is skipped later."""
+        with self._some:
+            if job in self._jobs:
+                self._jobs.remove(job)
+                self._waiting -= len(job.pieces) - job.taken
 
     def _run(self) -> None:
         assert self._loop is not None
         while batch := self._next():
-            batch = [each for each in batch if not each.answered.cancelled()]  # gone meanwhile
             try:
-                results: list[Any] = self._handle([each.work for each in batch]) if batch else []
-            except Exception as error:  # of ours, not of those who asked: theirs was checked
+                results = self._handle([job.pieces[place] for job, place in batch])
+            except Exception as error:  # ours, not the clients': what they sent was checked
                 failure = RuntimeError("the model failed")
                 failure.__cause__ = error
-                results = [failure] * len(batch)
-            self._loop.call_soon_threadsafe(_answer, batch, results)
+                self._finish(batch, [], failure)
+            else:
+                self._finish(batch, results, None)
 
-    def _next(self) -> list[_Waiting[Work, Done]]:
-        """As much as is waiting and fits a batch; empty when there will be no more."""
+    def _finish(
+        self,
+        batch: list[tuple[_Job[Piece, Done], int]],
+        results: list[Done],
+        failure: RuntimeError | None,
+    ) -> None:
+        """Take note of a batch that was handled, and answer the requests that are complete."""
+        assert self._loop is not None
+        complete = dict.fromkeys(job for job, _ in batch)
         with self._some:
-            self._some.wait_for(lambda: self._waiting or self._stopped)
-            self._some.wait_for(lambda: self._size >= self._last or self._stopped, self._window)
-            batch = [self._waiting.popleft()] if self._waiting else []
-            size = sum(each.size for each in batch)
-            while self._waiting and size + self._waiting[0].size <= self._batch:
-                batch.append(self._waiting.popleft())
-                size += batch[-1].size
-            self._size -= size
-            self._last = min(size, self._batch)
-            return batch
+            for job, place in batch:
+                job.remaining_s -= job.costs[place]
+                job.has_failed = failure is not None
+            for (job, _), result in zip(batch, results, strict=failure is None):
+                job.results.append(result)
+            for job in list(complete):
+                if failure is None and len(job.results) < len(job.pieces):
+                    del complete[job]
+                elif job in self._jobs:
+                    self._jobs.remove(job)
+                    self._waiting -= len(job.pieces) - job.taken
+        self._loop.call_soon_threadsafe(_answer, list(complete), failure)
+
+    def _next(self) -> list[tuple[_Job[Piece, Done], int]]:
+        """Return the next batch, pieces by job and place; empty when there will be no more."""
+        with self._some:
+            while True:
+                self._some.wait_for(lambda: self._queue or self._stopped)
+                self._some.wait_for(
+                    lambda: self._waiting >= self._last or self._stopped, self._window_s
+                )
+                batch = self._take()
+                if batch or (not self._queue and self._stopped):
+                    return batch
+
+    def _take(self) -> list[tuple[_Job[Piece, Done], int]]:
+        batch: list[tuple[_Job[Piece, Done], int]] = []
+        total_s = 0.0
+        while self._queue and len(batch) < self._batch:
+            finish_s, _, job = self._queue[0]
+            if not job.is_wanted:
+                heapq.heappop(self._queue)
+                continue
+            cost_s = job.costs[job.taken]
+            if batch and total_s + cost_s > self._part_s:
+                break
+            heapq.heappop(self._queue)
+            batch.append((job, job.taken))
+            total_s += cost_s
+            self._virtual_s = finish_s
+            job.taken += 1
+            self._waiting -= 1
+            if job.taken < len(job.pieces):
+                self._push(job, finish_s)
+        self._last = max(1, len(batch))
+        return batch
 
 
-def _answer(batch: list[_Waiting[Any, Any]], results: list[Any]) -> None:
-    for each, result in zip(batch, results, strict=True):
-        if each.answered.done():
+def _answer(jobs: list[_Job[Any, Any]], failure: RuntimeError | None) -> None:
+    for job in jobs:
+        if job.answered.done():
             continue
-        if isinstance(result, Exception):
-            each.answered.set_exception(result)
+        if failure is not None:
+            job.answered.set_exception(failure)
         else:
-            each.answered.set_result(result)
+            job.answered.set_result(job.results)
 
 
 class Writer:

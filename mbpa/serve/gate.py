@@ -40,12 +40,14 @@ class Settings:
     body_bytes: int = 8 << 20
     in_flight: int = 128
     """Requests inside at a time; more are turned away with 429."""
-    waiting: int = 1024
-    """Queries waiting for the model at a time."""
+    wait_s: float = 0.5
+    """Estimated seconds that a request may have to wait for others; more get 429."""
+    part_s: float = 0.1
+    """Estimated seconds of work that the model gets at a time, at least one item."""
     batch: int = 64
-    """Queries the model gets at a time."""
-    window: float = 0.003
-    """Seconds that they have to gather, when there were several the last time."""
+    """Maximum number of items that the model gets at a time."""
+    window_s: float = 0.003
+    """Seconds that items have to gather, when there were several the last time."""
     writes: int = 64
     """Calls that wait to be written down."""
     open_paths: tuple[str, ...] = ()

@@ -111,6 +111,11 @@ class Query(Message):
         _one_of(self, "texts", "images", "embeddings")
         return self
 
+    @property
+    def size(self) -> int:
+        """Number of queries."""
+        return len(self.texts or self.images or self.embeddings or ())
+
 
 class Why(Query):
     """As for `/predict`, fewer at a time."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,12 +31,24 @@ from starlette.exceptions import HTTPException
 import mbpa
 from mbpa import image
 from mbpa.serve import description, messages
-from mbpa.serve.answers import Answer, Lesson, Reason, check_label, check_text, kept_pictures
+from mbpa.serve.answers import (
+    MOST_PIXELS,
+    Answer,
+    Lesson,
+    Reason,
+    check_label,
+    check_text,
+    kept_pictures,
+)
 from mbpa.serve.batching import Batcher, Overloaded, Writer
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.gate import Gate, Metrics, Settings
 from mbpa.serve.journal import InputError, JournalError
 from mbpa.serve.messages import Error
+from mbpa.serve.model_work import Asked, ModelWork, Piece
+from mbpa.serve.run import as_bytes
+
+Done = TypeVar("Done")
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": Error, "description": "Not JSON"},
@@ -54,21 +69,6 @@ PATHS = {
 log = logging.getLogger("mbpa.serve")
 
 
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """Queries of one request: texts or pictures, or keys."""
-
-    items: tuple[str | bytes, ...]
-    rows: Float[np.ndarray, "B D"] | None
-    top: int
-    threshold: float | None
-    wants_reasons: bool
-
-    @property
-    def size(self) -> int:
-        return len(self.items) if self.rows is None else len(self.rows)
-
-
 class Service:
     """A classifier, the queues before it, and what is counted."""
 
@@ -78,11 +78,14 @@ class Service:
         self.metrics.examples.set_function(lambda: len(classifier))
         self.metrics.labels.set_function(lambda: len(classifier.labels))
         self.metrics.read_only.set_function(lambda: classifier.journal.read_only is not None)
-        self.model: Batcher[_Asked, Sequence[Answer | Reason]] = Batcher(
-            self._answered,
+        self._work = ModelWork(classifier, settings.part_s)
+        self.model: Batcher[Piece, Sequence[Answer | Reason]] = Batcher(
+            self._handle,
+            cost_s=self._work.cost_s,
+            part_s=settings.part_s,
             batch=settings.batch,
-            most=settings.waiting,
-            window=settings.window,
+            wait_s=settings.wait_s,
+            window_s=settings.window_s,
         )
         self.writer = Writer(settings.writes)
         # Pictures are read one at a time, since for a moment one can take hundreds of megabytes.
@@ -113,69 +116,100 @@ class Service:
         threshold: float | None = None,
         wants_reasons: bool = False,
     ) -> Sequence[Answer | Reason]:
-        """Wait for those to what was checked."""
-        asked = _Asked(items, rows, top, threshold, wants_reasons)
-        return await self.model(asked, asked.size)
+        """Wait for the answers to queries that were checked."""
+        asked = Asked(items, rows, top, threshold, wants_reasons)
+        found = await self.model(self._work.cut(asked))
+        return [answer for part in found for answer in part]
 
     async def read(self, encoded: Sequence[str]) -> list[bytes]:
-        """Pictures in base64, as they are kept."""
+        """Decode pictures in base64, as they are kept.
+
+        Requests take turns in the reader's thread, a picture each.
+        """
         self.classifier.check_takes("images")
-        return await self.reader(lambda: kept_pictures([_decoded(each) for each in encoded]))
+        files = await self.reader(lambda: _decode_files(encoded))
+        pictures = []
+        for number, file in enumerate(files, 1):
+            try:
+                pictures += await self.reader(partial(kept_pictures, [file]))
+            except InputError as error:
+                place = f"picture {number} of {len(files)}: " if len(files) > 1 else ""
+                raise InputError(f"{place}{error}") from error
+        return pictures
 
     async def learn(self, lessons: messages.Lessons) -> list[int]:
+        """Teach what a request brings; returns the ids of the examples."""
         sent = [each.image for each in lessons.examples if each.image is not None]
         pictures = iter(await self.read(sent) if sent else ())
         taught = [
             _lesson(each, None if each.image is None else next(pictures))
             for each in lessons.examples
         ]
-        return await self.writer(lambda: self.classifier.learn(taught, request=lessons.request))
+        return await self.teach(taught, lessons.request)
+
+    async def teach(self, lessons: Sequence[Lesson], request: str | None = None) -> list[int]:
+        """Encode examples in the model's thread, where requests share it fairly; then write them.
+
+        Args:
+            request: a name for this call: the same again adds nothing and returns the same ids.
+        """
+        for each in lessons:
+            check_label(each.label)
+            if each.key is None and each.said is not None:
+                self.classifier.check_item(each.said)
+        if request is not None:
+            known = await self.writer(lambda: self._find_repeated(lessons, request))
+            if known is not None:
+                return known
+        items = [each.said for each in lessons if each.key is None and each.said is not None]
+        asked = Asked(tuple(items))
+        await self.model([Piece(asked, place) for place in range(len(items))])
+        keys = iter(asked.encoded)
+        whole = [
+            replace(each, key=next(keys)) if each.key is None and each.said is not None else each
+            for each in lessons
+        ]
+
+        def write() -> list[int]:
+            known = None if request is None else self._find_repeated(lessons, request)
+            return self.classifier.learn(whole, request=request) if known is None else known
+
+        return await self.writer(write)
 
     async def forget(self, asked: messages.Forgetting) -> list[int]:
         if asked.label is not None:
             check_label(asked.label)
         return await self.writer(lambda: self.classifier.forget(asked.ids or (), asked.label))
 
-    def _answered(self, batch: list[_Asked]) -> list[Sequence[Answer | Reason]]:
-        """In the model's thread: embed all items at once, then answer all queries at once."""
-        self.metrics.batch.observe(sum(asked.size for asked in batch))
-        items: list[Any] = [item for asked in batch for item in asked.items]
-        encoded = self.classifier.encode(items).cpu() if items else torch.empty(0)
-        given, start = [], 0
-        for asked in batch:
-            its = encoded[start : start + len(asked.items)]
-            start += len(asked.items)
-            given.append(its if asked.rows is None else torch.from_numpy(asked.rows))
-        plain = [i for i, asked in enumerate(batch) if not asked.wants_reasons]
-        results: list[Sequence[Answer | Reason]] = [() for _ in batch]
-        if plain:
-            top = max(batch[i].top for i in plain)
-            answers = self.classifier.predict(keys=torch.cat([given[i] for i in plain]), top=top)
-            for i in plain:
-                size = batch[i].size
-                results[i] = [self._fitted(answer, batch[i]) for answer in answers[:size]]
-                answers = answers[size:]
-        for i, asked in enumerate(batch):
-            if asked.wants_reasons:
-                results[i] = self.classifier.explain(
-                    keys=given[i], top=asked.top, threshold=asked.threshold
-                )
-        return results
+    def _find_repeated(self, lessons: Sequence[Lesson], request: str) -> list[int] | None:
+        """Return the ids of an earlier call of this name; compares what was said, without the keys
+        that were made of it, which may differ in the last bit."""
+        rows = [
+            (each.label.strip(), each.said, None if each.key is None else as_bytes(each.key.cpu()))
+            for each in lessons
+        ]
+        return self.classifier.journal.repeated(rows, request)
 
-    def _fitted(self, answer: Answer, asked: _Asked) -> Answer:
-        """An answer of a batch as this request wants it."""
-        threshold = asked.threshold
-        if threshold is None:
-            threshold = self.classifier.threshold
-        best = answer.top[0][0] if answer.top else None
-        label = best if answer.confidence >= threshold else None
-        return Answer(label, answer.confidence, answer.top[: asked.top])
+    def _handle(self, batch: list[Piece]) -> list[Sequence[Answer | Reason]]:
+        self.metrics.batch.observe(len(batch))
+        return self._work.handle(batch)
 
 
 def _lesson(taught: messages.Taught, picture: bytes | None) -> Lesson:
     rows = None if taught.embedding is None else _rows([taught.embedding])
     key = None if rows is None else torch.from_numpy(rows)[0]
     return Lesson(taught.label, taught.text, key, picture)
+
+
+def _decode_files(encoded: Sequence[str]) -> list[bytes]:
+    """Decode the files of a call, and refuse too many pixels before any is made."""
+    files = [_decoded(each) for each in encoded]
+    total = sum(map(image.pixels_of, files)) if len(files) > 1 else 0
+    if total > MOST_PIXELS:
+        raise InputError(
+            f"pictures must have at most {MOST_PIXELS:,} pixels together, got {total:,}"
+        )
+    return files
 
 
 def _decoded(picture: str) -> bytes:
@@ -232,25 +266,26 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
 
 def _add_asking(app: FastAPI, service: Service) -> None:
     @app.post("/predict", responses=ERRORS, response_model=messages.Predictions)
-    async def predict(query: messages.Query) -> Response:
+    async def predict(query: messages.Query, request: Request) -> Response:
         """Labels, by name; `null` where it is not sure enough."""
-        answers = await service.ask(query)
+        answers = await _unless_gone(request, query.size, service.ask(query))
         made = [messages.prediction(each) for each in answers if isinstance(each, Answer)]
         return _json(messages.Predictions.model_construct(answers=made))
 
     @app.post("/explain", responses=ERRORS, response_model=messages.Explanations)
-    async def explain(query: messages.Why) -> Response:
+    async def explain(query: messages.Why, request: Request) -> Response:
         """Answers, and the examples they come from."""
-        reasons = await service.ask(query, wants_reasons=True)
+        asking = service.ask(query, wants_reasons=True)
+        reasons = await _unless_gone(request, query.size, asking)
         made = [messages.explained(each) for each in reasons if isinstance(each, Reason)]
         return _json(messages.Explanations.model_construct(reasons=made))
 
 
 def _add_teaching(app: FastAPI, service: Service) -> None:
     @app.post("/learn", responses=FAILED, response_model=messages.Learnt)
-    async def learn(lessons: messages.Lessons) -> Response:
+    async def learn(lessons: messages.Lessons, request: Request) -> Response:
         """Add examples; once this is answered they are on disk, and every answer knows them."""
-        ids = await service.learn(lessons)
+        ids = await _unless_gone(request, len(lessons.examples), service.learn(lessons))
         return _json(
             messages.Learnt.model_construct(ids=ids, labels=len(service.classifier.labels))
         )
@@ -335,6 +370,10 @@ def _add_errors(app: FastAPI) -> None:
             return _error(422, "send a JSON object, with Content-Type: application/json")
         place = [str(part) for part in first["loc"] if part not in ("body", "path")]
         why = str(first["msg"]).removeprefix("Value error, ")  # as pydantic marks our own
+        if first["type"] == messages.UNKNOWN_FIELD:
+            place.append(first["ctx"]["name"])
+            why = first["ctx"]["why"]
+        where = ".".join(place)
         return _error(422, f"{where}: {why}" if where else why)
 
     @app.exception_handler(InputError)
@@ -348,7 +387,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Overloaded)
     async def shed(_: Request, error: Overloaded) -> Response:
         app.state.service.metrics.shed.inc()
-        return _error(429, "too many requests at once, try again", {"Retry-After": "1"})
+        retry_after_s = max(1, math.ceil(error.retry_after_s))
+        return _error(429, str(error), {"Retry-After": str(retry_after_s)})
 
     @app.exception_handler(JournalError)
     async def unwritable(_: Request, error: JournalError) -> Response:
@@ -360,6 +400,32 @@ def _add_errors(app: FastAPI) -> None:
         return _error(500, "this should not have happened; the server's log says more")
 
 
+async def _unless_gone(request: Request, size: int, work: Coroutine[Any, Any, Done]) -> Done:
+    """Wait for work that a request asked for, and give it up if its client goes away.
+
+    A request of one item is not watched: it is done sooner than that could be noticed.
+    """
+    if size == 1:
+        return await work
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_wait_until_gone(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise HTTPException(499, "the client went away")
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+
+
+async def _wait_until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 def _error(status: int, why: str, headers: Any = None) -> Response:
     plain = why.encode("utf-8", "backslashreplace").decode()
     return JSONResponse({"error": plain}, status, headers)
@@ -368,7 +434,3 @@ def _error(status: int, why: str, headers: Any = None) -> Response:
 def _json(message: messages.Message) -> Response:
     """Serialised here: the message is ours, to check it again would take as long as the model."""
     return Response(message.model_dump_json().encode(), media_type="application/json")
-        if first["type"] == messages.UNKNOWN_FIELD:
-            place.append(first["ctx"]["name"])
-            why = first["ctx"]["why"]
-        where = ".".join(place)

@@ -1,0 +1,161 @@
+"""What the model does for a request, in pieces small enough to be scheduled fairly.
+
+A text or picture is encoded by itself, and answers follow once all items of a request have keys.
+Each piece has a cost: the seconds that it will probably take, from those that others took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mbpa.serve.answers import Answer, Reason
+from mbpa.serve.batching import Pace
+from mbpa.serve.classifier import Classifier
+
+# Work of encoding a text, roughly: the default encoder reads 256 tokens of about four bytes.
+BYTES_PER_TOKEN, READ_BYTES, ITEM_TOKENS = 4, 1024, 2
+
+
+@dataclass(eq=False)
+class Asked:
+    """Queries of one request: texts or pictures, or keys."""
+
+    items: tuple[str | bytes, ...]
+    rows: Float[np.ndarray, "B D"] | None = None
+    top: int = 1
+    threshold: float | None = None
+    wants_reasons: bool = False
+    encoded: list[Tensor] = field(default_factory=list)
+    """Keys of the items so far."""
+
+    @property
+    def size(self) -> int:
+        return len(self.items) if self.rows is None else len(self.rows)
+
+    def keys(self, start: int, stop: int) -> Float[Tensor, "B D"]:
+        """Return the keys of these queries, which must be encoded."""
+        if self.rows is None:
+            return torch.stack(self.encoded[start:stop])
+        return torch.from_numpy(self.rows[start:stop])
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What the model does in one go for one request: encode an item, then answer queries."""
+
+    asked: Asked
+    item: int | None = None
+    """Place of the item to encode; `None`: there is none."""
+    start: int = 0
+    stop: int = 0
+    """Queries to answer, which are all encoded by then: from `start` up to, not including, `stop`;
+    none if equal."""
+
+    @property
+    def size(self) -> int:
+        """Queries that are answered."""
+        return self.stop - self.start
+
+    @property
+    def units(self) -> float:
+        """Work of encoding, in units of about one token."""
+        if self.item is None:
+            return 0.0
+        item = self.asked.items[self.item]
+        if isinstance(item, bytes):
+            return 1.0
+        read = min(len(item.encode(errors="replace")), READ_BYTES)
+        return ITEM_TOKENS + read / BYTES_PER_TOKEN
+
+
+class ModelWork:
+    """Cuts requests into pieces, estimates what each costs, and does them.
+
+    Args:
+        part_s: estimated seconds above which the answers to a request are cut into several pieces.
+    """
+
+    def __init__(self, classifier: Classifier, part_s: float) -> None:
+        self._classifier, self._part_s = classifier, part_s
+        self._encoding, self._predicting, self._explaining = (Pace(1e-3) for _ in range(3))
+
+    def cut(self, asked: Asked) -> list[Piece]:
+        """Cut a request into pieces.
+
+        All queries are answered at once, from one state of the memory, unless that would take
+        longer than a batch may: then each query still is.
+        """
+        pace = self._explaining if asked.wants_reasons else self._predicting
+        step = max(1, int(self._part_s / pace.seconds))
+        starts = range(0, asked.size, step)
+        answers = [Piece(asked, None, at, min(at + step, asked.size)) for at in starts]
+        encodings = [Piece(asked, place) for place in range(len(asked.items))]
+        if encodings and len(answers) == 1:
+            encodings[-1] = replace(encodings[-1], stop=asked.size)
+            return encodings
+        return encodings + answers
+
+    def cost_s(self, piece: Piece) -> float:
+        """Estimate the seconds that a piece takes, from those that others took."""
+        pace = self._explaining if piece.asked.wants_reasons else self._predicting
+        return piece.units * self._encoding.seconds + piece.size * pace.seconds
+
+    def handle(self, batch: list[Piece]) -> list[Sequence[Answer | Reason]]:
+        """In the model's thread: encode all items at once, then answer all queries at once."""
+        self._encode([piece for piece in batch if piece.item is not None])
+        results: list[Sequence[Answer | Reason]] = [() for _ in batch]
+        plain = [i for i, each in enumerate(batch) if each.size and not each.asked.wants_reasons]
+        for i, answers in zip(plain, self._predict([batch[i] for i in plain]), strict=True):
+            results[i] = answers
+        for i, piece in enumerate(batch):
+            if piece.size and piece.asked.wants_reasons:
+                results[i] = self._explain(piece)
+        return results
+
+    def _encode(self, pieces: Sequence[Piece]) -> None:
+        if not pieces:
+            return
+        start = time.perf_counter()
+        items = [piece.asked.items[piece.item] for piece in pieces if piece.item is not None]
+        for piece, key in zip(pieces, self._classifier.encode(items).cpu(), strict=True):
+            piece.asked.encoded.append(key)
+        units = sum(piece.units for piece in pieces)
+        self._encoding.measure(units, time.perf_counter() - start)
+
+    def _predict(self, pieces: Sequence[Piece]) -> list[list[Answer]]:
+        if not pieces:
+            return []
+        start = time.perf_counter()
+        keys = torch.cat([piece.asked.keys(piece.start, piece.stop) for piece in pieces])
+        top = max(piece.asked.top for piece in pieces)
+        answers = iter(self._classifier.predict(keys=keys, top=top))
+        found = [
+            [self._fit(answer, piece.asked) for answer in islice(answers, piece.size)]
+            for piece in pieces
+        ]
+        self._predicting.measure(len(keys), time.perf_counter() - start)
+        return found
+
+    def _explain(self, piece: Piece) -> Sequence[Reason]:
+        start, asked = time.perf_counter(), piece.asked
+        keys = asked.keys(piece.start, piece.stop)
+        reasons = self._classifier.explain(keys=keys, top=asked.top, threshold=asked.threshold)
+        self._explaining.measure(piece.size, time.perf_counter() - start)
+        return reasons
+
+    def _fit(self, answer: Answer, asked: Asked) -> Answer:
+        """Return an answer of a batch as this request wants it."""
+        threshold = asked.threshold
+        if threshold is None:
+            threshold = self._classifier.threshold
+        best = answer.top[0][0] if answer.top else None
+        label = best if answer.confidence >= threshold else None
+        return Answer(label, answer.confidence, answer.top[: asked.top])
