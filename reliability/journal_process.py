@@ -1,6 +1,7 @@
-"""What happens to a journal in processes of its own, without torch: started by ``test_journal``.
+"""What happens to a journal in processes of its own, without torch.
 
-``python -I -S journal_process.py learn|faults|limits|power|visit …`` prints a JSON value a line.
+``python -I -S journal_process.py learn|kills|faults|limits|power|visit …`` prints one JSON value
+per line.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ import os
 import random
 import resource
 import shutil
+import signal
 import sys
+import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-import system_calls  # noqa: E402
-from system_calls import Call, Verdict  # noqa: E402
+sys.path.insert(0, str(HERE.parent))
+from reliability import system_calls  # noqa: E402
+from reliability.disk import Disk, restore  # noqa: E402
+from reliability.system_calls import KILL, SHORT, Call, Verdict  # noqa: E402
 
 if __name__ == "__main__":  # without what these packages import
     for name in ("mbpa", "mbpa.serve"):
@@ -74,6 +80,73 @@ def learn(path: Path) -> None:
                 say(["forgetting", old])
                 taught.forget(ids.pop(old))
                 say(["forgot", old])
+
+
+def kills(path: Path, times: str, seed: str) -> None:
+    """Kill a teaching process again and again, and check each time what it left.
+
+    Prints the number of kills, acknowledged calls and calls in doubt every 100 kills.
+    """
+    draw, live, counts = random.Random(int(seed)), set[int](), Counter[str]()
+    for number in range(1, int(times) + 1):
+        said = kill_once(path, draw)
+        live = check_against_what_was_said(path, said, live)
+        counts["kills"] += 1
+        counts["acknowledged"] += sum(what in ("learned", "forgot") for what, *_ in said)
+        counts["in_doubt"] += bool(said) and said[-1][0] in ("learning", "forgetting")
+        counts["while_opening"] += not said
+        if number % 100 == 0 or number == int(times):
+            say(counts)
+
+
+def kill_once(path: Path, draw: random.Random) -> list[list[Any]]:
+    """Return what a teaching process had said when it was killed: as it began, or later."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(write, 1)
+            learn(path)
+        finally:
+            os._exit(1)
+    os.close(write)
+    with open(read, "rb") as output:
+        beginning = draw.random() < 0.2
+        said = b"".join(output.readline() for _ in range(0 if beginning else draw.randint(1, 40)))
+        time.sleep(draw.uniform(0, 0.02 if beginning else 0.003))
+        os.kill(pid, signal.SIGKILL)
+        said += output.read()
+    _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL, (status, said)
+    return [json.loads(line) for line in said.splitlines()]
+
+
+def check_against_what_was_said(path: Path, said: list[list[Any]], live: set[int]) -> set[int]:
+    """Whole calls only; the last one may have been under way. Returns the calls found."""
+    told = Counter((what, *call) for what, *call in said)
+    for what, (call,) in [(what, call) for what, *call in said if call]:
+        live = live | {call} if what == "learned" else live - {call} if what == "forgot" else live
+    doubtful = {
+        call[0]
+        for what, end in (("learning", "learned"), ("forgetting", "forgot"))
+        for name, *call in told
+        if name == what and (end, *call) not in told
+    }
+    assert len(doubtful) <= 1
+    with journal.Journal(path) as taught:
+        parts: dict[int, list[tuple[str, str | None, bytes | None]]] = {}
+        for example in taught.examples():
+            assert example.text is not None
+            number = int(example.text.split()[0])
+            parts.setdefault(number, []).append((example.label, example.text, example.key))
+        for number, found in parts.items():
+            assert found == numbered(number), f"call {number} is torn, or there twice"
+        assert live - doubtful <= set(parts) <= live | doubtful
+        if said and said[-1][0] == "learning":  # the client asks again
+            taught.learn(numbered(said[-1][1]), request=str(said[-1][1]))
+            parts[said[-1][1]] = []
+        assert len(taught) == sum(len(numbered(number)) for number in parts)
+    return set(parts)
 
 
 # Every system call fails once
@@ -140,11 +213,12 @@ def scenario(
 
 def fault(number: int, kind: str) -> Callable[[Call], Verdict]:
     """Fails the ``number``-th call that changes a file or, as ``kind`` says, flushes one."""
-    error = {"full": errno.ENOSPC, "kill": -1}.get(kind, errno.EIO)
+    error = {"full": errno.ENOSPC, "kill": KILL, "short": SHORT}.get(kind, errno.EIO)
     seen = itertools.count(1)
 
     def verdict(call: Call) -> Verdict:
-        if call.name == "report" or (kind == "flush" and call.name != "sync"):
+        only = {"flush": "sync", "short": "write"}.get(kind, call.name)
+        if call.name == "report" or call.name != only:
             return None
         n = next(seen)
         return error if n == number or (n > number and kind in ("full", "dead")) else None
@@ -224,61 +298,6 @@ def aftermath(path: Path, output: bytes) -> dict[str, Any]:
 # The power fails
 
 
-class Disk:
-    """What a disk holds if power fails: what was flushed, and any part of what was not."""
-
-    def __init__(self) -> None:
-        self.flushed: dict[str, bytes] = {}
-        self.pending: dict[str, list[Call]] = {}
-        self.names: list[Call] = []  # creations and removals that the directory may still lose
-
-    def do(self, call: Call, verdict: Verdict) -> None:
-        if call.name in ("write", "truncate"):
-            self.pending.setdefault(call.path, []).append(call)
-        elif call.name in ("open", "unlink"):
-            self.names.append(call)
-        elif call.name == "sync" and verdict is not None:
-            self.pending.pop(call.path, None)  # the kernel now calls them clean
-        elif call.name == "sync":
-            for name in [n for n in self.names if call.path in (n.path, os.path.dirname(n.path))]:
-                self.names.remove(name)
-                self._rename(self.flushed, name)
-            if call.path in self.flushed:
-                for change in self.pending.pop(call.path, []):
-                    self.flushed[call.path] = self._changed(self.flushed[call.path], change)
-
-    def after_power_loss(self, draw: random.Random, kept: float) -> dict[str, bytes]:
-        files = dict(self.flushed)
-        for name in self.names:
-            if draw.random() < kept:
-                self._rename(files, name)
-        for path in files:
-            for change in self.pending.get(path, []):
-                if change.name == "truncate":
-                    if draw.random() < kept:
-                        files[path] = self._changed(files[path], change)
-                    continue
-                for at in range(0, len(change.data), 512):  # a disk writes whole sectors
-                    if draw.random() < kept:
-                        part = Call("write", path, change.offset + at, change.data[at : at + 512])
-                        files[path] = self._changed(files[path], part)
-        return files
-
-    @staticmethod
-    def _rename(files: dict[str, bytes], name: Call) -> None:
-        if name.name == "unlink":
-            files.pop(name.path, None)
-        else:
-            files.setdefault(name.path, b"")
-
-    @staticmethod
-    def _changed(old: bytes, change: Call) -> bytes:
-        if change.name == "truncate":
-            return old[: change.offset].ljust(change.offset, b"\0")
-        end = change.offset + len(change.data)
-        return old[: change.offset].ljust(change.offset, b"\0") + change.data + old[end:]
-
-
 def power(directory: Path) -> None:
     """Power fails before every call; then, for each flush, after it failed and a restart."""
     expected = states(directory)
@@ -316,24 +335,27 @@ def cuts(
     trace: list[tuple[Call, Verdict]], place: Path, failing: int
 ) -> Iterator[tuple[int, bytes, list[list[Any]]]]:
     """Calls acknowledged when power failed, all bytes then on the disk, and what they restore."""
-    disk, draw, acknowledged, opening = Disk(), random.Random(failing), 0, not failing
+    empty = place / "empty"
+    empty.mkdir()
+    disk = Disk(empty)
+    draw, acknowledged, opening = random.Random(failing), 0, not failing
     for call, answer in trace:
         if call.name == "report":
             told = json.loads(call.data)
             acknowledged = told.get("resumed", acknowledged + ("acknowledged" in told))
             opening = not failing or "end" in told
         else:
-            disk.do(call, answer)
+            path = empty if Path(call.path) == place else empty / Path(call.path).name
+            disk.do(replace(call, path=str(path)), answer)
         if not opening and call.name != "report":
             continue
         for kept in (0.0, 0.5):
             restored = place / "restored"
             restored.mkdir()
             files = disk.after_power_loss(draw, kept)
-            for name, data in files.items():
-                (restored / Path(name).name).write_bytes(data)
+            restore(files, restored)
             with journal.Journal(restored / "cut.sqlite") as taught:
-                yield acknowledged, b"".join(files.values()), contents(taught)
+                yield acknowledged, b"".join(filter(None, files.values())), contents(taught)
             shutil.rmtree(restored)
 
 
@@ -358,7 +380,7 @@ if __name__ == "__main__":
     place = Path(where).resolve()
     if mode == "available":
         say(system_calls.available())
-    elif mode == "faults":
-        faults(place, *rest)
+    elif mode in ("faults", "kills"):
+        {"faults": faults, "kills": kills}[mode](place, *rest)
     else:
         {"learn": learn, "limits": limits, "power": power, "visit": visit}[mode](place)

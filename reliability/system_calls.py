@@ -21,21 +21,26 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import BinaryIO
 
 _NUMBERS = {
     "x86_64": {
         "write": 1, "open": 2, "pwrite64": 18, "fsync": 74, "fdatasync": 75, "ftruncate": 77,
-        "mkdir": 83, "unlink": 87, "openat": 257, "unlinkat": 263, "fallocate": 285,
+        "rename": 82, "mkdir": 83, "rmdir": 84, "unlink": 87, "openat": 257, "mkdirat": 258,
+        "unlinkat": 263, "renameat": 264, "fallocate": 285, "renameat2": 316,
     },
     "aarch64": {
-        "mkdirat": 34, "unlinkat": 35, "ftruncate": 46, "fallocate": 47, "openat": 56,
-        "write": 64, "pwrite64": 68, "fsync": 82, "fdatasync": 83,
+        "mkdirat": 34, "unlinkat": 35, "renameat": 38, "ftruncate": 46, "fallocate": 47,
+        "openat": 56, "write": 64, "pwrite64": 68, "fsync": 82, "fdatasync": 83, "renameat2": 276,
     },
 }.get(platform.machine(), {})  # fmt: skip
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 _SECCOMP = {"x86_64": 317, "aarch64": 277}.get(platform.machine(), 0)
 _ALLOW, _NOTIFY = 0x7FFF0000, 0x7FC00000
 _RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
+_PIDFD_OPEN, _PIDFD_GETFD = 434, 438  # the same on every machine
+_WORKING_DIRECTORY = 0xFFFFFF9C  # AT_FDCWD in 32 bits
+KILL, SHORT = -1, -2  # verdicts
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,17 @@ class Call:
     name: str
     path: str
     offset: int = 0
+    """Where it writes; the new size of a file that is cut."""
     data: bytes = b""
+    other: str = ""
+    """The second path of a rename or an exchange."""
+    cuts: bool = False
+    """Whether opening empties the file."""
 
 
 Verdict = int | None
-"""None lets the call pass, an errno fails it, −1 kills the process before it."""
+"""None lets the call pass, an errno fails it; `KILL` kills the process before it, `SHORT` writes
+half of what a call is to write."""
 
 
 def supervise(child: Callable[[int], None], verdict: Callable[[Call], Verdict]) -> bytes:
@@ -122,35 +133,90 @@ def _answer(
                 continue  # the process died meanwhile
             (identity,) = struct.unpack_from("Q", notice)
             number, *arguments = struct.unpack_from("i12x6Q", notice, 16)
-            call = _described(pid, _NAMES[number], arguments, report)
+            try:
+                call = _describe(pid, _NAMES[number], arguments, report)
+            except OSError:
+                continue  # the process died meanwhile
             answer = None if call is None else verdict(call)
-            if answer == -1:
+            if answer == KILL:
                 os.kill(pid, signal.SIGKILL)
                 continue
-            response = struct.pack("Qqii", identity, 0, -(answer or 0), 0 if answer else _CONTINUE)
-            fcntl.ioctl(listener, _SEND, response)
+            value = 0
+            if answer == SHORT:
+                assert call is not None
+                value, answer = _write_half(pid, _NAMES[number], arguments, call), None
+            flags = _CONTINUE if not answer and not value else 0
+            response = struct.pack("Qqii", identity, value, -(answer or 0), flags)
+            try:
+                fcntl.ioctl(listener, _SEND, response)
+            except OSError as error:
+                if error.errno != errno.ENOENT:
+                    raise
 
 
-def _described(pid: int, name: str, arguments: list[int], report: int) -> Call | None:
+def _write_half(pid: int, name: str, arguments: list[int], call: Call) -> int:
+    """Do half of a write in the process's place; 0 if there is no half."""
+    half = call.data[: len(call.data) // 2]
+    if call.name != "write" or not half:
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    process = libc.syscall(_PIDFD_OPEN, pid, 0)
+    file = libc.syscall(_PIDFD_GETFD, process, int(arguments[0]), 0)
+    os.close(process)
+    if file < 0:
+        raise OSError(ctypes.get_errno(), "no descriptor of another process")
+    try:
+        return os.pwrite(file, half, call.offset) if name == "pwrite64" else os.write(file, half)
+    finally:
+        os.close(file)
+
+
+def _describe(pid: int, name: str, arguments: list[int], report: int) -> Call | None:
     """None for calls that change nothing."""
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        if name in ("open", "openat", "unlink", "unlinkat", "mkdir", "mkdirat"):
+        if name.startswith("rename"):
+            first, second = (0, 1) if name == "rename" else (1, 3)
+            one, other = (_path(pid, memory, name, arguments, at) for at in (first, second))
+            is_exchange = name == "renameat2" and arguments[4] & 2
+            return Call("exchange" if is_exchange else "rename", one, other=other)
+        if name in ("open", "openat", "unlink", "unlinkat", "mkdir", "mkdirat", "rmdir"):
             at = 1 if name.endswith("at") else 0
-            if name.startswith("open") and not arguments[at + 1] & os.O_CREAT:
+            flags = arguments[at + 1]
+            if name.startswith("open") and not flags & (os.O_CREAT | os.O_TRUNC):
                 return None
-            memory.seek(arguments[at])
-            text = memory.read(256).split(b"\0")[0]
-            return Call(name.removesuffix("at"), os.fsdecode(text))
+            path = _path(pid, memory, name, arguments, at)
+            cuts = name.startswith("open") and bool(flags & os.O_TRUNC)
+            return Call("unlink" if name == "rmdir" else name.removesuffix("at"), path, cuts=cuts)
         path = os.readlink(f"/proc/{pid}/fd/{arguments[0]}")
         if name in ("write", "pwrite64"):
             memory.seek(arguments[1])
             data = memory.read(arguments[2])
             if arguments[0] == report:
                 return Call("report", "", data=data)
-            return Call("write", path, arguments[3] if name == "pwrite64" else 0, data)
+            offset = arguments[3] if name == "pwrite64" else _position(pid, arguments[0])
+            return Call("write", path, offset, data)
         if name == "ftruncate":
             return Call("truncate", path, arguments[1])
         return Call("sync" if "sync" in name else name, path)
+
+
+def _path(pid: int, memory: BinaryIO, name: str, arguments: list[int], at: int) -> str:
+    """Return the path that an argument points to, from the root on."""
+    memory.seek(arguments[at])
+    text = os.fsdecode(memory.read(1024).split(b"\0")[0])
+    if os.path.isabs(text):
+        return text
+    base = arguments[at - 1] & 0xFFFFFFFF if at and "at" in name else _WORKING_DIRECTORY
+    where = "cwd" if base == _WORKING_DIRECTORY else f"fd/{base}"
+    return os.path.join(os.readlink(f"/proc/{pid}/{where}"), text)
+
+
+def _position(pid: int, descriptor: int) -> int:
+    try:
+        with open(f"/proc/{pid}/fdinfo/{descriptor}") as info:
+            return int(info.readline().split()[1])
+    except (OSError, IndexError, ValueError):  # a pipe
+        return 0
 
 
 def _install_filter() -> int:
