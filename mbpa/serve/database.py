@@ -228,9 +228,9 @@ class Database:
         return [path for path, status in self._places if not files.is_at(path, status)]
 
     def _close_connection(self) -> None:
-        """Close the connection; but not if the log's name may be another journal's by now, since
+        """Close the connection; but not if the log's name is another journal's by now, since
         SQLite removes the log by its name."""
-        if self._find_missing():
+        if self._log in self._find_missing() and self._log.exists():
             _keep_for_ever(self._connection)
         else:
             self._connection.close()
