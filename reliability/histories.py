@@ -511,15 +511,15 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
                 start, history = record_history(
                     port, number, arguments.seed, arguments.clients, arguments.operations
                 )
+                kinds += Counter(event.kind for event in history)
+                lost += sum(event.is_lost for event in history)
+                overlaps += _count_overlaps(history)
                 if arguments.separate_counts:
                     history = separate_counts(history)
                 begin = time.monotonic()
                 check = check_history(history, start, step_service, arguments.limit)
                 slowest = max(slowest, time.monotonic() - begin)
                 verdicts[check.verdict.value] += 1
-                kinds += Counter(event.kind for event in history)
-                lost += sum(event.is_lost for event in history)
-                overlaps += _count_overlaps(history)
                 print(f"history {number}: {check.verdict.value}, {check.tried} states", flush=True)
                 if check.verdict is Verdict.VIOLATION:
                     failures.append(f"history {number}: {describe_violation(history, check.order)}")
