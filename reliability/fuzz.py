@@ -1,0 +1,217 @@
+"""Fuzz what reads requests and files: nothing that is sent or found on a disk may break it.
+
+For each target thousands of inputs a minute are derived from good ones, guided by the code that
+they reach. Each must be read or refused as documented, within 1 s and a bound on memory. Inputs
+that are not are made small and saved; `--replay` tries one again.
+
+The engine is `reliability.fuzzing`, which needs nothing but Python. On x86-64, where its wheels
+are, `--engine atheris` uses Atheris (libFuzzer) on the same targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from reliability.fuzzing.coverage import ArcTracer
+from reliability.fuzzing.engine import Check, Finding, Fuzzer, Summary, Target, describe_error
+from reliability.fuzzing.file_targets import FILE_TARGETS
+from reliability.fuzzing.isolation import Announce, Death, Work, run_isolated
+from reliability.fuzzing.limits import limit_address_space
+from reliability.fuzzing.request_target import REQUESTS
+from reliability.trial import BrokenPromiseError, Trial
+
+TARGETS = {target.name: target for target in (REQUESTS, *FILE_TARGETS)}
+ALL = "all"
+SHARED_MEMORY = Path("/dev/shm")
+EXTRA_ADDRESS_BYTES = 3 << 30  # far above what any case may take, far below an absurd allocation
+MAX_DEATHS = 20  # of processes in one run, after which it ends
+NEXT_SEED = 1_000_003  # added for each process that takes the place of a dead one
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", choices=[*TARGETS, ALL], metavar="TARGET", help=_name_targets())
+    parser.add_argument("--minutes", type=float, default=1.0, help="for each target (default 1)")
+    parser.add_argument("--cases", type=int, help="in each process, instead of a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with its own seed")
+    parser.add_argument("--findings", type=Path, default=Path("findings"), help="where to save")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="try one saved input again")
+    parser.add_argument("--engine", choices=["own", "atheris"], default="own")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = list(TARGETS) if arguments.target == ALL else [arguments.target]
+    if arguments.replay is not None:
+        return replay(TARGETS[names[0]], arguments.replay.read_bytes())
+    if arguments.engine == "atheris":
+        run_atheris(TARGETS[names[0]], arguments.minutes * 60, arguments.seed, arguments.findings)
+    seconds = None if arguments.cases else arguments.minutes * 60
+    figures: dict[str, Any] = {"seed": arguments.seed, "jobs": arguments.jobs, "targets": {}}
+    broken = []
+    for name in names:
+        summaries = fuzz(
+            TARGETS[name],
+            seed=arguments.seed,
+            jobs=arguments.jobs,
+            cases=arguments.cases,
+            seconds=seconds,
+        )
+        total = merge(summaries)
+        figures["targets"][name] = total.as_figures()
+        for finding in total.findings:
+            path = finding.save(arguments.findings, name)
+            broken.append(f"{name}: {finding.kind}: {finding.signature} ({path})")
+        print(name, figures["targets"][name], file=sys.stderr, flush=True)
+    if broken:
+        raise BrokenPromiseError("\n".join(broken))
+    return figures
+
+
+def fuzz(
+    target: Target, *, seed: int, jobs: int, cases: int | None, seconds: float | None
+) -> list[Summary]:
+    """Fuzz in `jobs` processes; one that dies is reported as a finding, and another takes over."""
+    queue = [(seed + job, make_work(target, seed + job, cases, seconds)) for job in range(jobs)]
+    summaries: list[Summary] = []
+
+    def take() -> Iterator[tuple[int, Work]]:
+        while queue:
+            yield queue.pop(0)
+
+    while queue and len(summaries) < MAX_DEATHS:
+        for its_seed, result in run_isolated(take(), jobs):
+            if isinstance(result, Summary):
+                summaries.append(result)
+                continue
+            assert isinstance(result, Death)
+            crash = Finding("crash", result.reason, result.reason, result.last)
+            summaries.append(Summary(cases=result.announced, findings=[crash]))
+            next_seed = its_seed + NEXT_SEED
+            queue.append((next_seed, make_work(target, next_seed, cases, seconds)))
+    return summaries
+
+
+def make_work(target: Target, seed: int, cases: int | None, seconds: float | None) -> Work:
+    """Return what one process does."""
+
+    def work(announce: Announce) -> Summary:
+        silence()
+        tracer = ArcTracer(target.traced, target.untraced)
+        if target.has_threads:
+            tracer.watch_new_threads()
+        with open_target(target) as check:
+            limit_address_space(EXTRA_ADDRESS_BYTES)
+            fuzzer = Fuzzer(target, check, seed=seed, announce=announce, tracer=tracer)
+            return fuzzer.run(cases=cases, seconds=seconds)
+
+    return work
+
+
+@contextlib.contextmanager
+def open_target(target: Target) -> Iterator[Check]:
+    """Open the check of a target in a new directory, in memory where there is one for that."""
+    parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+    directory = Path(tempfile.mkdtemp(prefix="mbpa-fuzz-", dir=parent))
+    try:
+        with target.open(directory) as check:
+            yield check
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def silence() -> None:
+    """Keep warnings and logs of odd inputs off the terminal, and torch to one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+
+
+def merge(summaries: Sequence[Summary]) -> Summary:
+    """Return the sum of what several processes did; each kind of finding once, the smallest."""
+    total = Summary()
+    found: dict[str, Finding] = {}
+    for each in summaries:
+        total.cases += each.cases
+        total.seconds = max(total.seconds, each.seconds)
+        total.features = max(total.features, each.features)
+        total.corpus = max(total.corpus, each.corpus)
+        total.slowest_case_s = max(total.slowest_case_s, each.slowest_case_s)
+        total.largest_growth_bytes = max(total.largest_growth_bytes, each.largest_growth_bytes)
+        for outcome, count in each.outcomes.items():
+            total.outcomes[outcome] = total.outcomes.get(outcome, 0) + count
+        for finding in each.findings:
+            known = found.setdefault(finding.signature, finding)
+            if len(finding.data) < len(known.data):
+                found[finding.signature] = finding
+    total.findings = list(found.values())
+    return total
+
+
+def replay(target: Target, data: bytes) -> dict[str, Any]:
+    """Try one input without tracing, in this process; raises what it raises, named."""
+    silence()
+    with open_target(target) as check:
+        outcome = Fuzzer(target, check, seed=0).execute(data, is_traced=False)
+    if outcome.finding is not None:
+        raise BrokenPromiseError(f"{outcome.finding.signature}\n{outcome.finding.message}")
+    return {
+        "replayed_bytes": len(data),
+        "seconds_taken": round(outcome.seconds, 3),
+        "growth_mib": round(outcome.growth_bytes / 2**20, 1),
+        "outcome": sorted(map(str, outcome.features)),
+    }
+
+
+def run_atheris(target: Target, seconds: float, seed: int, findings: Path) -> None:
+    """Let libFuzzer drive a target; it ends the process itself, with a status that says how."""
+    try:
+        import atheris  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ImportError as error:
+        raise SystemExit(
+            "atheris is not installed: pip install atheris (wheels are for Python 3.11 on x86-64; "
+            "elsewhere it is built with Clang's libFuzzer); --engine own needs nothing"
+        ) from error
+    with contextlib.ExitStack() as stack:
+        with atheris.instrument_imports(include=["mbpa"]):
+            check = stack.enter_context(open_target(target))
+        silence()
+        corpus = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for number, data in enumerate(target.seeds()):
+            (corpus / f"{number:03}").write_bytes(data)
+        findings.mkdir(parents=True, exist_ok=True)
+
+        def try_one(data: bytes) -> None:
+            try:
+                check(data)
+            except Exception as error:
+                print(describe_error(error), file=sys.stderr)
+                raise
+
+        options = [f"-max_total_time={int(seconds)}", f"-seed={seed or 1}", "-timeout=20"]
+        prefix = f"-artifact_prefix={findings}/{target.name}-"
+        atheris.Setup([sys.argv[0], *options, prefix, str(corpus)], try_one)
+        atheris.Fuzz()
+
+
+def _name_targets() -> str:
+    return f"one of {', '.join(TARGETS)}, or {ALL}"
+
+
+TRIAL = Trial(
+    name="fuzz",
+    summary="derive bad requests and files from good ones, guided by coverage",
+    add_arguments=add_arguments,
+    run=run,
+)
