@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     names = list(TARGETS) if arguments.target == ALL else [arguments.target]
+    if len(names) > 1 and (arguments.replay is not None or arguments.engine == "atheris"):
+        raise SystemExit("--replay and --engine atheris take one target")
     if arguments.replay is not None:
         return replay(TARGETS[names[0]], arguments.replay.read_bytes())
     if arguments.engine == "atheris":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -152,7 +153,7 @@ def test_coverage_tells_branches_apart_and_ignores_other_files(planted):
     "target",
     [
         file_targets.CHECKPOINT,
-        file_targets.PICTURE,
+        dataclasses.replace(file_targets.PICTURE, seeds=file_targets.make_picture_seeds),
         file_targets.CSV,
         file_targets.JSONL,
         pytest.param(
@@ -206,3 +207,10 @@ def test_messages_are_told_apart_by_what_they_say_and_not_by_what_they_quote():
     one = summarise_message("/a/b.csv, line 3: 'text' must be text, got 5")
     assert one == summarise_message('/c.csv, line 77: "la\'bel" must be text, got [1]')
     assert one != summarise_message("/c.csv has no column 'x', but 'y'")
+
+
+def test_asking_for_atheris_where_it_is_missing_says_how_to_get_it(tmp_path):
+    if importlib.util.find_spec("atheris") is not None:
+        pytest.skip("atheris is installed")
+    with pytest.raises(SystemExit, match="pip install atheris"):
+        fuzz.run_atheris(file_targets.RUN, 1.0, 0, tmp_path)

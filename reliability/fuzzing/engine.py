@@ -29,6 +29,7 @@ MAX_SHRINKING_CASES = 400
 MAX_FINDINGS = 50  # distinct ones, after which a run ends: something is broken throughout
 SHRINKING_TIMEOUT_S = 10.0
 OUTCOME_WORDS = 8
+MAX_OUTCOMES = 300  # that count as features; more would be parts of inputs in messages
 
 Check = Callable[[bytes], str]
 """Tries one input and returns a short description of the outcome; raises where a promise breaks."""
@@ -48,6 +49,7 @@ class Target:
         untraced: parts of paths that are left out of these.
         tokens: pieces that the format is made of.
         mutators: mutators that know the format.
+        structured_share: the share of mutations that `mutators` make.
         memory_bytes: by how much a case may raise resident memory.
         has_threads: the check works in threads of its own.
     """
@@ -59,6 +61,7 @@ class Target:
     untraced: tuple[str, ...] = ()
     tokens: tuple[bytes, ...] = (b"\0",)
     mutators: tuple[Mutator, ...] = ()
+    structured_share: float = 0.5
     memory_bytes: int = 64 << 20
     has_threads: bool = False
 
@@ -202,17 +205,19 @@ class Fuzzer:
             message = f"{growth:,} bytes for an input of {len(data):,}"
             finding = Finding("memory", f"more memory than allowed: {outcome}", message, data)
         features = self._tracer.features() if is_traced else set()
-        features.add(outcome)
-        summary = self.summary
-        if outcome:
-            summary.outcomes[outcome] = summary.outcomes.get(outcome, 0) + 1
+        counts = self.summary.outcomes
+        if finding is None and (outcome in counts or len(counts) < MAX_OUTCOMES):
+            counts[outcome] = counts.get(outcome, 0) + 1
+            features.add(outcome)
         return Outcome(features, finding, seconds, growth)
 
     def _draw(self) -> bytes:
         if not self._corpus:
             return self._random.randbytes(self._random.randrange(64))
         first, second = self._random.choice(self._corpus), self._random.choice(self._corpus)
-        return mutate(self._random, first, second, self._target.mutators, self._place_token)
+        target = self._target
+        share = target.structured_share if target.mutators else 0.0
+        return mutate(self._random, first, second, target.mutators, self._place_token, share)
 
     def _try(self, data: bytes) -> None:
         summary, outcome = self.summary, self.execute(data)
@@ -279,7 +284,7 @@ def summarise_message(message: str) -> str:
     """
     plain = re.sub(r"/[\w./-]+", " ", message)
     plain = re.split(r"['\"`(\[{]|\bgot\b|\bbut\b", plain, maxsplit=1)[0]
-    return " ".join(re.findall(r"\b[A-Za-z]+\b", plain)[:OUTCOME_WORDS])
+    return " ".join(re.findall(r"\b[A-Za-z]{1,20}\b", plain)[:OUTCOME_WORDS])
 
 
 def remove_particulars(message: str) -> str:

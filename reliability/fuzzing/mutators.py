@@ -17,7 +17,7 @@ from typing import Any
 
 Mutator = Callable[[Random, bytes], bytes]
 
-MAX_CASE_BYTES = 1 << 17
+MAX_CASE_BYTES = 1 << 18
 MAX_STACKED_MUTATIONS = 8
 MAX_BLOCK_BYTES = 64
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -142,22 +142,27 @@ def splice(random: Random, data: bytes, other: bytes) -> bytes:
 
 
 def mutate(
-    random: Random, data: bytes, other: bytes, structured: Sequence[Mutator], tokens: Mutator
+    random: Random,
+    data: bytes,
+    other: bytes,
+    structured: Sequence[Mutator],
+    tokens: Mutator,
+    structured_share: float = 0.5,
 ) -> bytes:
     """Apply some mutations one after the other.
 
     Args:
         other: a second input, to be spliced with.
-        structured: mutators that know the format; half of the mutations are theirs.
+        structured: mutators that know the format.
         tokens: inserts what the format is made of.
+        structured_share: the share of mutations that `structured` makes.
     """
     for _ in range(random.choice((1, 1, 2, 3, MAX_STACKED_MUTATIONS))):
-        draw = random.random()
-        if structured and draw < 0.5:
+        if random.random() < structured_share:
             data = random.choice(structured)(random, data)
-        elif draw < 0.6:
+        elif (draw := random.random()) < 0.2:
             data = tokens(random, data)
-        elif draw < 0.65:
+        elif draw < 0.3:
             data = splice(random, data, other)
         else:
             data = random.choice(BYTE_MUTATORS)(random, data)

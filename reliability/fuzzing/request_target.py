@@ -341,6 +341,7 @@ REQUESTS = Target(
     untraced=("mbpa/serve/batching.py",),  # its thread waits for the next case
     tokens=REQUEST_TOKENS,
     mutators=(mutate_body, mutate_body, mutate_body, mutate_head),
+    structured_share=0.8,
     memory_bytes=512 << 20,  # a picture of the most pixels
     has_threads=True,
 )
