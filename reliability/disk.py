@@ -84,7 +84,10 @@ class Disk:
         elif call.name == "open":
             self._open(call)
         elif call.name == "mkdir":
-            self._change((call.path, Directory()))
+            if self._find(call.path) is None:  # it fails where there is one
+                self._change((call.path, Directory()))
+        elif call.name != "exchange" and self._find(call.path) is None:
+            return
         elif call.name == "unlink":
             self._change((call.path, None))
         elif call.name == "rename":

@@ -199,7 +199,8 @@ def make_scenarios() -> list[Scenario]:
     import torch
 
     import mbpa
-    from mbpa import cli
+    from mbpa.experiments.results import Result, read_results, write_result
+    from mbpa.experiments.workspace import Workspace
     from mbpa.serve.answers import Lesson
     from mbpa.serve.classifier import Classifier
     from mbpa.serve.placing import in_its_place, writable
@@ -227,6 +228,8 @@ def make_scenarios() -> list[Scenario]:
             return f"{type(error).__name__}: {error}"
 
     head = torch.nn.Linear(KEY_DIM, 3)
+    metrics = [{"name": "loss", "value": 0.5}]
+    result = Result("illustration", "smoke", 0, {"seeds": [0]}, {}, 1.0, "mbpa run", metrics)
 
     def save_model(place: Path, seed: int) -> None:
         memory = mbpa.ExactMemory(10, KEY_DIM)
@@ -243,20 +246,23 @@ def make_scenarios() -> list[Scenario]:
                 return name
         return "it holds something else"
 
-    def run_experiment(place: Path) -> None:
-        out = str(place / "results")
-        code = cli.main(["run", "illustration", "--preset", "smoke", "--out", out, "--no-progress"])
-        if code:
-            raise OSError(f"exit code {code}")
+    def write_results(place: Path) -> None:
+        """Do what `mbpa run` does with files: keep its state, write a result, let the state go."""
+        workspace = Workspace(place / "results" / "illustration" / ".unfinished" / "run")
+        with workspace.alone():
+            for step in range(2):
+                workspace.save("state", {"step": step, "weights": torch.ones(3)})
+            write_result(result, place / "results" / "illustration" / result.file_name)
+            workspace.discard()
 
-    def read_results(place: Path) -> str:
-        from mbpa.experiments.results import read_results as read
-
+    def read_written(place: Path) -> str:
         try:
-            found = read(place / "results")
+            workspace = Workspace(place / "results" / "illustration" / ".unfinished" / "run")
+            workspace.load("state")
+            found = read_results(place / "results")
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        return "after" if found else "before"
+        return "before" if not found else "after" if found == [result] else "another result"
 
     return [
         Scenario("teach", lambda place: None, teach, read_run),
@@ -267,7 +273,7 @@ def make_scenarios() -> list[Scenario]:
             lambda place: save_model(place, 2),
             read_saved,
         ),
-        Scenario("run", lambda place: None, run_experiment, read_results),
+        Scenario("run", lambda place: None, write_results, read_written),
     ]
 
 
