@@ -227,8 +227,6 @@ class Fuzzer:
             seconds = self.execute(data, is_traced=False).seconds
             if seconds > self._slow_case_s:
                 finding = Finding("slow", "a case takes too long", f"{seconds:.2f} s", data)
-        else:
-            seconds = min(seconds, self._slow_case_s)
         summary.slowest_case_s = max(summary.slowest_case_s, seconds)
         summary.largest_growth_bytes = max(summary.largest_growth_bytes, outcome.growth_bytes)
         if finding is None:

@@ -124,7 +124,7 @@ def name_payloads(
             content["files"][group] = {"name": name, "bytes": len(payload), "sha256": digest}
             named[name] = payload
         return json.dumps(content).encode(), named
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return manifest, files
 
 
