@@ -16,7 +16,6 @@ and N.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -24,7 +23,6 @@ import shutil
 import signal
 import struct
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
@@ -34,7 +32,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from reliability.fuzz import SHARED_MEMORY, silence
+from reliability.fuzz import make_directory, silence
 from reliability.fuzzing.isolation import Announce, Death, Work, run_isolated
 from reliability.fuzzing.limits import MemoryMeter, limit_address_space
 from reliability.mutation import KINDS, list_truncations, mutate_file
@@ -228,12 +226,12 @@ def describe_difference(found: Any, expected: Any, where: str = "") -> str:
     return f"{where}: read {found!r:.100}, was {expected!r:.100}"
 
 
-def make_work(cases: Cases, start: int, stop: int) -> Work:
+def make_work(cases: Cases, start: int, stop: int, parent: Path) -> Work:
     """Return what one process does: check the cases from `start` to `stop`."""
 
     def work(announce: Announce) -> Tally:
         silence()
-        with make_directory() as directory:
+        with make_directory(parent) as directory:
             checker = Checker(cases.subject, directory)
             limit_address_space(EXTRA_ADDRESS_BYTES)
             return check_cases(cases, checker, range(start, stop), announce)
@@ -268,41 +266,29 @@ def check_all(cases: Sequence[Cases], jobs: int) -> dict[str, Tally]:
         for start in range(0, len(each), CASES_PER_PROCESS)
     ]
 
-    def take() -> Iterator[tuple[Any, Work]]:
+    with make_directory() as parent:
+
+        def take() -> Iterator[tuple[Any, Work]]:
+            while queue:
+                each, start, stop = queue.pop(0)
+                yield (each, start, stop), make_work(each, start, stop, parent)
+
         while queue:
-            each, start, stop = queue.pop(0)
-            yield (each, start, stop), make_work(each, start, stop)
-
-    while queue:
-        for (each, start, stop), result in run_isolated(take(), jobs):
-            tally = tallies[each.subject.name]
-            if isinstance(result, Tally):
-                tally.merge(result)
-                continue
-            assert isinstance(result, Death)
-            if not result.announced:
-                raise RuntimeError(f"{each.subject.name}: {result.reason} before the first case")
-            number = start + result.announced - 1
-            kind, _ = each.make(number)
-            tally.add(number, kind, "died", result.reason)
-            # What it had found before is lost with it, and is done again.
-            queue += [
-                part
-                for part in ((each, start, number), (each, number + 1, stop))
-                if part[1] < part[2]
-            ]
+            for (each, start, stop), result in run_isolated(take(), jobs):
+                tally = tallies[each.subject.name]
+                if isinstance(result, Tally):
+                    tally.merge(result)
+                    continue
+                assert isinstance(result, Death)
+                if not result.announced:
+                    raise RuntimeError(f"{each.subject.name}: {result.reason} before any case")
+                number = start + result.announced - 1
+                kind, _ = each.make(number)
+                tally.add(number, kind, "died", result.reason)
+                # What it had found before is lost with it, and is done again.
+                parts = ((each, start, number), (each, number + 1, stop))
+                queue += [part for part in parts if part[1] < part[2]]
     return tallies
-
-
-@contextlib.contextmanager
-def make_directory() -> Iterator[Path]:
-    """Make a directory in memory, where there is one for that."""
-    parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix="mbpa-damage-", dir=parent))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 # What is damaged

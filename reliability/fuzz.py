@@ -83,27 +83,30 @@ def fuzz(
     target: Target, *, seed: int, jobs: int, cases: int | None, seconds: float | None
 ) -> list[Summary]:
     """Fuzz in `jobs` processes; one that dies is reported as a finding, and another takes over."""
-    queue = [(seed + job, make_work(target, seed + job, cases, seconds)) for job in range(jobs)]
+    seeds = [seed + job for job in range(jobs)]
     summaries: list[Summary] = []
+    with make_directory() as parent:
 
-    def take() -> Iterator[tuple[int, Work]]:
-        while queue:
-            yield queue.pop(0)
+        def take() -> Iterator[tuple[int, Work]]:
+            while seeds:
+                its_seed = seeds.pop(0)
+                yield its_seed, make_work(target, its_seed, cases, seconds, parent)
 
-    while queue and len(summaries) < MAX_DEATHS:
-        for its_seed, result in run_isolated(take(), jobs):
-            if isinstance(result, Summary):
-                summaries.append(result)
-                continue
-            assert isinstance(result, Death)
-            crash = Finding("crash", result.reason, result.reason, result.last)
-            summaries.append(Summary(cases=result.announced, findings=[crash]))
-            next_seed = its_seed + NEXT_SEED
-            queue.append((next_seed, make_work(target, next_seed, cases, seconds)))
+        while seeds and len(summaries) < MAX_DEATHS:
+            for its_seed, result in run_isolated(take(), jobs):
+                if isinstance(result, Summary):
+                    summaries.append(result)
+                    continue
+                assert isinstance(result, Death)
+                crash = Finding("crash", result.reason, result.reason, result.last)
+                summaries.append(Summary(cases=result.announced, findings=[crash]))
+                seeds.append(its_seed + NEXT_SEED)
     return summaries
 
 
-def make_work(target: Target, seed: int, cases: int | None, seconds: float | None) -> Work:
+def make_work(
+    target: Target, seed: int, cases: int | None, seconds: float | None, parent: Path
+) -> Work:
     """Return what one process does."""
 
     def work(announce: Announce) -> Summary:
@@ -111,7 +114,7 @@ def make_work(target: Target, seed: int, cases: int | None, seconds: float | Non
         tracer = ArcTracer(target.traced, target.untraced)
         if target.has_threads:
             tracer.watch_new_threads()
-        with open_target(target) as check:
+        with open_target(target, parent) as check:
             limit_address_space(EXTRA_ADDRESS_BYTES)
             fuzzer = Fuzzer(target, check, seed=seed, announce=announce, tracer=tracer)
             return fuzzer.run(cases=cases, seconds=seconds)
@@ -120,13 +123,24 @@ def make_work(target: Target, seed: int, cases: int | None, seconds: float | Non
 
 
 @contextlib.contextmanager
-def open_target(target: Target) -> Iterator[Check]:
-    """Open the check of a target in a new directory, in memory where there is one for that."""
-    parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix="mbpa-fuzz-", dir=parent))
+def open_target(target: Target, parent: Path | None = None) -> Iterator[Check]:
+    """Open the check of a target in a new directory."""
+    with make_directory(parent) as directory, target.open(directory) as check:
+        yield check
+
+
+@contextlib.contextmanager
+def make_directory(parent: Path | None = None) -> Iterator[Path]:
+    """Make a directory, in memory where there is one for that, and remove it in the end.
+
+    Args:
+        parent: where to make it; that of another process removes what a killed one leaves.
+    """
+    if parent is None and os.access(SHARED_MEMORY, os.W_OK):
+        parent = SHARED_MEMORY
+    directory = Path(tempfile.mkdtemp(prefix="mbpa-reliability-", dir=parent))
     try:
-        with target.open(directory) as check:
-            yield check
+        yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
