@@ -41,7 +41,7 @@ from reliability.trial import BrokenPromiseError, Trial
 RUN_JSON, JOURNAL, MODEL = "run.json", "journal.sqlite", "model"
 GOOD = ("detected", "harmless")
 IMPOSSIBLE = "impossible"  # no damage of this kind changes the file: it is one byte, or all zeros
-SLACK_BYTES = 8 << 20  # of memory beside twice the file: page caches, objects
+SLACK_BYTES = 16 << 20  # of memory beside twice the file: page caches, objects, what torch keeps
 EXTRA_ADDRESS_BYTES = 1 << 30
 CASES_PER_PROCESS = 5_000
 SHOWN_FAILURES = 5  # of each kind and outcome of a file
