@@ -30,6 +30,7 @@ DEFAULT = "edges"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # few: every other one is code that strangers reach
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")  # of their files
 MOST_PIXELS = 32_000_000  # of a picture that somebody sends
+MOST_SIDE = 65_535  # pixels; a JPEG has no more, and longer strips take seconds to shrink
 SIDE = 512  # most pixels a side of what is kept
 LOSSLESS = 128 * 128  # pixels up to which nothing at all is lost
 SLIMMEST = 4  # times as long as wide, of what a model gets
@@ -95,6 +96,8 @@ def kept(data: bytes, *, most_pixels: int = MOST_PIXELS) -> bytes:
         with module.open(io.BytesIO(data), formats=FORMATS) as opened:
             if opened.width * opened.height > most_pixels:
                 raise _too_large(most_pixels)
+            if max(opened.size) > MOST_SIDE:
+                raise PictureError(f"a picture must have at most {MOST_SIDE:,} pixels a side")
             return _file(_shrunk(opened, SIDE))
     except PictureError:
         raise
@@ -166,6 +169,11 @@ def _shrunk(opened: Image.Image, side: int) -> Image.Image:
         opened = opened.convert("RGBA")
     elif opened.mode not in ("L", "RGB"):
         opened = opened.convert("L" if opened.mode == "1" else "RGB")
+    factors = [max(1, length // (3 * side)) for length in opened.size]
+    if opened.mode == "RGBA" and max(factors) > 1:
+        beside = opened.info
+        opened = opened.reduce(tuple(factors))  # which `thumbnail` does for other modes alone
+        opened.info.update(beside)
     opened.thumbnail((side, side), module.Resampling.LANCZOS, reducing_gap=3.0)
     opened = ImageOps.exif_transpose(opened)
     if opened.mode == "RGBA":
@@ -177,7 +185,7 @@ def _shrunk(opened: Image.Image, side: int) -> Image.Image:
 def _reduce_to_8_bits(opened: Image.Image) -> Image.Image:
     """A grey picture of 16 bits in 8, of which Pillow would cut off what is above 255."""
     module, levels = _pillow(), np.asarray(opened)
-    reduced: Image.Image = module.fromarray((levels / 257).clip(0, 255).astype(np.uint8))
+    reduced: Image.Image = module.fromarray((levels // 257).clip(0, 255).astype(np.uint8))
     beside = dict(opened.info)  # which way up it is, among that
     transparent = beside.pop("transparency", None)
     if transparent is not None:

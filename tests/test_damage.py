@@ -164,7 +164,6 @@ def test_a_whole_run_answers_the_same_when_nothing_is_damaged(subjects, tmp_path
     assert checker.check(other)[0] != "harmless"
 
 
-@pytest.mark.xfail(reason="rows of the journal have no checksums yet, nor has run.json")
 @pytest.mark.parametrize("name", ["run.json", "journal.sqlite", "journal.sqlite-wal after a kill"])
 def test_damaged_runs_are_detected(subjects, name, tmp_path):
     size = len(subjects[name].data)

@@ -156,10 +156,7 @@ def test_coverage_tells_branches_apart_and_ignores_other_files(planted):
         dataclasses.replace(file_targets.PICTURE, seeds=file_targets.make_picture_seeds),
         file_targets.CSV,
         file_targets.JSONL,
-        pytest.param(
-            file_targets.RUN,
-            marks=pytest.mark.xfail(reason="run.json is read without a check of its values"),
-        ),
+        file_targets.RUN,
     ],
     ids=lambda target: target.name,
 )

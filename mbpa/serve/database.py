@@ -138,6 +138,9 @@ class Database:
                 yield self
             except sqlite3.Error as error:
                 raise _translate(self.path, error) from error
+            except UnicodeDecodeError as error:  # of Python's module, for text that is damaged
+                message = f"{self.path}: damaged ({error}): restore it from a copy"
+                raise DamagedError(message) from error
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Self]:
