@@ -546,7 +546,7 @@ class Session:
             self._kind.load(self._run, text_encoder=BagEncoder())
         )
         self._classifier = classifier
-        self._app = create_app(classifier, Settings(window=0.0))
+        self._app = create_app(classifier, Settings(window_s=0.0))
         await self._opened.enter_async_context(self._app.router.lifespan_context(self._app))
 
     async def stop(self) -> None:

@@ -158,15 +158,25 @@ def test_a_batch_that_takes_too_long_at_once_is_answered_in_parts(untaught, tmp_
         running(create_app(classifier, Settings(part_s=1e-9))) as url,
         httpx.Client(base_url=url, timeout=60) as parted,
     ):
-        for answer, whole in zip(predict(parted, *KEYS), predict(client, *KEYS), strict=True):
+        for _ in range(10):
+            answers = predict(parted, *KEYS)
+        for answer, whole in zip(answers, predict(client, *KEYS), strict=True):
             assert answer["label"] == whole["label"]
             assert answer["confidence"] == pytest.approx(whole["confidence"], abs=1e-5)
         body = {"embeddings": KEYS[:9]}
-        reasons = parted.post("/explain", json=body).json()["reasons"]
+        for _ in range(10):
+            reasons = parted.post("/explain", json=body).json()["reasons"]
         ids = [[near["id"] for near in reason["neighbors"]] for reason in reasons]
         whole = client.post("/explain", json=body).json()["reasons"]
         assert ids == [[near["id"] for near in reason["neighbors"]] for reason in whole]
-        assert 'mbpa_batch_bucket{le="1.0"} 69.0' in parted.get("/metrics").text
+        before = batches(parted)
+        predict(parted, *KEYS)
+        assert batches(parted) == before + 8, "of 60, 8 at a time"
+
+
+def batches(client: httpx.Client) -> float:
+    """How many the model has had."""
+    return float(re.search(r"^mbpa_batch_count (.*)$", client.get("/metrics").text, re.M)[1])
 
 
 def test_a_threshold_is_that_of_the_request(client):
@@ -1017,6 +1027,60 @@ def test_a_long_request_is_handled_in_parts_and_a_short_one_waits_for_one_of_the
     assert schedule([5.0] * 3, [5.0] * 3, [0.5])[:2] == [[0.5], [5.0]], "at least one piece"
 
 
+def test_a_short_request_that_comes_later_waits_for_one_part_of_many_long_ones():
+    batches: list[list[float]] = []
+    steps = threading.Semaphore(0)
+
+    def handle(works: list[float]) -> list[float]:
+        batches.append(works)
+        steps.acquire()
+        return works
+
+    async def ask() -> list[list[float]]:
+        batcher = batcher_of(handle, part_s=1.0)
+        batcher.start()
+        tasks = [asyncio.create_task(batcher([2.0] * 6)) for _ in range(4)]
+        for count in range(1, 7):
+            while len(batches) < 2 * count - 1:
+                await asyncio.sleep(0.001)
+            tasks.append(asyncio.create_task(batcher([0.1])))
+            await asyncio.sleep(0.01)
+            for _ in range(2):
+                steps.release()
+            while len(batches) < 2 * count:
+                await asyncio.sleep(0.001)
+        for _ in range(100):
+            steps.release()
+        await asyncio.gather(*tasks)
+        await batcher.stop()
+        return batches
+
+    assert asyncio.run(ask())[:12] == [[2.0], [0.1]] * 6
+
+
+def test_a_long_request_is_not_put_off_for_ever_by_short_ones():
+    done: list[float] = []
+
+    def handle(works: list[float]) -> list[float]:
+        done.extend(works)
+        return works
+
+    async def ask() -> int:
+        batcher = batcher_of(handle, part_s=1.0, batch=1)
+        batcher.start()
+        long = asyncio.create_task(batcher([5.0] * 2))
+
+        async def ask_again() -> None:
+            while not long.done():
+                await batcher([0.1])
+
+        await asyncio.gather(*(ask_again() for _ in range(4)))
+        await batcher.stop()
+        return done.count(0.1)
+
+    assert asyncio.run(ask()) < 1000, "4 others ask for 0.1 s each: 400 of those, and some more"
+
+
 def test_equally_long_requests_take_turns():
     assert schedule([3.0] * 2, [3.5] * 2) == [[3.0], [3.5], [3.0], [3.5]]
 
@@ -1111,6 +1175,19 @@ def test_beside_a_large_request_a_small_one_is_answered_soon(slow, path, body):
     assert small.json()["answers"][0]["label"] == "tool"
     assert whole > 2
     assert took < 0.9, "about one text of the large one, not all of them"
+
+
+def test_beside_a_large_lesson_a_small_one_is_learnt_soon(slow):
+    client, _ = slow
+    path, body = LARGE["learn"]
+    with ThreadPoolExecutor(1) as other:
+        large = other.submit(client.post, path, json=body)
+        time.sleep(0.3)
+        small = {"examples": [{"label": "newer", "text": "a spade"}]}
+        assert client.post("/learn", json=small).status_code == 200
+        assert not large.done()
+        assert large.result().status_code == 200
+    assert labels(client)["newer"] == 1
 
 
 def test_a_large_request_is_answered_as_its_parts_are(slow):

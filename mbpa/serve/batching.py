@@ -2,7 +2,8 @@
 
 One thread runs the model. Pieces that arrive while it works form its next batch, so a batch is as
 large as the load wants and nobody waits for others to come. A batch is bounded by its estimated
-seconds, and pieces are taken by self-clocked fair queueing (Golestani 1994): a small request waits
+seconds, and pieces are taken by fair queueing (Demers, Keshav and Shenker 1989): in the order in
+which they would end if all requests were worked on at once, at equal speed. A small request waits
 for about one batch, however much work larger requests have brought before it. Another thread
 writes, so learning, which waits for the disk, holds up no answer.
 """
@@ -93,6 +94,7 @@ class Batcher(Generic[Piece, Done]):
         window_s: seconds for as many pieces to gather as there were in the last batch: clients who
             were answered are about to ask again, and one by one they would cost more. A client
             that is alone never waits.
+        name: of the thread.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Batcher(Generic[Piece, Done]):
         batch: int,
         wait_s: float,
         window_s: float = 0.0,
+        name: str = "mbpa-model",
     ) -> None:
         self._handle, self._cost_s = handle, cost_s
         self._part_s, self._batch = part_s, batch
@@ -114,11 +117,12 @@ class Batcher(Generic[Piece, Done]):
         """A heap: virtual finish time of a job's next piece, and a number that settles ties."""
         self._numbers = itertools.count()
         self._virtual_s = 0.0
+        """Seconds of work that each request would have had if they shared the model equally."""
         self._waiting = 0
         self._some = threading.Condition()
         self._stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="mbpa-model", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def waiting(self) -> int:
@@ -243,7 +247,7 @@ class Batcher(Generic[Piece, Done]):
             heapq.heappop(self._queue)
             batch.append((job, job.taken))
             total_s += cost_s
-            self._virtual_s = finish_s
+            self._virtual_s += cost_s / max(1, len(self._jobs))
             job.taken += 1
             self._waiting -= 1
             if job.taken < len(job.pieces):

@@ -40,8 +40,10 @@ class Settings:
     body_bytes: int = 8 << 20
     in_flight: int = 128
     """Requests inside at a time; more are turned away with 429."""
-    wait_s: float = 0.5
+    wait_s: float = 1.0
     """Estimated seconds that a request may have to wait for others; more get 429."""
+    lesson_wait_s: float = 5.0
+    """The same for examples that are to be encoded before they are learnt."""
     part_s: float = 0.1
     """Estimated seconds of work that the model gets at a time, at least one item."""
     batch: int = 64

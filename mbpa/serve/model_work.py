@@ -22,6 +22,8 @@ from mbpa.serve.classifier import Classifier
 
 # Work of encoding a text, roughly: the default encoder reads 256 tokens of about four bytes.
 BYTES_PER_TOKEN, READ_BYTES, ITEM_TOKENS = 4, 1024, 2
+LEAST_STEP, FIRST_STEP, MAX_STEP = 8, 64, 1024  # queries that are answered at once
+SLOW = 4  # times the limit, after which fewer are
 
 
 @dataclass(eq=False)
@@ -76,6 +78,26 @@ class Piece:
         return ITEM_TOKENS + read / BYTES_PER_TOKEN
 
 
+class Step:
+    """How many queries are answered at once: twice as many when they are quick, half when slow.
+
+    To answer many at once costs far less per query than to answer few, so the step does not follow
+    the time closely: it is halved only where an answer takes several times the limit.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self.count = limit_s, FIRST_STEP
+
+    def measure(self, count: int, seconds: float) -> None:
+        """Take note of an answer to so many queries; few say nothing of many."""
+        if 2 * count < self.count:
+            return
+        if seconds > SLOW * self._limit_s:
+            self.count = max(LEAST_STEP, self.count // 2)
+        elif seconds < self._limit_s:
+            self.count = min(MAX_STEP, 2 * self.count)
+
+
 class ModelWork:
     """Cuts requests into pieces, estimates what each costs, and does them.
 
@@ -84,8 +106,9 @@ class ModelWork:
     """
 
     def __init__(self, classifier: Classifier, part_s: float) -> None:
-        self._classifier, self._part_s = classifier, part_s
+        self._classifier = classifier
         self._encoding, self._predicting, self._explaining = (Pace(1e-3) for _ in range(3))
+        self._predicted, self._explained = Step(part_s), Step(part_s)
 
     def cut(self, asked: Asked) -> list[Piece]:
         """Cut a request into pieces.
@@ -93,8 +116,7 @@ class ModelWork:
         All queries are answered at once, from one state of the memory, unless that would take
         longer than a batch may: then each query still is.
         """
-        pace = self._explaining if asked.wants_reasons else self._predicting
-        step = max(1, int(self._part_s / pace.seconds))
+        step = (self._explained if asked.wants_reasons else self._predicted).count
         starts = range(0, asked.size, step)
         answers = [Piece(asked, None, at, min(at + step, asked.size)) for at in starts]
         encodings = [Piece(asked, place) for place in range(len(asked.items))]
@@ -141,14 +163,18 @@ class ModelWork:
             [self._fit(answer, piece.asked) for answer in islice(answers, piece.size)]
             for piece in pieces
         ]
-        self._predicting.measure(len(keys), time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self._predicting.measure(len(keys), seconds)
+        self._predicted.measure(len(keys), seconds)
         return found
 
     def _explain(self, piece: Piece) -> Sequence[Reason]:
         start, asked = time.perf_counter(), piece.asked
         keys = asked.keys(piece.start, piece.stop)
         reasons = self._classifier.explain(keys=keys, top=asked.top, threshold=asked.threshold)
-        self._explaining.measure(piece.size, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self._explaining.measure(piece.size, seconds)
+        self._explained.measure(piece.size, seconds)
         return reasons
 
     def _fit(self, answer: Answer, asked: Asked) -> Answer:

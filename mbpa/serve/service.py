@@ -87,6 +87,16 @@ class Service:
             wait_s=settings.wait_s,
             window_s=settings.window_s,
         )
+        # Examples are encoded in a thread of their own, beside which predictions go on.
+        studied = ModelWork(classifier, settings.part_s)
+        self.lessons: Batcher[Piece, Sequence[Answer | Reason]] = Batcher(
+            studied.handle,
+            cost_s=studied.cost_s,
+            part_s=settings.part_s,
+            batch=settings.batch,
+            wait_s=settings.lesson_wait_s,
+            name="mbpa-lessons",
+        )
         self.writer = Writer(settings.writes)
         # Pictures are read one at a time, since for a moment one can take hundreds of megabytes.
         self.reader = Writer(settings.writes, "mbpa-reader")
@@ -148,7 +158,7 @@ class Service:
         return await self.teach(taught, lessons.request)
 
     async def teach(self, lessons: Sequence[Lesson], request: str | None = None) -> list[int]:
-        """Encode examples in the model's thread, where requests share it fairly; then write them.
+        """Encode examples, where requests take turns; then write them.
 
         Args:
             request: a name for this call: the same again adds nothing and returns the same ids.
@@ -163,7 +173,7 @@ class Service:
                 return known
         items = [each.said for each in lessons if each.key is None and each.said is not None]
         asked = Asked(tuple(items))
-        await self.model([Piece(asked, place) for place in range(len(items))])
+        await self.lessons([Piece(asked, place) for place in range(len(items))])
         keys = iter(asked.encoded)
         whole = [
             replace(each, key=next(keys)) if each.key is None and each.said is not None else each
@@ -238,8 +248,10 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.model.start()
+        service.lessons.start()
         yield
         await service.model.stop()
+        await service.lessons.stop()
         await service.reader.stop()
         await service.writer.stop()
 

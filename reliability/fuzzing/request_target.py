@@ -101,7 +101,7 @@ class Site:
         shutil.copytree(self._source, self._directory)
         self.classifier = self._load(self._directory)
         token = TOKEN if self._source.name == "images" else None
-        settings = Settings(token=token, body_bytes=MAX_BODY_BYTES, window=0.0)
+        settings = Settings(token=token, body_bytes=MAX_BODY_BYTES, window_s=0.0)
         self.app = create_app(self.classifier, settings)
         self._lifespan = self.app.router.lifespan_context(self.app)
         self._loop.run_until_complete(self._lifespan.__aenter__())
