@@ -1,0 +1,117 @@
+"""`python -m reliability.report`: bring the table of trials in docs/serving.md up to date."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from reliability.trial import RESULTS
+
+DOCUMENT = Path("docs/serving.md")
+BEGIN, END = "<!-- reliability -->\n", "<!-- end of reliability -->"
+Report = dict[str, Any]
+
+
+def main() -> None:
+    reports = read_reports(RESULTS)
+    DOCUMENT.write_text(refresh(DOCUMENT.read_text("utf-8"), reports), "utf-8")
+    print(f"{DOCUMENT}: {', '.join(reports)}")
+
+
+def read_reports(folder: Path) -> dict[str, Report]:
+    """Read the reports there are, by the name of the trial."""
+    found = (folder / f"{name}.json" for name in DESCRIBE)
+    return {path.stem: json.loads(path.read_text("utf-8")) for path in found if path.exists()}
+
+
+def refresh(page: str, reports: dict[str, Report]) -> str:
+    """Return a document with the table that the reports make today, between its two markers."""
+    before, found, rest = page.partition(BEGIN)
+    if not found or END not in rest:
+        raise ValueError(f"the document must have the lines {BEGIN!r} and {END!r}")
+    rows = ["| command | what was seen | minutes |", "| --- | --- | ---: |"]
+    for name, report in reports.items():
+        minutes = f"{report['seconds'] / 60:.0f}"
+        rows.append(f"| `{report['command']}` | {DESCRIBE[name](report)} | {minutes} |")
+    return before + BEGIN + "\n".join(rows) + "\n" + rest[rest.index(END) :]
+
+
+def _describe_kills(report: Report) -> str:
+    journal, server = report.get("journal"), report.get("server")
+    parts = []
+    if journal:
+        parts.append(
+            f"{journal['kills']:,} kills of a teaching process, {journal['acknowledged']:,} "
+            f"acknowledged calls, {journal['in_doubt']:,} under way"
+        )
+    if server:
+        parts.append(
+            f"{server['kills']} kills of a whole server, {server['acknowledged learn']:,} "
+            f"acknowledged lessons, {server['acknowledged forget']:,} forgotten, and "
+            f"{server['replacements']} of a process that replaces its run"
+        )
+    return "; ".join(parts) + ": nothing lost, doubled or torn"
+
+
+def _describe_power(report: Report) -> str:
+    tried = {name: part for name, part in report.items() if isinstance(part, dict)}
+    del tried["machine"]
+    counts = Counter[str]()
+    for part in tried.values():
+        for name, count in part.items():
+            counts["cuts"] += count if name in ("cuts", "cuts after a failed flush") else 0
+            counts["faults"] += count if name.endswith("at a call") else 0
+    return (
+        f"{counts['cuts']:,} power cuts and {counts['faults']:,} failing system calls "
+        f"({', '.join(tried)}): what was there before or what is new, whole"
+    )
+
+
+def _describe_damage(report: Report) -> str:
+    kinds = {"truncated", "bits", "byte", "zeroed sector", "swapped sectors", "duplicated sector"}
+    detected = harmless = 0
+    for file in report["files"].values():
+        for kind in kinds & set(file):
+            detected += file[kind].get("detected", 0)
+            harmless += file[kind].get("harmless", 0)
+    return (
+        f"{detected + harmless:,} damages to {len(report['files'])} files and whole runs: "
+        f"{detected:,} detected, {harmless:,} harmless, none unnoticed"
+    )
+
+
+def _describe_operations(report: Report) -> str:
+    return (
+        f"{report['operations']:,} random operations: answers as the reference says, bits as a "
+        "fresh classifier has them"
+    )
+
+
+def _describe_histories(report: Report) -> str:
+    return (
+        f"{report['verdicts']['linearizable']} of {report['histories']} histories of "
+        f"{report['clients']} clients linearizable, {report['operations']:,} requests"
+    )
+
+
+def _describe_fuzzing(report: Report) -> str:
+    cases = {name: target["cases"] for name, target in report["targets"].items()}
+    told = ", ".join(f"{name} {count:,}" for name, count in cases.items())
+    return f"{sum(cases.values()):,} cases ({told}): no finding"
+
+
+DESCRIBE: dict[str, Callable[[Report], str]] = {
+    "kills": _describe_kills,
+    "power": _describe_power,
+    "damage": _describe_damage,
+    "operations": _describe_operations,
+    "histories": _describe_histories,
+    "fuzz": _describe_fuzzing,
+}
+
+
+if __name__ == "__main__":
+    main()
