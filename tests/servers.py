@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvicorn
@@ -66,9 +67,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(app: FastAPI) -> Iterator[str]:
-    """An app behind a port, in a thread; gives its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on"))
+def running(app: FastAPI, **options: Any) -> Iterator[str]:
+    """An app behind a port, in a thread; gives its address. Options are uvicorn's."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on", **options))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

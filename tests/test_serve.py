@@ -54,6 +54,7 @@ from mbpa.serve import gate, messages
 from mbpa.serve.answers import MOST_FILE
 from mbpa.serve.batching import Batcher, Overloaded, Pace
 from mbpa.serve.classifier import Classifier
+from mbpa.serve.connections import WatchedProtocol
 from mbpa.serve.gate import Settings
 from mbpa.serve.journal import Journal
 from mbpa.serve.service import create_app
@@ -384,6 +385,132 @@ def test_a_body_that_does_not_come_is_not_waited_for(
             connection.sendall(f"{head}Content-Length: {length}\r\n\r\n{{".encode())
             assert connection.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
         assert httpx.get(f"{url}/stats").json()["examples"] == 60
+
+
+HEAD = "POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def connect(url: str) -> socket.socket:
+    address = httpx.URL(url)
+    return socket.create_connection((address.host, address.port), timeout=20)
+
+
+def test_bodies_that_are_on_their_way_take_nobodys_place(untaught, tmp_path):
+    shutil.copytree(untaught, tmp_path / "run")
+    settings = Settings(in_flight=2, receiving=8)
+    with (
+        Classifier.load(tmp_path / "run") as classifier,
+        running(create_app(classifier, settings)) as url,
+        contextlib.ExitStack() as stack,
+        httpx.Client(base_url=url) as client,
+    ):
+        assert predict(client, KEYS[0])
+        slow = [stack.enter_context(connect(url)) for _ in range(8)]
+        for number, connection in enumerate(slow):
+            connection.sendall(f"{HEAD}Content-Length: 100\r\n\r\n{{".encode())
+            if number < 7:
+                assert predict(client, KEYS[0]), "beside fewer than may be on their way"
+        while client.get("/stats").status_code != 429:
+            time.sleep(0.01)
+        for connection in slow:
+            connection.close()
+        give_up = time.monotonic() + 20
+        while client.get("/stats").status_code == 429 and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert predict(client, KEYS[0])
+        assert "mbpa_in_flight 1.0" in client.get("/metrics").text, "which is itself"
+
+
+def test_bodies_are_held_up_to_so_many_bytes(untaught, tmp_path):
+    shutil.copytree(untaught, tmp_path / "run")
+    with (
+        Classifier.load(tmp_path / "run") as classifier,
+        running(create_app(classifier, Settings(held_bytes=1000))) as url,
+        httpx.Client(base_url=url) as client,
+    ):
+        with connect(url) as slow:
+            slow.sendall(f"{HEAD}Content-Length: 2000\r\n\r\n{' ' * 1500}".encode())
+            while client.get("/stats").status_code != 429:
+                time.sleep(0.01)
+            assert client.get("/health").status_code == 200
+        give_up = time.monotonic() + 20
+        while client.get("/stats").status_code == 429 and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert predict(client, KEYS[0])
+
+
+class Impatient(WatchedProtocol):
+    """Waits for little, and keeps what is not read where it can see it, not in the kernel."""
+
+    idle_s, read_s = 0.2, 0.5
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        taken = transport.get_extra_info("socket")
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        super().connection_made(transport)
+
+
+@pytest.fixture
+def impatient(untaught, tmp_path):
+    """Address of a server that waits for nobody."""
+    shutil.copytree(untaught, tmp_path / "run")
+    with (
+        Classifier.load(tmp_path / "run") as classifier,
+        running(create_app(classifier), http=Impatient) as url,
+    ):
+        yield url
+
+
+@pytest.mark.parametrize(
+    "sent",
+    ["", "GET /health HTTP/1.1\r\nHost: x\r\nX-A: b", "GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET"],
+    ids=["nothing", "half of the headers", "one request and half of another"],
+)
+def test_a_connection_that_brings_no_request_is_closed(impatient, sent):
+    with connect(impatient) as slow:
+        slow.sendall(sent.encode())
+        begin, said = time.monotonic(), b""
+        with contextlib.suppress(ConnectionResetError):
+            while found := slow.recv(1000):
+                said += found
+        assert time.monotonic() - begin < 5
+        assert said.startswith(b"HTTP/1.1 200" if "\r\n\r\n" in sent else b"")
+
+
+def test_a_client_that_does_not_read_its_answers_is_given_up(impatient):
+    body = json.dumps({"embeddings": KEYS, "top": 100})
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        address = httpx.URL(impatient)
+        slow.connect((address.host, address.port))
+        slow.settimeout(20)
+        slow.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        assert slow.recv(12) == b"HTTP/1.1 200"
+        assert is_closed(slow, within_s=10)
+    assert httpx.get(f"{impatient}/health").status_code == 200
+
+
+def is_closed(connection: socket.socket, within_s: float) -> bool:
+    """Whether the other end is gone, which shows when something is sent to it."""
+    give_up = time.monotonic() + within_s
+    while time.monotonic() < give_up:
+        try:
+            connection.sendall(b" ")
+        except ConnectionError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_slow_request_is_not_taken_for_an_idle_connection(tmp_path):
+    write_word_run(tmp_path / "run")
+    encoder = SlowEncoder()
+    with (
+        Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier,
+        running(create_app(classifier), http=Impatient) as url,
+    ):
+        answer = httpx.post(f"{url}/predict", json={"texts": [LONG_TEXT] * 5}, timeout=60)
+    assert answer.status_code == 200
 
 
 def test_what_is_not_sent_as_json_is_told_how(client):
@@ -912,9 +1039,19 @@ def test_two_commands_lead_from_a_spreadsheet_to_a_classifier_that_learns(tmp_pa
 # Batches
 
 
+class SteadyPace(Pace):
+    """One second per weight, whatever is measured."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def measure(self, units: float, seconds: float) -> None:
+        pass
+
+
 def batcher_of(handle, **options) -> Batcher:
     """One for numbers, each of which takes as many seconds as it says."""
-    settings = {"cost_s": float, "part_s": 3.0, "batch": 8, "wait_s": 100.0}
+    settings = {"weight": float, "part_s": 3.0, "batch": 8, "wait_s": 100.0, "pace": SteadyPace()}
     return Batcher(handle, **(settings | options))
 
 
@@ -927,7 +1064,7 @@ def test_what_arrives_while_the_model_works_is_its_next_batch():
         return [2 * work for work in works]
 
     async def ask() -> list[list[int]]:
-        batcher = batcher_of(handle, cost_s=lambda _: 0.0, batch=2)
+        batcher = batcher_of(handle, weight=lambda _: 1.0, batch=2)
         batcher.start()
         first = asyncio.create_task(batcher([0]))
         while not batches:

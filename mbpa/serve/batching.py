@@ -14,6 +14,7 @@ import asyncio
 import heapq
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any, Generic, TypeVar
 Piece = TypeVar("Piece")
 Done = TypeVar("Done")
 
-FORGETTING = 0.97  # weight that a measured pace keeps with each newer batch
+FORGETTING = 0.8  # weight that a measured pace keeps with each newer batch: about half a second
 EQUALS = 4  # requests as large as itself that a request may have to share the model with
 
 
@@ -66,13 +67,13 @@ class _Job(Generic[Piece, Done]):
     """A request: its pieces in order, and who waits for them."""
 
     pieces: Sequence[Piece]
-    costs: Sequence[float]
+    weights: Sequence[float]
     answered: asyncio.Future[list[Done]] = field(repr=False)
     results: list[Done] = field(default_factory=list)
     taken: int = 0
     """Pieces that the model has been given."""
-    remaining_s: float = 0.0
-    """Estimated work that is not done yet."""
+    remaining: float = 0.0
+    """Weight of the pieces that are not done yet."""
     has_failed: bool = False
 
     @property
@@ -85,7 +86,8 @@ class Batcher(Generic[Piece, Done]):
 
     Args:
         handle: gives one result per piece.
-        cost_s: estimated seconds that a piece takes.
+        weight: work of a piece, by which requests share the model. Always the same for the same
+            piece, so that equal requests are handled in the order in which they came.
         part_s: estimated seconds of a batch; a single piece may take longer.
         batch: maximum number of pieces per batch.
         wait_s: estimated seconds that a request may have to wait for others; a request that takes
@@ -95,20 +97,23 @@ class Batcher(Generic[Piece, Done]):
             were answered are about to ask again, and one by one they would cost more. A client
             that is alone never waits.
         name: of the thread.
+        pace: seconds per weight, measured and estimated.
     """
 
     def __init__(
         self,
         handle: Callable[[list[Piece]], list[Done]],
         *,
-        cost_s: Callable[[Piece], float],
+        weight: Callable[[Piece], float],
         part_s: float,
         batch: int,
         wait_s: float,
         window_s: float = 0.0,
         name: str = "mbpa-model",
+        pace: Pace | None = None,
     ) -> None:
-        self._handle, self._cost_s = handle, cost_s
+        self._handle, self._weight = handle, weight
+        self._pace = Pace(1e-3) if pace is None else pace
         self._part_s, self._batch = part_s, batch
         self._wait_s, self._window_s = wait_s, window_s
         self._last = 1
@@ -116,8 +121,8 @@ class Batcher(Generic[Piece, Done]):
         self._queue: list[tuple[float, int, _Job[Piece, Done]]] = []
         """A heap: virtual finish time of a job's next piece, and a number that settles ties."""
         self._numbers = itertools.count()
-        self._virtual_s = 0.0
-        """Seconds of work that each request would have had if they shared the model equally."""
+        self._virtual_time = 0.0
+        """Work that each request would have had done if they shared the model equally."""
         self._waiting = 0
         self._some = threading.Condition()
         self._stopped = False
@@ -151,13 +156,13 @@ class Batcher(Generic[Piece, Done]):
         if not pieces:
             return []
         assert self._loop is not None
-        costs = [self._cost_s(piece) for piece in pieces]
-        job = _Job(pieces, costs, self._loop.create_future(), remaining_s=sum(costs))
+        weights = [self._weight(piece) for piece in pieces]
+        job = _Job(pieces, weights, self._loop.create_future(), remaining=sum(weights))
         with self._some:
             self._admit(job)
             self._jobs.add(job)
             self._waiting += len(pieces)
-            self._push(job, self._virtual_s)
+            self._push(job, self._virtual_time)
             self._some.notify()
         try:
             return await job.answered
@@ -170,14 +175,14 @@ class Batcher(Generic[Piece, Done]):
         if self._stopped:
             raise Overloaded
         # Of a larger request, fair queueing lets no more pass before this one than it brings.
-        ahead_s = sum(min(other.remaining_s, job.remaining_s) for other in self._jobs)
-        excess_s = ahead_s - self._wait_s - EQUALS * job.remaining_s
+        ahead = sum(min(other.remaining, job.remaining) for other in self._jobs)
+        excess_s = self._pace.seconds * (ahead - EQUALS * job.remaining) - self._wait_s
         if self._jobs and excess_s > 0:
             raise Overloaded(excess_s)
 
-    def _push(self, job: _Job[Piece, Done], start_s: float) -> None:
-        finish_s = start_s + job.costs[job.taken]
-        heapq.heappush(self._queue, (finish_s, next(self._numbers), job))
+    def _push(self, job: _Job[Piece, Done], start: float) -> None:
+        finish = start + job.weights[job.taken]
+        heapq.heappush(self._queue, (finish, next(self._numbers), job))
 
     def _drop(self, job: _Job[Piece, Done]) -> None:
         """Forget a request that nobody waits for; its entry in the heap is skipped later."""
@@ -188,7 +193,12 @@ class Batcher(Generic[Piece, Done]):
 
     def _run(self) -> None:
         assert self._loop is not None
-        while batch := self._next():
+        while True:
+            is_busy = bool(self._queue)  # else the time until the next batch is nobody's
+            end = time.perf_counter()
+            if not (batch := self._next()):
+                return
+            start = end if is_busy else time.perf_counter()
             try:
                 results = self._handle([job.pieces[place] for job, place in batch])
             except Exception as error:  # ours, not the clients': what they sent was checked
@@ -197,6 +207,8 @@ class Batcher(Generic[Piece, Done]):
                 self._finish(batch, [], failure)
             else:
                 self._finish(batch, results, None)
+            weight = sum(job.weights[place] for job, place in batch)
+            self._pace.measure(weight, time.perf_counter() - start)
 
     def _finish(
         self,
@@ -209,7 +221,7 @@ class Batcher(Generic[Piece, Done]):
         complete = dict.fromkeys(job for job, _ in batch)
         with self._some:
             for job, place in batch:
-                job.remaining_s -= job.costs[place]
+                job.remaining -= job.weights[place]
                 job.has_failed = failure is not None
             for (job, _), result in zip(batch, results, strict=failure is None):
                 job.results.append(result)
@@ -235,23 +247,23 @@ class Batcher(Generic[Piece, Done]):
 
     def _take(self) -> list[tuple[_Job[Piece, Done], int]]:
         batch: list[tuple[_Job[Piece, Done], int]] = []
-        total_s = 0.0
+        room = self._part_s / self._pace.seconds
         while self._queue and len(batch) < self._batch:
-            finish_s, _, job = self._queue[0]
+            finish, _, job = self._queue[0]
             if not job.is_wanted:
                 heapq.heappop(self._queue)
                 continue
-            cost_s = job.costs[job.taken]
-            if batch and total_s + cost_s > self._part_s:
+            weight = job.weights[job.taken]
+            if batch and weight > room:
                 break
             heapq.heappop(self._queue)
             batch.append((job, job.taken))
-            total_s += cost_s
-            self._virtual_s += cost_s / max(1, len(self._jobs))
+            room -= weight
+            self._virtual_time += weight / max(1, len(self._jobs))
             job.taken += 1
             self._waiting -= 1
             if job.taken < len(job.pieces):
-                self._push(job, finish_s)
+                self._push(job, finish)
         self._last = max(1, len(batch))
         return batch
 

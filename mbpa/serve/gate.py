@@ -28,6 +28,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")  # says nothing of the run
 SLOWEST = 30  # seconds for a body to come
 PATIENCE = 1 << 26  # bytes of a body that is too large that are read before it is refused
+TOO_MANY = "too many requests at once, try again"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -39,7 +40,13 @@ class Settings:
     """Asked of every request but those for `OPEN`; `None`: of none."""
     body_bytes: int = 8 << 20
     in_flight: int = 128
-    """Requests inside at a time; more are turned away with 429."""
+    """Maximum number of requests that have come in full and are not answered yet; further requests
+    get 429."""
+    receiving: int = 1024
+    """Maximum number of requests whose bodies are on their way; further requests get 429."""
+    held_bytes: int = 1 << 29
+    """Bytes of bodies that have come and are not answered yet; above it further requests get
+    429."""
     wait_s: float = 1.0
     """Estimated seconds that a request may have to wait for others; more get 429."""
     lesson_wait_s: float = 5.0
@@ -90,7 +97,7 @@ class Gate:
 
     def __init__(self, app: App, settings: Settings, metrics: Metrics, paths: set[str]) -> None:
         self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
-        self._inside = self._on_pages = 0
+        self.inside = self.receiving = self.held_bytes = self._on_pages = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -120,37 +127,71 @@ class Gate:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, start, status = scope["path"], time.perf_counter(), 500
         known = path if path in self._paths else "other"  # anybody can make up paths
+        visit = _Visit(self)
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                visit.leave()  # how fast the client reads is no matter of ours
             await send(message)
 
-        self._inside += 1
-        self._metrics.in_flight.set(self._inside)
         try:
-            await self._pass_or_refuse(scope, path, receive, sending)
+            await self._pass_or_refuse(scope, path, visit, receive, sending)
         finally:
-            self._inside -= 1
-            self._metrics.in_flight.set(self._inside)
+            visit.leave()
             self._metrics.requests.labels(known, status).inc()
             self._metrics.seconds.labels(known).observe(time.perf_counter() - start)
 
-    async def _pass_or_refuse(self, scope: Scope, path: str, receive: Receive, send: Send) -> None:
+    async def _pass_or_refuse(
+        self, scope: Scope, path: str, visit: _Visit, receive: Receive, send: Send
+    ) -> None:
         settings = self._settings
         headers = dict(scope["headers"])
-        if self._inside > settings.in_flight and path != "/health":
+        has_body = b"transfer-encoding" in headers or _length(headers) > 0
+        is_full = (
+            self.inside >= settings.in_flight
+            or self.receiving >= settings.receiving
+            or self.held_bytes >= settings.held_bytes
+        )
+        if is_full and path != "/health":
             self._metrics.shed.inc()
-            await refuse(send, 429, "too many requests at once, try again", retry_after=1)
+            await refuse(send, 429, TOO_MANY, retry_after=1)
         elif not self._may_pass(path, headers):
             text = "give the right token: Authorization: Bearer TOKEN"
             await refuse(send, 401, text, extra=[(b"www-authenticate", b"Bearer")])
         elif _length(headers) > settings.body_bytes:
+            visit.receive()
             await _drained(receive, _patience())
             await refuse(send, 413, f"a body must have at most {settings.body_bytes} bytes")
+        elif not has_body:
+            visit.enter()
+            await self._app(scope, receive, send)
         else:
-            await self._app(scope, _counted(receive, settings.body_bytes), send)
+            visit.receive()
+            await self._app(scope, self._admit_whole(receive, visit), send)
+
+    def _admit_whole(self, receive: Receive, visit: _Visit) -> Receive:
+        """Let a request in once its body has come, so that slow clients take nobody's place."""
+        counted = _counted(receive, self._settings.body_bytes)
+
+        async def receiving() -> Message:
+            message = await counted()
+            visit.hold(len(message.get("body", b"")))
+            is_last = message["type"] == "http.request" and not message.get("more_body", False)
+            if is_last and not visit.is_inside:
+                if self.inside >= self._settings.in_flight:
+                    self._metrics.shed.inc()
+                    raise HTTPException(429, TOO_MANY, {"Retry-After": "1"})
+                visit.enter()
+            return message
+
+        return receiving
+
+    def count(self, change: int) -> None:
+        """Take note of requests that enter or leave."""
+        self.inside += change
+        self._metrics.in_flight.set(self.inside)
 
     def _may_pass(self, path: str, headers: dict[bytes, bytes]) -> bool:
         token = self._settings.token
@@ -159,6 +200,43 @@ class Gate:
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         is_right = secrets.compare_digest(given.strip(), token.encode())
         return is_right and scheme.lower() == b"bearer"  # of which the case is nobody's business
+
+
+class _Visit:
+    """Where a request is: on its way, inside, or done; counted by the gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate, self.is_inside = gate, False
+        self._is_receiving, self._held_bytes = False, 0
+
+    def receive(self) -> None:
+        """Take note that the body is on its way."""
+        self._is_receiving = True
+        self._gate.receiving += 1
+
+    def hold(self, size: int) -> None:
+        """Take note of so many bytes of the body."""
+        self._held_bytes += size
+        self._gate.held_bytes += size
+
+    def enter(self) -> None:
+        """Take note that the request has come in full."""
+        self._stop_receiving()
+        self.is_inside = True
+        self._gate.count(1)
+
+    def leave(self) -> None:
+        """Take note that the request is answered, or came to nothing; once or several times."""
+        self._stop_receiving()
+        self._gate.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+        if self.is_inside:
+            self.is_inside = False
+            self._gate.count(-1)
+
+    def _stop_receiving(self) -> None:
+        self._gate.receiving -= self._is_receiving
+        self._is_receiving = False
 
 
 async def refuse(

@@ -21,6 +21,7 @@ try:
     import uvicorn
     from fastapi import FastAPI
 
+    from mbpa.serve.connections import WatchedProtocol, raise_file_limit
     from mbpa.serve.gate import Settings
     from mbpa.serve.service import create_app
 except ImportError as error:
@@ -123,9 +124,11 @@ class _Server(uvicorn.Server):
 
 
 def _run(app: FastAPI, listener: socket.socket, is_ready: Callable[[], None]) -> None:
+    raise_file_limit()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     config = uvicorn.Config(
         app,
+        http=WatchedProtocol,
         log_config=None,
         access_log=False,
         server_header=False,

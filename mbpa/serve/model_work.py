@@ -1,7 +1,6 @@
 """What the model does for a request, in pieces small enough to be scheduled fairly.
 
 A text or picture is encoded by itself, and answers follow once all items of a request have keys.
-Each piece has a cost: the seconds that it will probably take, from those that others took.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mbpa.serve.answers import Answer, Reason
-from mbpa.serve.batching import Pace
 from mbpa.serve.classifier import Classifier
 
 # Work of encoding a text, roughly: the default encoder reads 256 tokens of about four bytes.
 BYTES_PER_TOKEN, READ_BYTES, ITEM_TOKENS = 4, 1024, 2
 LEAST_STEP, FIRST_STEP, MAX_STEP = 8, 64, 1024  # queries that are answered at once
+EXPLAIN_WEIGHT = 2  # of a query that is explained, beside one that is answered
 SLOW = 4  # times the limit, after which fewer are
 
 
@@ -78,6 +77,11 @@ class Piece:
         return ITEM_TOKENS + read / BYTES_PER_TOKEN
 
 
+def weigh(piece: Piece) -> float:
+    """Return the work of a piece, in units of about one token or one query."""
+    return piece.units + piece.size * (EXPLAIN_WEIGHT if piece.asked.wants_reasons else 1)
+
+
 class Step:
     """How many queries are answered at once: twice as many when they are quick, half when slow.
 
@@ -99,15 +103,15 @@ class Step:
 
 
 class ModelWork:
-    """Cuts requests into pieces, estimates what each costs, and does them.
+    """Cuts requests into pieces, and does them.
 
     Args:
-        part_s: estimated seconds above which the answers to a request are cut into several pieces.
+        part_s: seconds for which answers to a request may take, or somewhat longer, before they are
+            cut into several pieces.
     """
 
     def __init__(self, classifier: Classifier, part_s: float) -> None:
         self._classifier = classifier
-        self._encoding, self._predicting, self._explaining = (Pace(1e-3) for _ in range(3))
         self._predicted, self._explained = Step(part_s), Step(part_s)
 
     def cut(self, asked: Asked) -> list[Piece]:
@@ -125,11 +129,6 @@ class ModelWork:
             return encodings
         return encodings + answers
 
-    def cost_s(self, piece: Piece) -> float:
-        """Estimate the seconds that a piece takes, from those that others took."""
-        pace = self._explaining if piece.asked.wants_reasons else self._predicting
-        return piece.units * self._encoding.seconds + piece.size * pace.seconds
-
     def handle(self, batch: list[Piece]) -> list[Sequence[Answer | Reason]]:
         """In the model's thread: encode all items at once, then answer all queries at once."""
         self._encode([piece for piece in batch if piece.item is not None])
@@ -145,12 +144,9 @@ class ModelWork:
     def _encode(self, pieces: Sequence[Piece]) -> None:
         if not pieces:
             return
-        start = time.perf_counter()
         items = [piece.asked.items[piece.item] for piece in pieces if piece.item is not None]
         for piece, key in zip(pieces, self._classifier.encode(items).cpu(), strict=True):
             piece.asked.encoded.append(key)
-        units = sum(piece.units for piece in pieces)
-        self._encoding.measure(units, time.perf_counter() - start)
 
     def _predict(self, pieces: Sequence[Piece]) -> list[list[Answer]]:
         if not pieces:
@@ -163,18 +159,14 @@ class ModelWork:
             [self._fit(answer, piece.asked) for answer in islice(answers, piece.size)]
             for piece in pieces
         ]
-        seconds = time.perf_counter() - start
-        self._predicting.measure(len(keys), seconds)
-        self._predicted.measure(len(keys), seconds)
+        self._predicted.measure(len(keys), time.perf_counter() - start)
         return found
 
     def _explain(self, piece: Piece) -> Sequence[Reason]:
         start, asked = time.perf_counter(), piece.asked
         keys = asked.keys(piece.start, piece.stop)
         reasons = self._classifier.explain(keys=keys, top=asked.top, threshold=asked.threshold)
-        seconds = time.perf_counter() - start
-        self._explaining.measure(piece.size, seconds)
-        self._explained.measure(piece.size, seconds)
+        self._explained.measure(piece.size, time.perf_counter() - start)
         return reasons
 
     def _fit(self, answer: Answer, asked: Asked) -> Answer:

@@ -45,7 +45,7 @@ from mbpa.serve.classifier import Classifier
 from mbpa.serve.gate import Gate, Metrics, Settings
 from mbpa.serve.journal import InputError, JournalError
 from mbpa.serve.messages import Error
-from mbpa.serve.model_work import Asked, ModelWork, Piece
+from mbpa.serve.model_work import Asked, ModelWork, Piece, weigh
 from mbpa.serve.run import as_bytes
 
 Done = TypeVar("Done")
@@ -81,7 +81,7 @@ class Service:
         self._work = ModelWork(classifier, settings.part_s)
         self.model: Batcher[Piece, Sequence[Answer | Reason]] = Batcher(
             self._handle,
-            cost_s=self._work.cost_s,
+            weight=weigh,
             part_s=settings.part_s,
             batch=settings.batch,
             wait_s=settings.wait_s,
@@ -91,7 +91,7 @@ class Service:
         studied = ModelWork(classifier, settings.part_s)
         self.lessons: Batcher[Piece, Sequence[Answer | Reason]] = Batcher(
             studied.handle,
-            cost_s=studied.cost_s,
+            weight=weigh,
             part_s=settings.part_s,
             batch=settings.batch,
             wait_s=settings.lesson_wait_s,

@@ -1,0 +1,84 @@
+"""HTTP connections that are given up when their client is too slow.
+
+Uvicorn waits for ever for the headers of a request, and for ever for a client to read its answer;
+a few hundred such clients would take all file descriptors. Bodies are waited for in `gate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+try:
+    import resource
+except ImportError:  # not on every system
+    resource = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:  # a class that is chosen when it is imported cannot be checked
+    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
+else:
+    Protocol = AutoHTTPProtocol
+
+MAX_CONNECTIONS = 2000
+OTHER_FILES = 256  # that the process opens beside connections
+
+
+class WatchedProtocol(Protocol):
+    """Looks at its connection from time to time, and gives it up if nothing comes or is read."""
+
+    idle_s = 10.0
+    """Seconds for a connection to bring a request, headers and all; it may have twice as long."""
+    read_s = 30.0
+    """Seconds for a client to read an answer; it may have up to `idle_s` more."""
+    _last_cycle: Any = None
+    _unread_s = 0.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > limit_connections():
+            transport.abort()
+            return
+        self._timer = self.loop.call_later(self.idle_s, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Give the connection up, or look again later."""
+        is_unread = self.transport.get_write_buffer_size() > 0
+        self._unread_s = self._unread_s + self.idle_s if is_unread else 0.0
+        is_busy = self.cycle is not None and not self.cycle.response_complete
+        is_idle = not is_busy and not is_unread and self.cycle is self._last_cycle
+        if is_idle or self._unread_s > self.read_s:
+            self.transport.abort()
+            return
+        self._last_cycle = self.cycle
+        self._timer = self.loop.call_later(self.idle_s, self._look)
+
+
+def limit_connections() -> int:
+    """Return how many connections this process may have open."""
+    if resource is None:
+        return MAX_CONNECTIONS
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(OTHER_FILES, soft - OTHER_FILES))
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as its connections want, where it may."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

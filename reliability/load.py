@@ -1,0 +1,372 @@
+"""Load and slow clients: what is accepted is answered in time, whatever else is asked.
+
+Offers three times what a server holds, and puts hundreds of clients beside it that send or read a
+byte at a time. Server and clients share this machine, so the clients cost as little as can be:
+prepared bytes, one callback per answer. Latency counts from the moment of sending; how late the
+clients themselves were is reported beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import re
+import socket
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.clients import DIM, Client, Server, make_run, predictions, request, served
+from reliability.trial import BrokenPromiseError, Trial
+
+CLIENT_COUNTS = (64, 48, 32, 24, 16, 8)
+NORMAL_CLIENTS = 8
+OVERLOAD = 3.0  # times what the server holds
+MAX_RATIO = 2.0  # of 99th percentiles
+MAX_CONNECTIONS = 1024
+SLOW_KINDS = ("headers", "bodies", "readers")
+SETTLE_S = 60.0  # for connections to be given up
+CALM_CORES = 0.1
+UNREAD = b"GET /labels HTTP/1.1\r\nHost: x\r\n\r\n" * 10  # answers that fill a client's buffer
+SLOW_HEAD = request("/predict", [0] * 1000).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+LATE_S = 0.05  # a client that sends so late is itself the bottleneck
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--slow", type=int, default=200, help="slow clients of each kind")
+    parser.add_argument("--rounds", type=int, default=3, help="of measurements, one after another")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run all parts; what did not hold is told when all of them are done."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "run"
+        make_run(directory)
+        with served(directory) as server:
+            report = asyncio.run(_measure(server, arguments))
+    if broken := report["broken"]:
+        raise BrokenPromiseError(f"{'; '.join(broken)}: {json.dumps(report)}")
+    return report
+
+
+async def _measure(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
+    bodies = predictions()
+    await closed_loop(server, bodies, 16, min(3.0, arguments.seconds))  # warm
+    clients = await _find_saturation(server, bodies, min(5.0, arguments.seconds))
+    rounds = [
+        await _overload(server, bodies, clients, arguments.seconds) for _ in range(arguments.rounds)
+    ]
+    slow = {
+        kind: await _beside_slow(server, bodies, kind, arguments.slow, arguments.seconds)
+        for kind in SLOW_KINDS
+    }
+    ratios = [found["ratio"] for found in rounds]
+    broken = []
+    if statistics.median(ratios) > MAX_RATIO:
+        broken.append(f"under load the 99th percentile is {ratios} times that without")
+    for kind, found in slow.items():
+        if found["ratio"] > MAX_RATIO:
+            broken.append(f"beside slow {kind} the 99th percentile is {found['ratio']} times that")
+        if found["statuses"].keys() - {"200"}:
+            broken.append(f"beside slow {kind} there were {found['statuses']}")
+        if found["left_descriptors"] > 0 or found["left_threads"] > 0:
+            broken.append(f"slow {kind} left descriptors or threads: {found}")
+    return {
+        "definition": f"without load: {clients} clients that each ask again when they are "
+        f"answered, the most of {CLIENT_COUNTS} of which (nearly) none is refused",
+        "saturating_clients": clients,
+        "rounds": rounds,
+        "median_ratio": statistics.median(ratios),
+        "slow_clients": slow,
+        "broken": broken,
+    }
+
+
+# Overload
+
+
+async def _find_saturation(server: Server, bodies: Sequence[bytes], seconds: float) -> int:
+    """Return how many clients keep the server as busy as it can be without being refused."""
+    for clients in CLIENT_COUNTS:
+        tally = await closed_loop(server, bodies, clients, seconds)
+        if len(tally.seconds) >= 0.99 * tally.statuses.total():
+            return clients
+    return CLIENT_COUNTS[-1]
+
+
+async def _overload(
+    server: Server, bodies: Sequence[bytes], clients: int, seconds: float
+) -> dict[str, Any]:
+    """Offer more than the server holds, between two measurements of what it holds."""
+    before = await closed_loop(server, bodies, clients, seconds)
+    rate = OVERLOAD * len(before.seconds) / before.took_s
+    offered = await open_loop(server, bodies, rate, seconds)
+    after = await closed_loop(server, bodies, clients, seconds)
+    usual_s = statistics.mean((before.percentile(0.99), after.percentile(0.99)))
+    found = {
+        "offered_per_second": round(rate),
+        "without_load": before.summary(),
+        "under_load": offered.summary(),
+        "after_load": after.summary(),
+        "ratio": round(offered.percentile(0.99) / usual_s, 2),
+    }
+    print(json.dumps(found), flush=True)
+    return found
+
+
+@dataclass
+class Tally:
+    """What came of many requests."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of those that were answered, from the moment of sending."""
+    late: list[float] = field(default_factory=list)
+    """By how many seconds requests were sent too late."""
+    statuses: Counter[int] = field(default_factory=Counter)
+    unsent: int = 0
+    """Requests for which there was no free connection."""
+    took_s: float = 0.0
+    server_cpu_s: float = 0.0
+
+    def count(self, status: int, seconds: float) -> None:
+        self.statuses[status] += 1
+        if status == 200:
+            self.seconds.append(seconds)
+
+    def percentile(self, share: float) -> float:
+        """Return the latency, in seconds, that this share of the answers had at most."""
+        return _percentile(self.seconds, share)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "answers_per_second": round(len(self.seconds) / self.took_s, 1),
+            "median_ms": round(1e3 * self.percentile(0.5), 1),
+            "p99_ms": round(1e3 * self.percentile(0.99), 1),
+            "server_cores": round(self.server_cpu_s / self.took_s, 2),
+            "client_late_p99_ms": round(1e3 * _percentile(self.late, 0.99), 1),
+            "client_was_late": round(
+                sum(late > LATE_S for late in self.late) / max(1, len(self.late)), 3
+            ),
+            "unsent": self.unsent,
+            "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
+        }
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values) or [0.0]
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class Caller(asyncio.Protocol):
+    """A connection that sends prepared requests, and tells of each answer by a callback."""
+
+    def __init__(self, done: Callable[[Caller, int, float], None]) -> None:
+        self._done, self._received, self._sent_s = done, b"", 0.0
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def send(self, body: bytes) -> None:
+        assert self._transport is not None
+        self._sent_s = time.perf_counter()
+        self._transport.write(body)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, separator, content = self._received.partition(b"\r\n\r\n")
+        if separator and len(content) >= int(head.lower().split(b"content-length: ")[1].split()[0]):
+            self._received = b""
+            self._done(self, int(head[9:12]), time.perf_counter() - self._sent_s)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    server: Server, count: int, done: Callable[[Caller, int, float], None]
+) -> AsyncIterator[list[Caller]]:
+    """So many connections."""
+    loop = asyncio.get_running_loop()
+    callers = []
+    try:
+        for _ in range(count):
+            make = lambda: Caller(done)  # noqa: E731
+            callers.append((await loop.create_connection(make, server.host, server.port))[1])
+        yield callers
+    finally:
+        for caller in callers:
+            caller.close()
+
+
+async def closed_loop(
+    server: Server, bodies: Sequence[bytes], clients: int, seconds: float
+) -> Tally:
+    """Let each client ask again as soon as it is answered; one that is refused waits a moment."""
+    tally, turn, loop = Tally(), itertools.cycle(bodies), asyncio.get_running_loop()
+    is_over = asyncio.Event()
+
+    def done(caller: Caller, status: int, took: float) -> None:
+        tally.count(status, took)
+        if is_over.is_set():
+            return
+        if status == 200:
+            caller.send(next(turn))
+        else:
+            loop.call_later(0.05, caller.send, next(turn))
+
+    async with connected(server, clients, done) as callers:
+        start, cpu = time.perf_counter(), server.cpu_seconds
+        for caller in callers:
+            caller.send(next(turn))
+        await asyncio.sleep(seconds)
+        is_over.set()
+        tally.took_s = time.perf_counter() - start
+        tally.server_cpu_s = server.cpu_seconds - cpu
+        await asyncio.sleep(1.0)  # for those that are under way
+    return tally
+
+
+async def open_loop(server: Server, bodies: Sequence[bytes], rate: float, seconds: float) -> Tally:
+    """Send requests when they are due, at random, whatever became of those before."""
+    tally, turn, chance = Tally(), itertools.cycle(bodies), random.Random(0)
+    free: list[Caller] = []
+
+    def done(caller: Caller, status: int, took: float) -> None:
+        tally.count(status, took)
+        free.append(caller)
+
+    async with connected(server, MAX_CONNECTIONS, done) as callers:
+        free += callers
+        start, cpu, due_s = time.perf_counter(), server.cpu_seconds, 0.0
+        while due_s < seconds:
+            due_s += chance.expovariate(rate)
+            wait_s = start + due_s - time.perf_counter()
+            if wait_s > 0 or len(tally.late) % 8 == 0:  # to read answers, too
+                await asyncio.sleep(max(0.0, wait_s))
+            tally.late.append(max(0.0, time.perf_counter() - start - due_s))
+            if free:
+                free.pop().send(next(turn))
+            else:
+                tally.unsent += 1
+        tally.took_s = time.perf_counter() - start
+        tally.server_cpu_s = server.cpu_seconds - cpu
+        await asyncio.sleep(2.0)
+    return tally
+
+
+# Slow clients
+
+
+async def _beside_slow(
+    server: Server, bodies: Sequence[bytes], kind: str, count: int, seconds: float
+) -> dict[str, Any]:
+    """Measure normal clients without slow ones, beside them, and again without."""
+    held = _held(server)
+    before = await closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
+    async with _slow_clients(server, kind, count) as alive:
+        beside = await closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
+        still_open = alive()
+    after = await closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
+    left = await _wait_until_released(server, held)
+    usual_s = statistics.mean((before.percentile(0.99), after.percentile(0.99)))
+    found = {
+        "slow_clients": count,
+        "still_connected_at_the_end": still_open,
+        "without_ms": round(1e3 * usual_s, 1),
+        "beside_ms": round(1e3 * beside.percentile(0.99), 1),
+        "ratio": round(beside.percentile(0.99) / usual_s, 2),
+        "statuses": beside.summary()["statuses"],
+        "left_descriptors": left["descriptors"] - held["descriptors"],
+        "left_threads": left["threads"] - held["threads"],
+        "resident_mb_more": round((left["resident"] - held["resident"]) / 1e6, 1),
+    }
+    print(kind, json.dumps(found), flush=True)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def _slow_clients(server: Server, kind: str, count: int) -> AsyncIterator[Callable[[], int]]:
+    """Clients that send, or read, a byte per second; yields how many are still connected."""
+    tasks = [asyncio.create_task(_drip(server, kind)) for _ in range(count)]
+    await _wait_until_calm(server)
+    try:
+        yield lambda: sum(not task.done() for task in tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _wait_until_calm(server: Server) -> None:
+    """Wait until a server has done what slow clients have asked for."""
+    give_up = time.monotonic() + SETTLE_S
+    while time.monotonic() < give_up:
+        before = server.cpu_seconds
+        await asyncio.sleep(1.0)
+        if server.cpu_seconds - before < CALM_CORES:
+            return
+
+
+async def _drip(server: Server, kind: str) -> None:
+    """One slow client, until it is cancelled or given up."""
+    taken = socket.socket()
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    taken.setblocking(False)
+    loop = asyncio.get_running_loop()
+    with taken, contextlib.suppress(OSError):
+        await loop.sock_connect(taken, (server.host, server.port))
+        if kind == "readers":
+            await loop.sock_sendall(taken, UNREAD)
+            while await loop.sock_recv(taken, 1):
+                await asyncio.sleep(1.0)
+            return
+        await loop.sock_sendall(taken, SLOW_HEAD[:20] if kind == "headers" else SLOW_HEAD)
+        while True:
+            await asyncio.sleep(1.0)
+            await loop.sock_sendall(taken, b"x" if kind == "headers" else b" ")
+
+
+def _held(server: Server) -> dict[str, int]:
+    """Return what the process of a server holds."""
+    process = Path(f"/proc/{server.process.pid}")
+    threads = re.search(r"^Threads:\s+(\d+)$", (process / "status").read_text(), re.MULTILINE)
+    assert threads is not None
+    return {
+        "descriptors": len(list((process / "fd").iterdir())),
+        "threads": int(threads[1]),
+        "resident": server.resident_bytes,
+    }
+
+
+async def _wait_until_released(server: Server, held: dict[str, int]) -> dict[str, int]:
+    """Wait until a server holds no more than before; return what it holds after some time."""
+    give_up = time.monotonic() + SETTLE_S
+    async with Client(server) as client:
+        await client.send(request("/predict", {"embeddings": [[1.0] + [0.0] * (DIM - 1)]}))
+    while (left := _held(server))["descriptors"] > held["descriptors"]:
+        if time.monotonic() > give_up:
+            break
+        await asyncio.sleep(0.5)
+    return left
+
+
+TRIAL = Trial(
+    "load",
+    "three times the load that a server holds, and clients that send or read a byte at a time",
+    add_arguments,
+    run,
+)
