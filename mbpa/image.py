@@ -169,10 +169,10 @@ def _shrunk(opened: Image.Image, side: int) -> Image.Image:
         opened = opened.convert("RGBA")
     elif opened.mode not in ("L", "RGB"):
         opened = opened.convert("L" if opened.mode == "1" else "RGB")
-    factors = [max(1, length // (3 * side)) for length in opened.size]
-    if opened.mode == "RGBA" and max(factors) > 1:
+    width, height = (max(1, length // (3 * side)) for length in opened.size)
+    if opened.mode == "RGBA" and (width, height) != (1, 1):
         beside = opened.info
-        opened = opened.reduce(tuple(factors))  # which `thumbnail` does for other modes alone
+        opened = opened.reduce((width, height))  # which `thumbnail` does for other modes alone
         opened.info.update(beside)
     opened.thumbnail((side, side), module.Resampling.LANCZOS, reducing_gap=3.0)
     opened = ImageOps.exif_transpose(opened)

@@ -607,8 +607,12 @@ class Session:
         }
         sent: list[Any] = []
 
+        pieces = [body]
+
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": body, "more_body": False}
+            if not pieces:  # the client stays until it is answered
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": pieces.pop(), "more_body": False}
 
         async def send(message: Any) -> None:
             sent.append(message)

@@ -19,11 +19,13 @@ import torch
 from runs import WordEncoder, write_random_run, write_word_run
 from servers import Server
 
+import mbpa.serve.classifier
 from mbpa import cli, files
 from mbpa.errors import RunError
 from mbpa.serve import placing
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
+from mbpa.serve.database import Database
 from mbpa.serve.journal import DamagedError, InputError, InUseError, Journal, JournalError
 from mbpa.serve.run import RunInfo
 
@@ -478,3 +480,91 @@ def test_a_device_that_is_not_there_is_named(tmp_path, capsys, command):
     printed = capsys.readouterr().err
     assert "no CUDA device" in printed
     assert printed.count("\n") == 1
+
+
+# What an adversary found
+
+
+@pytest.mark.parametrize("call", ["learn", "forget"])
+def test_an_interrupt_after_a_commit_ends_all_writing(tmp_path, monkeypatch, call):
+    """What is known of the file may be of before; a restart reads it again."""
+    with Journal(tmp_path / "j") as journal:
+        journal.learn([("a", "kept", None), ("a", "secret", None)])
+        rows = Database.rows
+
+        def interrupt(self, statement, *arguments):
+            found = rows(self, statement, *arguments)
+            if statement == "COMMIT":
+                raise KeyboardInterrupt
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "rows", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                journal.learn(TWO) if call == "learn" else journal.forget([2])
+        with pytest.raises(JournalError, match="a call was interrupted: open it again"):
+            journal.forget([1])
+    with Journal(tmp_path / "j") as journal:
+        assert len(journal) == (3 if call == "learn" else 1)
+        journal.forget([2])
+        assert b"secret" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("request_id", [5, b"r", "\ud800"])
+def test_request_ids_are_strings(tmp_path, request_id):
+    with Journal(tmp_path / "j") as journal:
+        with pytest.raises((ValueError, TypeError)):
+            journal.learn(ONE, request=request_id)
+        assert (len(journal), journal.read_only) == (0, None)
+
+
+def test_ids_may_be_numbers_of_numpy(tmp_path):
+    with Journal(tmp_path / "j") as journal:
+        journal.learn(ONE)
+        assert journal.forget([numpy.int64(1)]) == [1]
+
+
+def test_relative_paths_and_links_lead_to_one_journal(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    monkeypatch.chdir(tmp_path / "disk")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "j")
+    with Journal(Path("j")) as journal:
+        monkeypatch.chdir("/")
+        journal.learn(ONE)
+        with pytest.raises(InUseError, match="in use by process"):
+            Journal(tmp_path / "link")
+    with Journal(tmp_path / "link") as journal:
+        journal.learn(TWO)
+    assert read_texts(tmp_path / "disk" / "j") == ["one", "two"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["link"]
+
+
+def test_what_came_while_a_run_was_made_is_not_replaced(tmp_path):
+    for make in (write_word_run, lambda place: (place.mkdir(), (place / "mine").touch())):
+        out = tmp_path / make.__name__
+        with pytest.raises(RunError), placing.in_its_place(out, replace=False) as new:
+            write_random_run(new)
+            make(out)
+        assert (out / "mine").exists() or RunInfo.read(out).encoder == "words"
+
+
+def test_backups_beside_a_journal_are_no_part_of_a_run(tmp_path):
+    write_word_run(tmp_path / "run")
+    (tmp_path / "run" / "journal.sqlite.before").touch()
+    with pytest.raises(RunError, match=r"holds journal\.sqlite\.before, which is no part of a run"):
+        placing.require_free(tmp_path / "run", replace=True)
+
+
+def test_a_run_that_is_being_loaded_is_not_replaced(tmp_path, monkeypatch):
+    """Else the old model would answer with the new examples."""
+    write_random_run(tmp_path / "run")
+    seen = []
+
+    def read(*arguments):
+        with pytest.raises(RunError, match="in use by process"):
+            placing.require_free(tmp_path / "run", replace=True)
+        seen.append(arguments)
+
+    monkeypatch.setattr(mbpa.serve.classifier, "read_encoder", read)
+    Classifier.load(tmp_path / "run").close()
+    assert seen

@@ -21,13 +21,14 @@ def check_run(directory: Path) -> list[tuple[str, str]]:
     Raises:
         RunError: something is missing, damaged, or in use; the message names the file.
     """
-    info = RunInfo.read(directory)
-    model = read_model(directory, info, "cpu")
+    RunInfo.read(directory)  # what is no run is told first
     try:
         journal = Journal(directory / JOURNAL, create=False, writable=False)
     except JournalError as error:
         raise RunError(str(error)) from error
-    with journal:
+    with journal:  # its lock keeps others from replacing the run meanwhile
+        info = RunInfo.read(directory)
+        model = read_model(directory, info, "cpu")
         examples = journal.examples(with_pictures=False)
         while part := list(islice(examples, EXAMPLES_PER_PART)):
             stack_keys(journal.path, part, info.key_dim)

@@ -100,25 +100,26 @@ class Classifier:
             JournalError: its examples cannot be read.
         """
         root = Path(directory)
-        info = RunInfo.read(root)
-        head, predictor, rows = read_model(root, info, device)
-        encoder: Encoder[Any] | None = text_encoder or image_encoder
-        if encoder is None:
-            try:
-                encoder = read_encoder(info, device)
-            except ValueError as error:
-                raise RunError(f"{root} cannot be used: {error}") from error
-        if encoder is not None and encoder.fingerprint != info.fingerprint:
-            raise RunError(
-                f"{root} was made with the encoder {info.encoder}, whose files have changed since: "
-                "teach it anew"
-            )
-        journal = Journal(root / JOURNAL, create=False)
-        try:
-            return cls(info, head, predictor, journal, encoder, rows)
-        except BaseException:
-            journal.close()
-            raise
+        RunInfo.read(root)  # what is no run is told first
+        # The journal's lock keeps others from replacing the run while the rest of it is read.
+        with contextlib.ExitStack() as stack:
+            journal = stack.enter_context(Journal(root / JOURNAL, create=False))
+            info = RunInfo.read(root)
+            head, predictor, rows = read_model(root, info, device)
+            encoder: Encoder[Any] | None = text_encoder or image_encoder
+            if encoder is None:
+                try:
+                    encoder = read_encoder(info, device)
+                except ValueError as error:
+                    raise RunError(f"{root} cannot be used: {error}") from error
+            if encoder is not None and encoder.fingerprint != info.fingerprint:
+                raise RunError(
+                    f"{root} was made with the encoder {info.encoder}, whose files have changed "
+                    "since: teach it anew"
+                )
+            classifier = cls(info, head, predictor, journal, encoder, rows)
+            stack.pop_all()
+        return classifier
 
     def close(self) -> None:
         """Close the journal; predictions go on."""
@@ -299,9 +300,10 @@ class Classifier:
             ]
             with self._state:
                 self._model.make_room(len(rows))  # it may fail, and nothing is promised yet
-            ids = self.journal.learn(rows, request, restoring=restoring)
             with self._following():
-                self._add(ids, named, keys)
+                ids = self.journal.learn(rows, request, restoring=restoring)
+                with self._state:
+                    self._add(ids, named, keys)
             return ids
 
     def was_trained_with(self, id: int) -> bool:
@@ -319,9 +321,10 @@ class Classifier:
         """
         self.journal.require_owner()
         with self._writing:
-            gone = self.journal.forget(list(ids), None if label is None else label.strip())
             with self._following():
-                self._model.remove(gone)
+                gone = self.journal.forget(list(ids), None if label is None else label.strip())
+                with self._state:
+                    self._model.remove(gone)
             return gone
 
     # Inside
@@ -431,12 +434,14 @@ class Classifier:
     def _following(self) -> Iterator[None]:
         """Do in the memory what the journal has; if that fails, a start does it, and until then
         nothing more is acknowledged."""
+        change = self.journal.change
         try:
+            yield
             with self._state:
-                yield
                 self._counts = self._model.counts(self.journal.change)
         except BaseException:
-            self.journal.refuse("the memory could not follow what was written: restart")
+            if self.journal.change != change:
+                self.journal.refuse("the memory could not follow what was written: restart")
             raise
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-try:
+if sys.platform != "win32":
     import resource
-except ImportError:  # not on every system
-    resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:  # a class that is chosen when it is imported cannot be checked
     from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
@@ -64,7 +63,7 @@ class WatchedProtocol(Protocol):
 
 def limit_connections() -> int:
     """Return how many connections this process may have open."""
-    if resource is None:
+    if sys.platform == "win32":
         return MAX_CONNECTIONS
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -74,7 +73,7 @@ def limit_connections() -> int:
 
 def raise_file_limit() -> None:
     """Let this process open as many files as its connections want, where it may."""
-    if resource is None:
+    if sys.platform == "win32":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + OTHER_FILES

@@ -80,6 +80,7 @@ class Database:
     def __init__(
         self, path: Path, schema: Schema, *, create: bool = True, writable: bool = True
     ) -> None:
+        path = Path(os.path.realpath(path))  # as SQLite does, for which links lead to one journal
         self.path, self._log = path, path.with_name(path.name + "-wal")
         self.read_only: str | None = None
         self.acknowledged = 0
@@ -88,6 +89,7 @@ class Database:
         self._access = threading.RLock()
         self._opened = contextlib.ExitStack()
         self._places: tuple[tuple[Path, os.stat_result], ...] = ()
+        self._commits = 0
         self._closed = False
         self._lock: int | None = None
         _OPEN.add(self)
@@ -124,7 +126,7 @@ class Database:
         if os.getpid() != self._owner:
             raise JournalError(
                 f"{self.path} was opened by process {self._owner}, from which this one was forked: "
-                "open it again in this process"
+                "open it in a process of its own, or after forking"
             )
 
     @contextlib.contextmanager
@@ -149,16 +151,25 @@ class Database:
             if self.read_only is not None:
                 raise JournalError(self.read_only)
             self._require_in_place()
+            committed = self._commits
             try:
                 yield self
+            except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
+                raise  # an argument that SQLite does not know: nothing was written
             except (sqlite3.Error, OSError) as error:
                 raise self._fail(error) from error
+            except BaseException:
+                if self._commits != committed:  # what is known of the file may be of before
+                    reason = f"{self.path} is read-only: a call was interrupted: open it again"
+                    self.read_only = self.read_only or reason
+                raise
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         self.rows("BEGIN IMMEDIATE")
         try:
             yield
+            self._commits += 1  # before: an interrupt may come as soon as it is done
             self.rows("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):  # some errors have rolled back by themselves
@@ -243,6 +254,8 @@ class Database:
         if self.path.is_dir() or not self.path.parent.is_dir():
             raise JournalError(f"{self.path} must be a file in a directory that exists")
         beside = self.path.with_name(self.path.name + ".lock")
+        if beside.is_dir():
+            raise JournalError(f"{beside} must be a file: move it away")
         self._lock = self._open_lock(beside)
         if self._lock is not None:
             self._opened.callback(os.close, self._lock)
@@ -301,6 +314,9 @@ class Database:
         except OSError as error:
             raise self._cannot_create(error) from error
         self.acknowledge(0)  # whatever an earlier journal of this name has acknowledged
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.fsync(self._lock)  # a power cut must not bring the earlier mark back
 
     def _cannot_create(self, error: OSError) -> JournalError:
         return JournalError(
@@ -376,6 +392,7 @@ class Database:
             raise DamagedError(f"{self.path}: damaged ({where}): restore it from a copy")
 
     def _upgrade(self, schema: Schema) -> None:
+        """Bring the tables of an earlier format up to date; in memory where none can be written."""
         ((format,),) = self.rows("PRAGMA user_version")
         if format == schema.format:
             return
@@ -384,12 +401,18 @@ class Database:
             self._connection.backup(copy)
             self._connection.close()
             self._connection = copy
-        with self.transaction():
-            schema.upgrade(self, format)
-            self.rows(f"PRAGMA user_version = {schema.format}")
-        if self.read_only is None:
-            self.give_back_free_pages()
-            self.empty_log()
+        try:
+            with self.transaction():
+                schema.upgrade(self, format)
+                self.rows(f"PRAGMA user_version = {schema.format}")
+            if self.read_only is None:
+                self.give_back_free_pages()
+                self.empty_log()
+        except (sqlite3.Error, OSError) as error:
+            if self.read_only is not None or _code(error) in _DAMAGE:
+                raise
+            self._fail(error)  # a full disk, say: read it at least
+            self._upgrade(schema)
 
     def _check_schema(self, schema: Schema) -> None:
         """Compare the definitions in the file with ours: a changed one would change meanings."""

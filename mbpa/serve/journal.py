@@ -11,6 +11,7 @@ Opening verifies all of it (`journal_schema`).
 Standard library only, as `database` is: without ``mbpa`` itself, neither torch nor numpy is loaded.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +81,6 @@ class Journal:
     """
 
     def __init__(self, path: Path, *, create: bool = True, writable: bool = True) -> None:
-        self.path = path
         self._database = Database(path, SCHEMA, create=create, writable=writable)
         try:
             with self._database.reading() as database:
@@ -88,6 +88,7 @@ class Journal:
         except BaseException:
             self._database.close()
             raise
+        self.path = self._database.path
         self._totals, self._labels = found.totals, found.labels
         self._restored, self._waste = found.restored, found.waste
 
@@ -132,6 +133,7 @@ class Journal:
         """
         for example in examples:
             _validate(*example)
+        _validate_request(request)
         with self._database.writing() as database:
             known = self._find_request(examples, request)
             if known is not None or not examples:
@@ -158,6 +160,7 @@ class Journal:
             InputError: ``request`` has named other examples.
             JournalError: as `learn`; what may not be durable is not acknowledged here either.
         """
+        _validate_request(request)
         with self._database.writing():
             return self._find_request(examples, request)
 
@@ -170,9 +173,11 @@ class Journal:
         Raises:
             JournalError: not acknowledged; after a restart all of them are there, or none.
         """
+        ids = [operator.index(id) for id in ids]
         with self._database.writing() as database:
             found = self._find_rows(ids, label)
             if not found:
+                database.empty_log()  # an interrupted call may have overwritten them
                 return []
             totals = replace(self._totals, change=self._totals.change + 1)
             with database.transaction():
@@ -312,7 +317,21 @@ def _example(id: int, label: str, said: str | bytes | None, key: bytes | None) -
     return Example(id, label, said, key)
 
 
+def _validate_request(request: str | None) -> None:
+    if request is None:
+        return
+    if type(request) is not str:
+        raise ValueError(f"request must be a string, got {request!r}")
+    try:
+        request.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"request must be Unicode without surrogates: {error}") from error
+
+
 def _validate(label: str, said: str | bytes | None, key: bytes | None) -> None:
+    kinds = {type(label): str, type(said): str | bytes | None, type(key): bytes | None}
+    if wrong := [kind for kind, wanted in kinds.items() if not issubclass(kind, wanted)]:
+        raise ValueError(f"an example must be a label, a text or file, and a key, got {wrong[0]}")
     if not label:
         raise ValueError("label must not be empty")
     if said is None and key is None:

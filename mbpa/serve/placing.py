@@ -22,6 +22,9 @@ from mbpa.serve.database import DamagedError, InUseError, JournalError
 from mbpa.serve.journal import Journal
 from mbpa.serve.run import JOURNAL, MODEL, RUN
 
+PARTS = {RUN, MODEL, *(JOURNAL + end for end in ("", "-wal", "-shm", "-journal", ".lock"))}
+"""What a run directory holds; anything else is somebody's, and never removed."""
+
 
 def require_free(out: Path, *, replace: bool) -> None:
     """Raise `RunError` if nothing can be written there, or if anything would be lost by writing a
@@ -62,7 +65,7 @@ def in_its_place(out: Path, *, replace: bool) -> Iterator[Path]:
         with _locked(new):
             yield new
             files.flush_directory(new)
-            old = _take_place(new, place)
+            old = _take_place(new, place, replace)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -83,7 +86,7 @@ def _check_free(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
         raise RunError(f"{out} is a file; --out must name a directory")
     there = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    foreign = sorted(n for n in there if n not in (RUN, MODEL) and not n.startswith(JOURNAL))
+    foreign = sorted(there - PARTS)
     if foreign:
         raise RunError(f"{out} holds {foreign[0]}, which is no part of a run: name another --out")
     if there and RUN not in there:
@@ -108,13 +111,12 @@ def _not_served(out: Path) -> Iterator[None]:
         yield
 
 
-def _take_place(new: Path, place: Path) -> Path | None:
+def _take_place(new: Path, place: Path, replace: bool) -> Path | None:
     """Give a run its name; returns where what had it before is now."""
+    _check_free(place, replace)  # again: others may have been here meanwhile
     if not place.exists():
         new.rename(place)
         return None
-    with _not_served(place):
-        pass
     # Closing a journal removes files by name, and by then the name is another's: only the lock of
     # the old one is held while the names change.
     lock = place / f"{JOURNAL}.lock"

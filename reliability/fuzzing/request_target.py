@@ -145,8 +145,8 @@ class Site:
         sent: list[Any] = []
 
         async def receive() -> dict[str, Any]:
-            if not pieces:
-                return {"type": "http.disconnect"}
+            if not pieces:  # the client stays until it is answered
+                await asyncio.Event().wait()
             body = pieces.pop(0)
             return {"type": "http.request", "body": body, "more_body": bool(pieces)}
 
