@@ -540,12 +540,21 @@ def test_relative_paths_and_links_lead_to_one_journal(tmp_path, monkeypatch):
 
 
 def test_what_came_while_a_run_was_made_is_not_replaced(tmp_path):
-    for make in (write_word_run, lambda place: (place.mkdir(), (place / "mine").touch())):
-        out = tmp_path / make.__name__
-        with pytest.raises(RunError), placing.in_its_place(out, replace=False) as new:
+    def make_run_beside(others: Path) -> None:
+        with placing.in_its_place(tmp_path / "run", replace=False) as new:
             write_random_run(new)
-            make(out)
-        assert (out / "mine").exists() or RunInfo.read(out).encoder == "words"
+            others.rename(tmp_path / "run")
+
+    write_word_run(tmp_path / "another")
+    with pytest.raises(RunError, match="is a run: what was taught there would be lost"):
+        make_run_beside(tmp_path / "another")
+    assert RunInfo.read(tmp_path / "run").encoder == "words"
+    (tmp_path / "run").rename(tmp_path / "another")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis").touch()
+    with pytest.raises(RunError, match="holds thesis, which is no part of a run"):
+        make_run_beside(tmp_path / "mine")
+    assert (tmp_path / "run" / "thesis").exists()
 
 
 def test_backups_beside_a_journal_are_no_part_of_a_run(tmp_path):

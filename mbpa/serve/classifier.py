@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import numpy as np
 import torch
@@ -312,7 +312,7 @@ class Classifier:
             held = self._model.known.examples.get(id)
             return held is not None and held.is_trained
 
-    def forget(self, ids: Iterable[int] = (), label: str | None = None) -> list[int]:
+    def forget(self, ids: Iterable[SupportsIndex] = (), label: str | None = None) -> list[int]:
         """Delete examples by id, or all of a label, for good; returns the ids that were there.
 
         What was taught is forgotten as if it never had been. Of examples that the head was trained

@@ -309,14 +309,13 @@ class Database:
 
     def _create(self) -> None:
         """Make an empty file that others cannot read: it will hold what people wrote."""
+        self.acknowledge(0)  # whatever an earlier journal of this name has acknowledged
         try:
+            if self._lock is not None:
+                os.fsync(self._lock)  # a power cut must not bring the earlier mark back
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         except OSError as error:
             raise self._cannot_create(error) from error
-        self.acknowledge(0)  # whatever an earlier journal of this name has acknowledged
-        if self._lock is not None:
-            with contextlib.suppress(OSError):
-                os.fsync(self._lock)  # a power cut must not bring the earlier mark back
 
     def _cannot_create(self, error: OSError) -> JournalError:
         return JournalError(

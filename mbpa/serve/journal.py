@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, SupportsIndex
 
 from mbpa.serve import journal_schema
 from mbpa.serve.database import DamagedError, Database, InUseError, JournalError
@@ -164,7 +164,7 @@ class Journal:
         with self._database.writing():
             return self._find_request(examples, request)
 
-    def forget(self, ids: Sequence[int] = (), label: str | None = None) -> list[int]:
+    def forget(self, ids: Sequence[SupportsIndex] = (), label: str | None = None) -> list[int]:
         """Remove the examples with these ids and all those of ``label``; returns which were there.
 
         On return no file of the journal has their bytes. Blocks that the file system or the disk
@@ -173,9 +173,9 @@ class Journal:
         Raises:
             JournalError: not acknowledged; after a restart all of them are there, or none.
         """
-        ids = [operator.index(id) for id in ids]
+        numbers = [operator.index(id) for id in ids]  # SQLite would not find those of numpy
         with self._database.writing() as database:
-            found = self._find_rows(ids, label)
+            found = self._find_rows(numbers, label)
             if not found:
                 database.empty_log()  # an interrupted call may have overwritten them
                 return []
