@@ -10,7 +10,7 @@ export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo report reproduce docs test check bench clean
+.PHONY: help demo report reproduce docs test test-all check bench clean
 
 help:
 	@printf "%-16s%s\n" "make demo" "a network meets digits it was not trained on: table, figure, explanation"
@@ -18,6 +18,7 @@ help:
 	@printf "%-16s%s\n" "make reproduce" "experiments anew, one page of them; PRESET=smoke, quick or paper; wants the data sets"
 	@printf "%-16s%s\n" "make docs" "bring tables and figures in the documents up to date with results/"
 	@printf "%-16s%s\n" "make test" "formatting, types and all tests"
+	@printf "%-16s%s\n" "make test-all" "all tests, then the trials of durability, at some length"
 	@printf "%-16s%s\n" "make check" "formatting and types alone"
 	@printf "%-16s%s\n" "make bench" "how fast the engine is, against a loop, torch.func and the hardware"
 	@printf "%-16s%s\n" "make clean" "remove what the other targets made, but for what was reproduced"
@@ -61,6 +62,16 @@ check: $(READY)
 # A process a core, and one for all tests of a file, which share what is dear to set up.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
+
+# Reports of these shorter trials go to build/, so that those in results/ stay the long ones.
+TRY := OMP_NUM_THREADS=1 $(BIN)/python -m reliability
+test-all: test
+	$(TRY) kills --journal 1000 --server 20 --out build/reliability
+	$(TRY) power --out build/reliability
+	$(TRY) damage --mutations 2000 --whole 200 --out build/reliability
+	$(TRY) operations --count 5000 --out build/reliability
+	$(TRY) histories --count 10 --out build/reliability
+	$(TRY) fuzz all --minutes 1 --findings build/reliability --out build/reliability
 
 clean:
 	rm -rf $(VENV) build dist demo report .mypy_cache .ruff_cache .pytest_cache .hypothesis

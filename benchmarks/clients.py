@@ -76,7 +76,8 @@ class Server:
 @contextlib.contextmanager
 def served(run: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "mbpa.cli", "serve", str(run), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # In a session of its own: an interrupt of the client is not one of the server.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:
         for line in process.stdout:

@@ -275,6 +275,7 @@ async def _beside_slow(
     server: Server, bodies: Sequence[bytes], kind: str, count: int, seconds: float
 ) -> dict[str, Any]:
     """Measure normal clients without slow ones, beside them, and again without."""
+    await asyncio.sleep(2.0)  # for connections of before to be closed
     held = _held(server)
     before = await closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
     async with _slow_clients(server, kind, count) as alive:

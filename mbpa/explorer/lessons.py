@@ -80,7 +80,7 @@ class Desk:
         else:
             lessons = [Lesson(label, image=each) for each in dict.fromkeys(await self.read(given))]
         is_new = label not in self.classifier.labels
-        ids = await self._service.teach(lessons)
+        ids, _ = await self._service.teach(lessons)
         examples = "1 example" if len(ids) == 1 else f"{len(ids)} examples"
         new = "the new label " if is_new else ""
         return Deed(f"Taught {examples} of {new}“{label}”.", added=tuple(ids))

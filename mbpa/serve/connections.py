@@ -23,6 +23,7 @@ else:
 
 MAX_CONNECTIONS = 2000
 OTHER_FILES = 256  # that the process opens beside connections
+UNLIMITED_FILES = 1 << 30  # where the system sets no limit
 
 
 class WatchedProtocol(Protocol):
@@ -63,21 +64,26 @@ class WatchedProtocol(Protocol):
 
 def limit_connections() -> int:
     """Return how many connections this process may have open."""
-    if sys.platform == "win32":
-        return MAX_CONNECTIONS
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return min(MAX_CONNECTIONS, max(OTHER_FILES, soft - OTHER_FILES))
+    most = _read_file_limits()[0]
+    return min(MAX_CONNECTIONS, max(OTHER_FILES, most - OTHER_FILES))
 
 
 def raise_file_limit() -> None:
     """Let this process open as many files as its connections want, where it may."""
-    if sys.platform == "win32":
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    most, allowed = _read_file_limits()
+    wanted = min(MAX_CONNECTIONS + OTHER_FILES, allowed)
+    if sys.platform != "win32" and most < wanted:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _read_file_limits() -> tuple[int, int]:
+    """Return how many files this process may open now, and how many if it asks for more."""
+    if sys.platform == "win32":
+        return UNLIMITED_FILES, UNLIMITED_FILES
+    soft, hard = (
+        UNLIMITED_FILES if each == resource.RLIM_INFINITY else each
+        for each in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    return soft, hard

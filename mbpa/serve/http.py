@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from mbpa.device import choose_device
 from mbpa.errors import MissingExtraError, RunError
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import JournalError
@@ -57,18 +58,16 @@ def serve(
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     if threshold is not None and not 0 <= threshold <= 1:
         raise RunError(f"threshold must be between 0 and 1, got {threshold}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RunError(
-            "--device cuda: this machine has no CUDA device that torch can use; "
-            "say --device cpu, or leave it out"
-        )
+    try:
+        chosen = choose_device(device)
+    except ValueError as error:
+        raise RunError(str(error)) from error
     RunInfo.read(directory)  # what is wrong with the run is told first, and at once
     listener = _listening(host, port)
     with listener:
         print(f"loading {directory}", file=sys.stderr, flush=True)
-        chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device
         try:
-            classifier = Classifier.load(directory, device="cpu" if chosen == "auto" else chosen)
+            classifier = Classifier.load(directory, device=chosen)
         except JournalError as error:
             raise RunError(str(error)) from error
         with classifier:

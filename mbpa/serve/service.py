@@ -147,8 +147,9 @@ class Service:
                 raise InputError(f"{place}{error}") from error
         return pictures
 
-    async def learn(self, lessons: messages.Lessons) -> list[int]:
-        """Teach what a request brings; returns the ids of the examples."""
+    async def learn(self, lessons: messages.Lessons) -> tuple[list[int], int]:
+        """Teach what a request brings; returns the ids of the examples, and how many labels there
+        are then."""
         sent = [each.image for each in lessons.examples if each.image is not None]
         pictures = iter(await self.read(sent) if sent else ())
         taught = [
@@ -157,7 +158,9 @@ class Service:
         ]
         return await self.teach(taught, lessons.request)
 
-    async def teach(self, lessons: Sequence[Lesson], request: str | None = None) -> list[int]:
+    async def teach(
+        self, lessons: Sequence[Lesson], request: str | None = None
+    ) -> tuple[list[int], int]:
         """Encode examples, where requests take turns; then write them.
 
         Args:
@@ -170,7 +173,7 @@ class Service:
         if request is not None:
             known = await self.writer(lambda: self._find_repeated(lessons, request))
             if known is not None:
-                return known
+                return known, len(self.classifier.labels)
         items = [each.said for each in lessons if each.key is None and each.said is not None]
         asked = Asked(tuple(items))
         await self.lessons([Piece(asked, place) for place in range(len(items))])
@@ -180,9 +183,10 @@ class Service:
             for each in lessons
         ]
 
-        def write() -> list[int]:
+        def write() -> tuple[list[int], int]:
             known = None if request is None else self._find_repeated(lessons, request)
-            return self.classifier.learn(whole, request=request) if known is None else known
+            ids = self.classifier.learn(whole, request=request) if known is None else known
+            return ids, len(self.classifier.labels)  # before anybody else writes
 
         return await self.writer(write)
 
@@ -297,10 +301,8 @@ def _add_teaching(app: FastAPI, service: Service) -> None:
     @app.post("/learn", responses=FAILED, response_model=messages.Learnt)
     async def learn(lessons: messages.Lessons, request: Request) -> Response:
         """Add examples; once this is answered they are on disk, and every answer knows them."""
-        ids = await _unless_gone(request, len(lessons.examples), service.learn(lessons))
-        return _json(
-            messages.Learnt.model_construct(ids=ids, labels=len(service.classifier.labels))
-        )
+        ids, labels = await _unless_gone(request, len(lessons.examples), service.learn(lessons))
+        return _json(messages.Learnt.model_construct(ids=ids, labels=labels))
 
     @app.post("/forget", responses=FAILED, response_model=messages.Forgotten)
     async def forget(asked: messages.Forgetting) -> Response:
