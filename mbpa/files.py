@@ -4,7 +4,6 @@ Standard library only, so that the journal loads without torch.
 """
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
@@ -92,6 +91,8 @@ def exchange(one: Path, other: Path) -> bool:
     """
     if sys.platform == "win32":
         return False
+    import ctypes  # here: it takes a while, and `import mbpa` needs none of it
+
     library = ctypes.CDLL(None, use_errno=True)
     paths = os.fsencode(one), os.fsencode(other)
     if hasattr(library, "renameat2"):

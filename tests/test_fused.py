@@ -296,7 +296,7 @@ KEYS = {
     "clustered": clusters,
     "far from the origin": lambda count, size: 100 + torch.randn(count, size),
     "tiny": lambda count, size: 1e-6 * torch.randn(count, size),
-    "hardly there": lambda count, size: 3e-18 * torch.randn(count, size),
+    "hardly there": lambda count, size: 3e-11 * torch.randn(count, size),
     "beyond half precision": lambda count, size: 1e6 * torch.randn(count, size),
     "duplicates": lambda count, size: torch.randn(count, size).round(),
 }

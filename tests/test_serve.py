@@ -724,6 +724,8 @@ def test_what_is_not_there_is_said_in_json(client):
     assert client.get("/predict").json() == {"error": "Method Not Allowed"}
 
 
+# The server runs in a thread of this process, and what it draws looks as if a strategy drew it.
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
 def test_the_description_is_kept_to(tmp_path):
     """Cases that schemathesis draws from the OpenAPI description, good ones and bad ones."""
     write_word_run(tmp_path / "run")

@@ -165,7 +165,7 @@ class HandsOutItsStorage(mbpa.ExactMemory):
 
 
 class AcceptsAnything(mbpa.ExactMemory):
-    def _checked_keys(self, keys: Tensor) -> Tensor:
+    def _checked_keys(self, keys: Tensor, **_: bool) -> Tensor:
         return keys.reshape(len(keys), self.key_size)
 
 
