@@ -1432,7 +1432,7 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
         "a port in use": "(Address already in use): name another with --port",
         "neither": "is no run",
         "no threshold": "between 0 and 1, got 1.5",
-        "no GPU": "--device cuda: this machine has no CUDA device",
+        "no GPU": "there is no CUDA device here",
     }[what] in printed
 
 
