@@ -212,6 +212,7 @@ class Database:
         with self._access:
             self._closed = True
             self._opened.close()
+            _OPEN.discard(self)
 
     # Inside
 
@@ -258,7 +259,7 @@ class Database:
             raise JournalError(f"{beside} must be a file: move it away")
         self._lock = self._open_lock(beside)
         if self._lock is not None:
-            self._opened.callback(os.close, self._lock)
+            self._opened.callback(self._close_lock)
             self._take_lock(self._lock)
             if not files.is_at(beside, os.fstat(self._lock)):  # replaced meanwhile
                 self._opened.close()
@@ -424,10 +425,13 @@ class Database:
         if hasattr(self, "_connection"):
             _keep_for_ever(self._connection)
         self._opened.pop_all()
-        if self._lock is not None:  # shared with the parent, whose lock it would prolong
-            with contextlib.suppress(OSError):
-                os.close(self._lock)
-            self._lock = None
+        self._close_lock()  # shared with the parent, whose lock it would prolong
+
+    def _close_lock(self) -> None:
+        """Close the lock file, once: its number may soon be that of another file."""
+        descriptor, self._lock = self._lock, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 _OPEN: "weakref.WeakSet[Database]" = weakref.WeakSet()
