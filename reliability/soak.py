@@ -259,7 +259,7 @@ class _Soak:
         settled = [each for each in self._samples if each["minute"] >= WARM_UP_MINUTES]
         is_long = minutes >= LEAST_MINUTES and not is_interrupted
         fitted = settled if is_long else self._samples
-        growth = {name: fit_growth(_find_least(fitted, name)) for name in GROWING}
+        growth = {name: fit_growth(find_least(fitted, name)) for name in GROWING}
         broken = [f"{type(each).__name__}: {each}" for each in failures]
         if after is None:
             broken.append("the server ended by itself")
@@ -293,11 +293,11 @@ def _find_growth(
             yield f"{name}: {before[name]:.0f} before, {after[name]:.0f} after"
 
 
-def _find_least(samples: Samples, name: str) -> list[tuple[float, float]]:
+def find_least(samples: Samples, name: str) -> list[tuple[float, float]]:
     """Return the hour and the least value of each full minute.
 
-    What a process holds goes up and down, here by the size of all keys, and at which moment a
-    sample is taken is chance; what is never given back shows in the least of several samples.
+    What a process holds goes up and down, here by the size of all keys, and a sample meets one or
+    the other by chance; what is never given back shows in the least of several samples.
     """
     grouped = itertools.groupby(samples, key=lambda each: int(each["minute"]))
     minutes = [(minute / 60, [each[name] for each in group]) for minute, group in grouped]

@@ -58,6 +58,7 @@ from mbpa.serve.connections import WatchedProtocol
 from mbpa.serve.gate import Settings
 from mbpa.serve.journal import Journal
 from mbpa.serve.service import create_app
+from reliability import soak
 
 CHECKS = [
     schemathesis.checks.not_a_server_error,
@@ -156,7 +157,7 @@ def test_a_batch_that_takes_too_long_at_once_is_answered_in_parts(untaught, tmp_
     shutil.copytree(untaught, tmp_path / "run")
     with (
         Classifier.load(tmp_path / "run") as classifier,
-        running(create_app(classifier, Settings(part_s=1e-9))) as url,
+        running(create_app(classifier, Settings(part=0.0, part_s=1e-9))) as url,
         httpx.Client(base_url=url, timeout=60) as parted,
     ):
         for _ in range(10):
@@ -1053,7 +1054,14 @@ class SteadyPace(Pace):
 
 def batcher_of(handle, **options) -> Batcher:
     """One for numbers, each of which takes as many seconds as it says."""
-    settings = {"weight": float, "part_s": 3.0, "batch": 8, "wait_s": 100.0, "pace": SteadyPace()}
+    settings = {
+        "weight": float,
+        "part": 0.0,
+        "part_s": 3.0,
+        "batch": 8,
+        "wait_s": 100.0,
+        "pace": SteadyPace(),
+    }
     return Batcher(handle, **(settings | options))
 
 
@@ -1394,6 +1402,25 @@ def test_a_lesson_sent_again_is_the_same_though_its_text_is_embedded_elsewhere(t
         assert httpx.get(f"{url}/stats").json()["taught"] == 1
         body["examples"][0]["text"] = "a rake"
         assert httpx.post(f"{url}/learn", json=body).status_code == 422
+
+
+# Trials
+
+
+def test_growth_is_that_of_what_is_never_given_back():
+    """Of a process that now and then holds 25 MB more, and keeps 2 MB each hour."""
+    samples = [
+        {"minute": second / 60, "mb": 200 + 2 * second / 3600 + 25 * (second % 20 == 0)}
+        for second in range(0, 3601, 10)
+    ]
+    found = soak.fit_growth(soak.find_least(samples, "mb"))
+    assert found["slope"] == pytest.approx(2, abs=0.01)
+    assert found["error"] < 0.01
+    noise = random.Random(0)
+    steady = [(minute / 60, noise.gauss(200, 1)) for minute in range(50)]
+    found = soak.fit_growth(steady)
+    assert abs(found["slope"]) < 3 * found["error"]
+    assert found["spread"] == pytest.approx(1, abs=0.3)
 
 
 # The command

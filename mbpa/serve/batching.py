@@ -1,8 +1,8 @@
 """Scheduling of the model's work: requests are cut into pieces, and pieces share the model fairly.
 
 One thread runs the model. Pieces that arrive while it works form its next batch, so a batch is as
-large as the load wants and nobody waits for others to come. A batch is bounded by its estimated
-seconds, and pieces are taken by fair queueing (Demers, Keshav and Shenker 1989): in the order in
+large as the load wants and nobody waits for others to come. A batch is bounded by the work that it
+brings, and pieces are taken by fair queueing (Demers, Keshav and Shenker 1989): in the order in
 which they would end if all requests were worked on at once, at equal speed. A small request waits
 for about one batch, however much work larger requests have brought before it. Another thread
 writes, so learning, which waits for the disk, holds up no answer.
@@ -88,7 +88,8 @@ class Batcher(Generic[Piece, Done]):
         handle: gives one result per piece.
         weight: work of a piece, by which requests share the model. Always the same for the same
             piece, so that equal requests are handled in the order in which they came.
-        part_s: estimated seconds of a batch; a single piece may take longer.
+        part: weight of a batch; a single piece may weigh more.
+        part_s: or what is done in so many seconds, by the pace of late, if that is more.
         batch: maximum number of pieces per batch.
         wait_s: estimated seconds that a request may have to wait for others; a request that takes
             long itself may wait for `EQUALS` times as long as it takes. Further requests are
@@ -105,6 +106,7 @@ class Batcher(Generic[Piece, Done]):
         handle: Callable[[list[Piece]], list[Done]],
         *,
         weight: Callable[[Piece], float],
+        part: float,
         part_s: float,
         batch: int,
         wait_s: float,
@@ -114,7 +116,7 @@ class Batcher(Generic[Piece, Done]):
     ) -> None:
         self._handle, self._weight = handle, weight
         self._pace = Pace(1e-3) if pace is None else pace
-        self._part_s, self._batch = part_s, batch
+        self._part, self._part_s, self._batch = part, part_s, batch
         self._wait_s, self._window_s = wait_s, window_s
         self._last = 1
         self._jobs: set[_Job[Piece, Done]] = set()
@@ -124,6 +126,8 @@ class Batcher(Generic[Piece, Done]):
         self._virtual_time = 0.0
         """Work that each request would have had done if they shared the model equally."""
         self._waiting = 0
+        self._usual = 1.0
+        """Weight of requests of late."""
         self._some = threading.Condition()
         self._stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -133,6 +137,11 @@ class Batcher(Generic[Piece, Done]):
     def waiting(self) -> int:
         """Pieces that the model has not been given yet."""
         return self._waiting
+
+    def estimate_wait_s(self) -> float:
+        """Return the seconds that a request of the usual weight would have to wait for others."""
+        with self._some:
+            return self._pace.seconds * self._weigh_ahead(self._usual)
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -174,11 +183,16 @@ class Batcher(Generic[Piece, Done]):
         """Refuse a request that would have to wait too long."""
         if self._stopped:
             raise Overloaded
-        # Of a larger request, fair queueing lets no more pass before this one than it brings.
-        ahead = sum(min(other.remaining, job.remaining) for other in self._jobs)
+        ahead = self._weigh_ahead(job.remaining)
         excess_s = self._pace.seconds * (ahead - EQUALS * job.remaining) - self._wait_s
+        self._usual = 0.9 * self._usual + 0.1 * job.remaining
         if self._jobs and excess_s > 0:
             raise Overloaded(excess_s)
+
+    def _weigh_ahead(self, weight: float) -> float:
+        """Return the weight of what is handled before a request of this weight is done: of a larger
+        one, fair queueing lets no more pass than the smaller brings."""
+        return sum(min(other.remaining, weight) for other in self._jobs)
 
     def _push(self, job: _Job[Piece, Done], start: float) -> None:
         finish = start + job.weights[job.taken]
@@ -247,7 +261,7 @@ class Batcher(Generic[Piece, Done]):
 
     def _take(self) -> list[tuple[_Job[Piece, Done], int]]:
         batch: list[tuple[_Job[Piece, Done], int]] = []
-        room = self._part_s / self._pace.seconds
+        room = max(self._part, self._part_s / self._pace.seconds)
         while self._queue and len(batch) < self._batch:
             finish, _, job = self._queue[0]
             if not job.is_wanted:

@@ -28,6 +28,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = ("/", "/health", "/docs", "/openapi.json", "/favicon.ico")  # says nothing of the run
 SLOWEST = 30  # seconds for a body to come
 PATIENCE = 1 << 26  # bytes of a body that is too large that are read before it is refused
+WAITING_PATHS = ("/predict", "/explain")
 TOO_MANY = "too many requests at once, try again"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -47,12 +48,15 @@ class Settings:
     held_bytes: int = 1 << 29
     """Bytes of bodies that have come and are not answered yet; above it further requests get
     429."""
-    wait_s: float = 1.0
+    wait_s: float = 0.5
     """Estimated seconds that a request may have to wait for others; more get 429."""
     lesson_wait_s: float = 5.0
     """The same for examples that are to be encoded before they are learnt."""
+    part: float = 256.0
+    """Work that the model gets at a time, at least one item: tokens to encode, of which a text has
+    256 at most for the default encoder; a query counts for four."""
     part_s: float = 0.1
-    """Estimated seconds of work that the model gets at a time, at least one item."""
+    """Or what it does in so many seconds, if that is more."""
     batch: int = 64
     """Maximum number of items that the model gets at a time."""
     window_s: float = 0.003
@@ -93,10 +97,25 @@ class Metrics:
 
 
 class Gate:
-    """An app that lets requests pass to another."""
+    """An app that lets requests pass to another.
 
-    def __init__(self, app: App, settings: Settings, metrics: Metrics, paths: set[str]) -> None:
+    Args:
+        paths: counted by name.
+        estimate_wait_s: seconds that a request for one of `WAITING_PATHS` would have to wait.
+            Asked before a body is read: to parse hundreds of them only to refuse them would keep
+            those waiting that are not.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        settings: Settings,
+        metrics: Metrics,
+        paths: set[str],
+        estimate_wait_s: Callable[[], float],
+    ) -> None:
         self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
+        self._estimate_wait_s = estimate_wait_s
         self.inside = self.receiving = self.held_bytes = self._on_pages = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,9 +173,10 @@ class Gate:
             or self.receiving >= settings.receiving
             or self.held_bytes >= settings.held_bytes
         )
-        if is_full and path != "/health":
+        wait_s = self._estimate_wait_s() if path in WAITING_PATHS else 0.0
+        if (is_full or wait_s > settings.wait_s) and path != "/health":
             self._metrics.shed.inc()
-            await refuse(send, 429, TOO_MANY, retry_after=1)
+            await refuse(send, 429, TOO_MANY, retry_after=wait_s - settings.wait_s)
         elif not self._may_pass(path, headers):
             text = "give the right token: Authorization: Bearer TOKEN"
             await refuse(send, 401, text, extra=[(b"www-authenticate", b"Bearer")])

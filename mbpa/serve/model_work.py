@@ -21,7 +21,7 @@ from mbpa.serve.classifier import Classifier
 # Work of encoding a text, roughly: the default encoder reads 256 tokens of about four bytes.
 BYTES_PER_TOKEN, READ_BYTES, ITEM_TOKENS = 4, 1024, 2
 LEAST_STEP, FIRST_STEP, MAX_STEP = 8, 64, 1024  # queries that are answered at once
-EXPLAIN_WEIGHT = 2  # of a query that is explained, beside one that is answered
+QUERY_WEIGHT, EXPLAIN_WEIGHT = 4, 8  # tokens that are encoded while one query is answered
 SLOW = 4  # times the limit, after which fewer are
 
 
@@ -78,8 +78,10 @@ class Piece:
 
 
 def weigh(piece: Piece) -> float:
-    """Return the work of a piece, in units of about one token or one query."""
-    return piece.units + piece.size * (EXPLAIN_WEIGHT if piece.asked.wants_reasons else 1)
+    """Return the work of a piece, in units of about one token."""
+    return piece.units + piece.size * (
+        EXPLAIN_WEIGHT if piece.asked.wants_reasons else QUERY_WEIGHT
+    )
 
 
 class Step:

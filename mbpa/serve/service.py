@@ -82,6 +82,7 @@ class Service:
         self.model: Batcher[Piece, Sequence[Answer | Reason]] = Batcher(
             self._handle,
             weight=weigh,
+            part=settings.part,
             part_s=settings.part_s,
             batch=settings.batch,
             wait_s=settings.wait_s,
@@ -92,6 +93,7 @@ class Service:
         self.lessons: Batcher[Piece, Sequence[Answer | Reason]] = Batcher(
             studied.handle,
             weight=weigh,
+            part=settings.part,
             part_s=settings.part_s,
             batch=settings.batch,
             wait_s=settings.lesson_wait_s,
@@ -269,7 +271,13 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
     )
     app.state.service = service
     app.state.home = "/docs"
-    app.add_middleware(Gate, settings=settings, metrics=service.metrics, paths=PATHS)
+    app.add_middleware(
+        Gate,
+        settings=settings,
+        metrics=service.metrics,
+        paths=PATHS,
+        estimate_wait_s=service.model.estimate_wait_s,
+    )
     _add_errors(app)
     _add_asking(app, service)
     _add_teaching(app, service)
