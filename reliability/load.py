@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 async def _measure(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
     bodies = predictions()
     await closed_loop(server, bodies, 16, min(3.0, arguments.seconds))  # warm
+    alone = await closed_loop(server, bodies, 1, arguments.seconds)
     clients = await _find_saturation(server, bodies, min(5.0, arguments.seconds))
     rounds = [
         await _overload(server, bodies, clients, arguments.seconds) for _ in range(arguments.rounds)
@@ -84,6 +85,7 @@ async def _measure(server: Server, arguments: argparse.Namespace) -> dict[str, A
     return {
         "definition": f"without load: {clients} clients that each ask again when they are "
         f"answered, the most of {CLIENT_COUNTS} of which (nearly) none is refused",
+        "one_client": alone.summary(),
         "saturating_clients": clients,
         "rounds": rounds,
         "median_ratio": statistics.median(ratios),

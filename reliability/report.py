@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,38 @@ def _describe_histories(report: Report) -> str:
     )
 
 
+def _describe_load(report: Report) -> str:
+    offered = [each["offered_per_second"] for each in report["rounds"]]
+    without = [each["without_load"] for each in report["rounds"]]
+    under = [each["under_load"] for each in report["rounds"]]
+    slow = ", ".join(
+        f"{found['ratio']} times beside slow {kind}"
+        for kind, found in report["slow_clients"].items()
+    )
+    return (
+        f"{report['saturating_clients']} clients are answered {_middle(without)} times per second; "
+        f"with {statistics.median(offered):.0f} requests per second {_middle(under)} are, and the "
+        f"99th percentile of these is {report['median_ratio']} times that before "
+        f"({_middle(under, 'p99_ms')} and {_middle(without, 'p99_ms')} ms; "
+        f"{report['one_client']['p99_ms']:.0f} ms for a client alone); {slow}"
+    )
+
+
+def _middle(measured: list[Report], name: str = "answers_per_second") -> str:
+    return f"{statistics.median(each[name] for each in measured):.0f}"
+
+
+def _describe_soak(report: Report) -> str:
+    growth, after = report["growth_per_hour"]["anonymous_mb"], report["quiet_after"]
+    return (
+        f"{sum(report['operations'].values()):,} operations in {report['minutes']:.0f} minutes: "
+        f"memory grows by {growth['slope']:.2f} ± {growth['error']:.2f} MB per hour after the "
+        f"first ten minutes; {after['descriptors']:.0f} descriptors and {after['threads']:.0f} "
+        f"threads, {report['quiet_before']['descriptors']:.0f} and "
+        f"{report['quiet_before']['threads']:.0f} before"
+    )
+
+
 def _describe_fuzzing(report: Report) -> str:
     cases = {name: target["cases"] for name, target in report["targets"].items()}
     told = ", ".join(f"{name} {count:,}" for name, count in cases.items())
@@ -109,6 +142,8 @@ DESCRIBE: dict[str, Callable[[Report], str]] = {
     "damage": _describe_damage,
     "operations": _describe_operations,
     "histories": _describe_histories,
+    "load": _describe_load,
+    "soak": _describe_soak,
     "fuzz": _describe_fuzzing,
 }
 
