@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -483,6 +485,22 @@ def test_a_device_that_is_not_there_is_named(tmp_path, capsys, command):
 
 
 # What an adversary found
+
+
+def test_a_journal_that_nobody_has_any_more_is_not_in_use(tmp_path):
+    journal = Journal(tmp_path / "j")
+    journal.learn(ONE)
+    del journal
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()
+    assert read_texts(tmp_path / "j") == ["one"]
+
+
+def test_a_directory_where_the_lock_belongs_is_named(tmp_path):
+    (tmp_path / "j.lock").mkdir()
+    with pytest.raises(JournalError, match=r"j\.lock must be a file: move it away"):
+        Journal(tmp_path / "j")
+    assert not (tmp_path / "j").exists()
 
 
 @pytest.mark.parametrize("call", ["learn", "forget"])

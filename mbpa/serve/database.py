@@ -13,6 +13,7 @@ files and must neither use nor close them: SQLite would delete the log under its
 import contextlib
 import ctypes
 import hashlib
+import io
 import os
 import sqlite3
 import sys
@@ -91,7 +92,7 @@ class Database:
         self._places: tuple[tuple[Path, os.stat_result], ...] = ()
         self._commits = 0
         self._closed = False
-        self._lock: int | None = None
+        self._lock: io.FileIO | None = None
         _OPEN.add(self)
         try:
             if not writable:
@@ -187,7 +188,7 @@ class Database:
         self.acknowledged = change
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                os.pwrite(self._lock, _make_mark(change), _MARK_OFFSET)
+                os.pwrite(self._lock.fileno(), _make_mark(change), _MARK_OFFSET)
 
     def give_back_free_pages(self) -> None:
         self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` gives back one
@@ -212,7 +213,6 @@ class Database:
         with self._access:
             self._closed = True
             self._opened.close()
-            _OPEN.discard(self)
 
     # Inside
 
@@ -259,19 +259,19 @@ class Database:
             raise JournalError(f"{beside} must be a file: move it away")
         self._lock = self._open_lock(beside)
         if self._lock is not None:
-            self._opened.callback(self._close_lock)
-            self._take_lock(self._lock)
-            if not files.is_at(beside, os.fstat(self._lock)):  # replaced meanwhile
+            self._opened.callback(self._lock.close)
+            self._take_lock(self._lock.fileno())
+            if not files.is_at(beside, os.fstat(self._lock.fileno())):  # replaced meanwhile
                 self._opened.close()
                 return self._hold_lock(create)
-            self.acknowledged = _read_mark(self._lock)
+            self.acknowledged = _read_mark(self._lock.fileno())
         if self.path.exists():
             return None
         if not create or self.read_only is not None:
             raise DamagedError(f"{self.path} is missing: restore it from a copy")
         return self._create()
 
-    def _open_lock(self, beside: Path) -> int | None:
+    def _open_lock(self, beside: Path) -> io.FileIO | None:
         """Open the lock file; if that cannot be written, for reading, as the journal then is."""
         try:
             descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
@@ -282,13 +282,13 @@ class Database:
             if not beside.exists():
                 return None  # where nobody can write, nobody need be kept from it
             try:
-                return os.open(beside, os.O_RDONLY)
+                return io.FileIO(beside)
             except OSError as again:
                 message = f"{beside} cannot be read ({again.strerror}): allow that and restart"
                 raise JournalError(message) from again
         if self.read_only is None and self.path.exists() and not os.access(self.path, os.W_OK):
             self.read_only = f"{self.path} is read-only: allow writing to it and restart"
-        return descriptor
+        return io.FileIO(descriptor, "r+")  # closed when it is collected, too
 
     def _take_lock(self, descriptor: int) -> None:
         writes = self.read_only is None
@@ -313,7 +313,7 @@ class Database:
         self.acknowledge(0)  # whatever an earlier journal of this name has acknowledged
         try:
             if self._lock is not None:
-                os.fsync(self._lock)  # a power cut must not bring the earlier mark back
+                os.fsync(self._lock.fileno())  # a power cut must not bring the earlier mark back
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         except OSError as error:
             raise self._cannot_create(error) from error
@@ -425,13 +425,8 @@ class Database:
         if hasattr(self, "_connection"):
             _keep_for_ever(self._connection)
         self._opened.pop_all()
-        self._close_lock()  # shared with the parent, whose lock it would prolong
-
-    def _close_lock(self) -> None:
-        """Close the lock file, once: its number may soon be that of another file."""
-        descriptor, self._lock = self._lock, None
-        if descriptor is not None:
-            os.close(descriptor)
+        if self._lock is not None:
+            self._lock.close()  # shared with the parent, whose lock it would prolong
 
 
 _OPEN: "weakref.WeakSet[Database]" = weakref.WeakSet()
