@@ -33,22 +33,16 @@ demo: $(READY)
 	$(BIN)/mbpa demo
 
 report: $(READY)
-	$(BIN)/mbpa report results --out report
+	$(BIN)/python -m experiments report results --out report
 
 # What is there in REPRODUCED is not run again, so this may be interrupted; `make clean` leaves it.
 PRESET ?= quick
 REPRODUCED ?= reproduced
 reproduce: $(READY)
-	@$(BIN)/mbpa list | grep -Eq -- '--preset $(PRESET)$$' || \
-	  { echo "no experiment has the preset $(PRESET): see $(BIN)/mbpa list"; exit 2; }
-	@$(BIN)/mbpa list | grep -E 'mbpa run .* --preset $(PRESET)(-|$$)' | { failed=0; \
-	  while read -r run; do \
-	    echo "== $$run"; $(BIN)/$$run --out $(REPRODUCED) < /dev/null || failed=1; \
-	  done; \
-	  $(BIN)/mbpa report $(REPRODUCED) --out $(REPRODUCED)/report && exit $$failed; }
+	$(BIN)/python -m experiments reproduce --preset $(PRESET) --out $(REPRODUCED)
 
 docs: $(READY)
-	$(BIN)/mbpa report results --documents README.md docs/*.md
+	$(BIN)/python -m experiments report results --documents README.md docs/*.md
 	$(BIN)/python -m benchmarks.report
 
 bench: $(READY)

@@ -18,7 +18,7 @@ import torch
 
 import mbpa
 from benchmarks import adaptation, end_to_end, retrieval
-from mbpa.device import measured_rates
+from mbpa.device import measure_throughput
 
 LIMITS = {"operations": 795e12 / 3, "bytes": 4.2e12}
 """Of an H200: float16 products, three for one of float32's accuracy, and its memory."""
@@ -100,7 +100,7 @@ def parts(device: torch.device, arguments: argparse.Namespace) -> Iterator[tuple
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    rates = measured_rates(device)
+    rates = measure_throughput(device)
     known = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),

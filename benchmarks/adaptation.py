@@ -23,7 +23,7 @@ from mbpa.adaptation.engine import SOLVERS
 from mbpa.adaptation.per_query import functional
 from mbpa.kernels import neighbor_weights
 from mbpa.memory import Neighbors
-from mbpa.modules import own_precision
+from mbpa.modules.head import own_precision
 
 ROUNDS = 6  # batches that take turns, so that none finds its inputs in a cache
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import mbpa
-from mbpa.rows import NewRows, label_sums
-from mbpa.serve.run import RunInfo, write_run
+from mbpa.modules.new_rows import NewRows, label_sums
+from mbpa.serve.run_info import RunInfo, write_run
 
 EXAMPLES, LABELS, DIM = 15_000, 150, 384
 PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=10.0, steps=20), k=20)

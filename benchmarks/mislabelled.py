@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 import mbpa
 from benchmarks.tables import markdown, replaced, write
-from mbpa import text
-from mbpa.experiments import data
+from experiments import data
+from mbpa.encoders import text
 from mbpa.explorer import review
 from mbpa.serve import teaching, training
 from mbpa.serve.journal import Example

@@ -20,15 +20,15 @@ import torch
 
 import mbpa
 from benchmarks.tables import markdown, replaced, write
-from mbpa import text
-from mbpa.experiments.experiment import Context
-from mbpa.experiments.intents.measures import subsets, top1
-from mbpa.experiments.intents.task import CORPORA, Size, Task, make_task, read_corpus
-from mbpa.experiments.workspace import Workspace
+from experiments.experiment import Context
+from experiments.intents.measures import subsets, top1
+from experiments.intents.task import CORPORA, Size, Task, make_task, read_corpus
+from experiments.workspace import Workspace
+from mbpa.encoders import text
 from mbpa.serve import teaching
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.spreadsheet import Spreadsheet
+from mbpa.serve.labelled_texts import Spreadsheet
 
 NAME = "new labels"
 SHOTS = 3

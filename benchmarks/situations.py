@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mbpa
-from mbpa.experiments import data, digits, nets
-from mbpa.experiments.experiment import Context
-from mbpa.experiments.images import incremental, presets, task
-from mbpa.experiments.language import config as language
-from mbpa.experiments.language.corpus import read_corpus
-from mbpa.experiments.language.evaluation import first_word
-from mbpa.experiments.language.passage import read_passage, retrieved
-from mbpa.experiments.language.training import trained
-from mbpa.experiments.workspace import Workspace
+from experiments import data, networks
+from experiments.experiment import Context
+from experiments.images import incremental, presets, task
+from experiments.language import config as language
+from experiments.language.corpus import read_corpus
+from experiments.language.evaluation import first_word
+from experiments.language.passage import read_passage, retrieved
+from experiments.language.training import trained
+from experiments.workspace import Workspace
+from mbpa.demo import digits
 
 MOST_NEIGHBORS = 128
 
@@ -80,7 +81,7 @@ def pixels(cache: Path) -> Iterator[Situation]:
     images = data.mnist()
     rows, test = (part.images.flatten(1).float() / 255 for part in (images.train, images.test))
     generator = torch.Generator().manual_seed(0)
-    network = nets.initial_network(0, (784, 400, 400, 10))
+    network = networks.initial_network(0, (784, 400, 400, 10))
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     memory = mbpa.ExactMemory(tasks * kept, 784)
     validation, tested = [], []
@@ -112,7 +113,7 @@ def features(cache: Path) -> Iterator[Situation]:
 
 def sentences(cache: Path) -> Iterator[Situation]:
     """CLINC150: 100 known intents, 50 new ones with three examples each."""
-    from mbpa.text import embedded, encoder
+    from mbpa.encoders.text import embedded, encoder
 
     known, shots, scored = 100, 3, 1_000
     intents = data.clinc150()
@@ -138,7 +139,7 @@ def sentences(cache: Path) -> Iterator[Situation]:
 
 
 def states(cache: Path) -> Iterator[Situation]:
-    """Of the LSTM of `mbpa run language --preset quick`, with the last 2,000 words remembered."""
+    """Yield states of the language experiment's LSTM (preset quick), 2,000 words remembered."""
     settings, context = language.PRESETS["quick"], _context(cache)
     corpus = read_corpus(settings, context)
     model = trained(settings, corpus, context, seed=0)

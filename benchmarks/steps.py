@@ -26,7 +26,7 @@ from torch.nn import functional
 import mbpa
 from benchmarks import tables
 from benchmarks.situations import KINDS, Questions, Situation
-from mbpa.experiments.language.passage import mixed, perplexity, solved_weights
+from experiments.language.passage import mixed, perplexity, solved_weights
 from mbpa.kernels import neighbor_weights
 from mbpa.memory.neighbors import TENSORS
 
@@ -182,7 +182,7 @@ def rates_of(
 ) -> list[float]:
     """What "auto" comes to for these queries."""
     from mbpa.adaptation import Problem
-    from mbpa.adaptation.rates import settled
+    from mbpa.adaptation.step_size import settled
 
     keys, weights = neighbors.keys, neighbor_weights(predictor.kernel, neighbors)
     with torch.no_grad():

@@ -7,9 +7,9 @@ from mbpa.explanation import Explanation
 from mbpa.kernels import exp_dot, gaussian, inverse_distance, uniform
 from mbpa.memory import ExactMemory, Memory, Neighbors
 from mbpa.model import MbPA
+from mbpa.modules.split import split
 from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric, Predictor
 from mbpa.rules import MAP, Adam, Gradient, RMSprop, Rule
-from mbpa.split import split
 from mbpa.stream import score_stream
 from mbpa.tune import Tuning, leave_one_out, tune
 

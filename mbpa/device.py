@@ -7,10 +7,12 @@ with the same result, which is what runs elsewhere. `MBPA_TRITON=0` in the envir
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,7 +23,7 @@ OLDEST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
-class Rates:
+class Throughput:
     """How fast a device computes, for choosing among ways of the same result."""
 
     operations: float
@@ -44,8 +46,19 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and has_cuda) else "cpu")
 
 
+@contextlib.contextmanager
+def use_one_thread() -> Iterator[None]:
+    """Compute on one thread: for tiny tensors a second one gains nothing, and may cost a lot."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 @cache
-def measured_rates(device: torch.device) -> Rates:
+def measure_throughput(device: torch.device) -> Throughput:
     """Timed once a process, a few hundredths of a second; rounded to powers of two, so that noise
     does not change what is chosen by them."""
     size, numbers = (4096, 1 << 26) if device.type == "cuda" else (512, 1 << 22)
@@ -54,7 +67,7 @@ def measured_rates(device: torch.device) -> Rates:
     operations = 2 * size**3 / _seconds(lambda: square @ square, device)
     moved = 2 * row.nbytes / _seconds(lambda: row.add_(1), device)
     call = _seconds(lambda: [few.add_(1) for _ in range(100)], device) / 100
-    return Rates(*(2.0 ** round(math.log2(rate)) for rate in (operations, moved, call)))
+    return Throughput(*(2.0 ** round(math.log2(rate)) for rate in (operations, moved, call)))
 
 
 def takes_kernels(tensor: Tensor) -> bool:

@@ -5,10 +5,6 @@ class CheckpointError(Exception):
     """A checkpoint cannot be read: a file is missing, truncated, altered, or of a newer format."""
 
 
-class ExperimentError(Exception):
-    """An experiment cannot be run or reported as asked; the message is a line on what to do."""
-
-
 class RunError(Exception):
     """A run directory, or the data for one, cannot be used; the message is a line on what to do."""
 

@@ -21,10 +21,10 @@ from mbpa.checkpoint import load_checkpoint, save_checkpoint
 from mbpa.errors import CheckpointError
 from mbpa.explanation import Explanation
 from mbpa.memory import Entries, ExactMemory, Memory, Neighbors, validation
-from mbpa.modules import Head, check_mode, device_of, dtype_of, eval_copy, own_precision
+from mbpa.modules.head import Head, check_mode, device_of, dtype_of, eval_copy, own_precision
+from mbpa.modules.split import grow
 from mbpa.predictors import Context, Predictor
-from mbpa.spec import build, custom_parts, describe
-from mbpa.split import grow
+from mbpa.serialization import build, custom_parts, describe
 
 READ_BYTES = 1 << 28  # of neighbours' keys, at a time
 

@@ -24,7 +24,7 @@ from mbpa.kernels import Kernel, gaussian, inverse_distance
 from mbpa.memory import Neighbors, validation
 from mbpa.memory.neighbors import TENSORS
 from mbpa.model import READ_BYTES, MbPA
-from mbpa.modules import own_precision
+from mbpa.modules.head import own_precision
 from mbpa.predictors import Adapted, Context, Mixture, Parametric, Predictor, in_short
 from mbpa.rules import AUTO, Gradient
 

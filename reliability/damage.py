@@ -418,7 +418,7 @@ def make_key(number: int) -> bytes:
 
 
 def read_info(directory: Path) -> Any:
-    from mbpa.serve.run import RunInfo
+    from mbpa.serve.run_info import RunInfo
 
     return tuple(vars(RunInfo.read(directory)).items())
 

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import mbpa
-from mbpa.serve.run import RunInfo, write_run
+from mbpa.serve.run_info import RunInfo, write_run
 from reliability.linearizability import Event, Verdict, check_history
 from reliability.trial import BrokenPromiseError, Trial
 

@@ -126,7 +126,7 @@ def kill_servers(folder: Path, times: int, seed: int) -> dict[str, int]:
 @contextlib.contextmanager
 def _serve(directory: Path) -> Any:
     """Give the process and the port of a server that was forked from this process."""
-    from mbpa.serve.http import serve
+    from mbpa.serve.server import serve
 
     read, write = os.pipe()
     pid = os.fork()
@@ -238,9 +238,9 @@ def _check(directory: Path, told: Told) -> None:
 
 def _replace_and_kill(directory: Path, draw: random.Random, told: Told) -> None:
     """Kill a process that replaces the run: the old one or the new one is there, whole."""
-    from mbpa.serve.checking import check_run
     from mbpa.serve.journal import Journal
-    from mbpa.serve.placing import in_its_place
+    from mbpa.serve.run_directory import in_its_place
+    from mbpa.serve.verification import check_run
     from reliability.small_run import write_small_run
 
     pid = os.fork()

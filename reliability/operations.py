@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
-from mbpa.rows import NewRows, label_sums
+from mbpa.encoders.text import TextEncoder
+from mbpa.modules.new_rows import NewRows, label_sums
 from mbpa.serve.answers import Answer, Lesson, Reason
+from mbpa.serve.app import create_app
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.gate import Settings
-from mbpa.serve.run import RunInfo, write_run
-from mbpa.serve.service import create_app
-from mbpa.text import TextEncoder
+from mbpa.serve.run_info import RunInfo, write_run
+from mbpa.serve.settings import Settings
 from reliability.reference import (
     Expected,
     Key,

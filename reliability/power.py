@@ -169,7 +169,8 @@ def _trace(
 
 def _classify(error: Exception) -> str:
     """Return "error" for what people are told in a line; everything else is a mistake of ours."""
-    from mbpa.errors import CheckpointError, ExperimentError, RunError
+    from experiments.errors import ExperimentError
+    from mbpa.errors import CheckpointError, RunError
 
     told = CheckpointError, ExperimentError, RunError, OSError
     return "error" if isinstance(error, told) else type(error).__name__
@@ -199,11 +200,11 @@ def make_scenarios() -> list[Scenario]:
     import torch
 
     import mbpa
-    from mbpa.experiments.results import Result, read_results, write_result
-    from mbpa.experiments.workspace import Workspace
+    from experiments.results import Result, read_results, write_result
+    from experiments.workspace import Workspace
     from mbpa.serve.answers import Lesson
     from mbpa.serve.classifier import Classifier
-    from mbpa.serve.placing import in_its_place, writable
+    from mbpa.serve.run_directory import in_its_place, writable
     from reliability.small_run import KEY_DIM, draw_keys, write_small_run
 
     torch.set_num_threads(1)
@@ -229,7 +230,9 @@ def make_scenarios() -> list[Scenario]:
 
     head = torch.nn.Linear(KEY_DIM, 3)
     metrics = [{"name": "loss", "value": 0.5}]
-    result = Result("illustration", "smoke", 0, {"seeds": [0]}, {}, 1.0, "mbpa run", metrics)
+    result = Result(
+        "illustration", "smoke", 0, {"seeds": [0]}, {}, 1.0, "python -m experiments run", metrics
+    )
 
     def save_model(place: Path, seed: int) -> None:
         memory = mbpa.ExactMemory(10, KEY_DIM)
@@ -247,7 +250,7 @@ def make_scenarios() -> list[Scenario]:
         return "it holds something else"
 
     def write_results(place: Path) -> None:
-        """Do what `mbpa run` does with files: keep its state, write a result, let the state go."""
+        """Do with files what an experiment does: keep state, write a result, discard the state."""
         workspace = Workspace(place / "results" / "illustration" / ".unfinished" / "run")
         with workspace.alone():
             for step in range(2):

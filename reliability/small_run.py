@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 import mbpa
-from mbpa.rows import NewRows, label_sums
-from mbpa.serve.run import RunInfo, write_run
+from mbpa.modules.new_rows import NewRows, label_sums
+from mbpa.serve.run_info import RunInfo, write_run
 
 KEY_DIM, LABELS, EXAMPLES = 16, 4, 24
 

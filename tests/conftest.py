@@ -1,4 +1,4 @@
-"""While the tests run, every annotation of `mbpa` is checked, by jaxtyping and beartype.
+"""While the tests run, jaxtyping and beartype check every annotation of our packages.
 
 The hook must be in place before anything imports `mbpa`, hence the order below.
 """
@@ -42,13 +42,18 @@ def typechecked(signature: Callable[..., Any]) -> Callable[..., Any]:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-mbpa_spec = importlib.util.find_spec("mbpa")
-ROOT = Path(mbpa_spec.submodule_search_locations[0])
+ROOT = Path(importlib.util.find_spec("mbpa").submodule_search_locations[0]).parent
 MODULES = [
-    ".".join(("mbpa", *p.relative_to(ROOT).with_suffix("").parts)) for p in ROOT.rglob("*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for package in ("mbpa", "experiments")
+    for path in (ROOT / package).rglob("*.py")
 ]
 # Triton compiles the source of its kernels, and must find them undecorated.
-TYPECHECKED = [name for name in MODULES if "fused" not in name and "__init__" not in name]
+TYPECHECKED = [
+    name
+    for name in MODULES
+    if not any(word in name for word in ("fused", "search_kernels", "__init__"))
+]
 jaxtyping.install_import_hook(TYPECHECKED, "conftest.typechecked")
 
 if not torch.cuda.is_available():

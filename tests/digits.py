@@ -38,6 +38,6 @@ def _array(what: str, start: int) -> np.ndarray:
     root = Path(os.environ.get("MBPA_DATA") or Path(mbpa.__file__).parents[2] / "shared" / "data")
     path = root / "mnist" / f"t10k-{what}-idx{3 if what == 'images' else 1}-ubyte.gz"
     if not path.exists():
-        pytest.skip("needs MNIST: mbpa data fetch mnist, or MBPA_DATA")
+        pytest.skip("needs MNIST: python -m experiments data fetch mnist, or MBPA_DATA")
     with gzip.open(path) as file:
         return np.frombuffer(file.read(), np.uint8, offset=start)

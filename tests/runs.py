@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
-from mbpa.image import ImageEncoder
-from mbpa.rows import NewRows, label_sums
+from mbpa.encoders.image import ImageEncoder
+from mbpa.encoders.text import TextEncoder
+from mbpa.modules.new_rows import NewRows, label_sums
 from mbpa.serve.answers import Lesson
-from mbpa.serve.run import RunInfo, write_run
-from mbpa.text import TextEncoder
+from mbpa.serve.run_info import RunInfo, write_run
 
 SCALE, OFFSET = 3.0, 0.5  # of rows of new labels
 PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=5.0, steps=10), k=12)
@@ -97,7 +97,7 @@ def plain_picture(colour: str, width: int = 8, height: int = 8) -> bytes:
     """As pictures are kept."""
     from PIL import Image
 
-    from mbpa.image import kept
+    from mbpa.encoders.image import kept
 
     file = io.BytesIO()
     Image.new("RGB", (width, height), colour).save(file, "PNG")

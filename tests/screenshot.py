@@ -3,7 +3,7 @@
 `explorer.png`: a run of Banking77 is asked a sentence, then taught three of a new label; above the
 answer before, below the page after. `explorer-pictures.png`: a run of MNIST's digits from zero to
 seven is taught three eights, and asked about another: the first for which three are enough. Both
-data sets are looked for where `mbpa data` looks.
+data sets are looked for where `python -m experiments data` looks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 from servers import running
 
-from mbpa import image, text
-from mbpa.experiments.data import data_dir
+from experiments.data import data_dir
+from mbpa.encoders import image, text
 from mbpa.explorer import page
 from mbpa.serve import teaching
-from mbpa.serve.album import Album, read_album
 from mbpa.serve.answers import Lesson
+from mbpa.serve.app import create_app
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.service import create_app
-from mbpa.serve.spreadsheet import Spreadsheet, read_spreadsheet
+from mbpa.serve.labelled_images import Album, read_album
+from mbpa.serve.labelled_texts import Spreadsheet, read_spreadsheet
 
 LABEL = "travel_insurance"
 TAUGHT = """Is lost luggage insured when I travel?

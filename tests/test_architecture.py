@@ -12,15 +12,15 @@ ROOT = Path(mbpa.__file__).parent
 LAYERS = [
     {"errors", "files"},
     {"device"},
-    {"sharing"},
-    {"memory", "rows", "split"},
-    {"kernels", "rules", "adaptation", "modules"},
+    {"memory"},
+    {"modules"},
+    {"kernels", "rules", "adaptation"},
     {"predictors"},
-    {"checkpoint", "explanation", "spec"},
+    {"checkpoint", "explanation", "serialization"},
     {"model"},
-    {"stream", "tune", "embedding"},
-    {"testing", "text", "image"},
-    {"experiments", "serve"},
+    {"stream", "tune"},
+    {"testing", "encoders"},
+    {"serve", "demo"},
     {"explorer"},
     {"cli"},
 ]
@@ -51,6 +51,11 @@ def imported(tree: ast.AST) -> set[str]:
     return names
 
 
+def is_kernel(name: str) -> bool:
+    """Return whether a module is written in Triton."""
+    return "fused" in name or "search_kernels" in name
+
+
 def layer(part: str) -> int:
     found = [i for i, parts in enumerate(LAYERS) if part in parts]
     assert found, f"mbpa.{part} has no place in LAYERS"
@@ -69,6 +74,12 @@ def test_imports_go_one_way() -> None:
             assert layer(target) < layer(part), f"mbpa.{name} must not import {other}"
 
 
+def test_the_library_knows_nothing_of_experiments_benchmarks_and_trials() -> None:
+    for name, tree in modules().items():
+        roots = {other.split(".")[0] for other in imported(tree)}
+        assert not roots & {"experiments", "benchmarks", "reliability", "tests"}, name
+
+
 def test_users_of_the_public_face_are_above_it() -> None:
     """`import mbpa` from inside would load everything; only the top rows may."""
     for name, tree in modules().items():
@@ -80,14 +91,14 @@ def test_the_core_imports_little_besides_torch() -> None:
     import sys
 
     for name, tree in modules().items():
-        if layer(name.split(".")[0]) >= layer("experiments") and not name.startswith("testing"):
+        if layer(name.split(".")[0]) >= layer("serve") and not name.startswith("testing"):
             continue
         roots = {other.split(".")[0] for other in imported(tree)}
-        if "fused" in name:  # imported only where there is Triton
+        if is_kernel(name):  # imported only where there is Triton
             roots -= {"triton"}
-        if name == "image":  # imported only when a picture is read
+        if name == "encoders.image":  # imported only when a picture is read
             roots -= {"PIL"}
-        if name == "embedding":  # imported only when an encoder is made
+        if name == "encoders.base":  # imported only when an encoder is made
             roots -= {"transformers", "huggingface_hub"}
         assert roots <= LIGHT | {"mbpa"} | set(sys.stdlib_module_names), name
 
@@ -103,9 +114,9 @@ def test_the_core_does_not_use_pickle() -> None:
 
 def test_kernels_are_imported_only_where_they_are_used() -> None:
     for name, tree in modules().items():
-        if "fused" not in name:
+        if not is_kernel(name):
             at_the_top = imported(ast.Module([n for n in tree.body if not _is_block(n)], []))
-            assert not any("fused" in other for other in at_the_top), name
+            assert not any(is_kernel(other) for other in at_the_top), name
 
 
 def _is_block(node: ast.stmt) -> bool:

@@ -29,6 +29,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mbpa
 import mbpa.checkpoint as checkpoint
 from mbpa import files
 from mbpa.checkpoint import FORMAT, load_checkpoint, save_checkpoint
@@ -1111,6 +1112,23 @@ def test_threads_that_save_and_load_at_once_see_only_whole_checkpoints(tmp_path)
     assert len(set(loads)) > 5
     assert generation_of(tmp_path) in (114, 214, 314)
     assert not leftovers(tmp_path)
+
+
+# Earlier versions
+
+
+EARLIER = Path(__file__).with_name("files") / "earlier-checkpoint"
+
+
+def test_a_checkpoint_of_an_earlier_version_answers_as_it_did(tmp_path):
+    """Written when modules had other names; see `git log` of the file."""
+    told = json.loads(EARLIER.with_suffix(".json").read_text("utf-8"))
+    shutil.copytree(EARLIER, tmp_path / "run")
+    head = torch.nn.Linear(6, 4)
+    head.load_state_dict({name: torch.tensor(value) for name, value in told["head"].items()})
+    model = mbpa.MbPA.load(tmp_path / "run", head=head)
+    found = model(torch.tensor(told["queries"]))
+    torch.testing.assert_close(found, torch.tensor(told["log_probs"]), rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from torch import nn
 
 import mbpa
 from mbpa.adaptation.engine import SOLVERS
+from mbpa.adaptation.output_cache import StoredOutputs
 from mbpa.adaptation.plan import make_plan
 from mbpa.adaptation.problem import Problem
-from mbpa.adaptation.stored import StoredOutputs
-from mbpa.device import measured_rates
-from mbpa.modules import own_precision
+from mbpa.device import measure_throughput
+from mbpa.modules.head import own_precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -201,7 +201,7 @@ def test_the_plan_foretells_the_peak_of_memory(case: str) -> None:
             values=torch.randint(classes, (256, k), device="cuda"),
             weights=torch.rand(256, k, device="cuda").softmax(1),
         )
-        rates = measured_rates(queries.device)
+        rates = measure_throughput(queries.device)
         rows = None
         if case == "one step":
             table = torch.rand(500, classes, device="cuda")

@@ -11,9 +11,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mbpa.adaptation.layers import layered
 from mbpa.adaptation.losses import CROSS_ENTROPY
+from mbpa.adaptation.mlp import layered
 from mbpa.adaptation.optimum import optimum
+from mbpa.adaptation.output_cache import OutputStore, StoredOutputs, table_bytes
 from mbpa.adaptation.per_query import dense, functional
 from mbpa.adaptation.per_query import is_fused as is_dense_fused
 from mbpa.adaptation.plan import (
@@ -28,10 +29,9 @@ from mbpa.adaptation.plan import (
     make_plan,
 )
 from mbpa.adaptation.problem import Adaptation, Problem
-from mbpa.adaptation.rates import is_open, settled
 from mbpa.adaptation.span import one_step, span, step_factors
-from mbpa.adaptation.stored import OutputStore, StoredOutputs, table_bytes
-from mbpa.device import Rates, free_bytes, measured_rates, ran_out_of_memory, takes_kernels
+from mbpa.adaptation.step_size import is_open, settled
+from mbpa.device import Throughput, free_bytes, measure_throughput, ran_out_of_memory, takes_kernels
 from mbpa.memory import Neighbors, validation
 
 MOST_SCRATCH = 1 << 29, 1 << 33  # on a CPU, on a GPU, unless the user says otherwise
@@ -67,7 +67,7 @@ class Engine:
         *,
         half_store: bool = False,
         path: str | None = None,
-        rates: Rates | None = None,
+        rates: Throughput | None = None,
     ) -> None:
         if path not in (None, *PATHS):
             raise ValueError(f"path must be None or one of {PATHS}, got {path!r}")
@@ -115,7 +115,7 @@ class Engine:
         most = self._scratch_bytes or MOST_SCRATCH[device.type == "cuda"]
 
         def make(limit: int) -> Plan:
-            rates = self._rates or measured_rates(device)
+            rates = self._rates or measure_throughput(device)
             return make_plan(problem, table_rows, limit, rates, path, want_change)
 
         plans = self._plans.setdefault(problem.head, {})

@@ -19,9 +19,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mbpa.adaptation.losses import SQUARED_ERROR, Loss
+from mbpa.adaptation.output_cache import StoredOutputs
 from mbpa.adaptation.problem import LinearHead, Problem, why_not_linear
 from mbpa.adaptation.span import inner_products
-from mbpa.adaptation.stored import StoredOutputs
 from mbpa.rules import MAP
 
 BUFFERS = 9  # of K × C numbers, while cross-entropy is lowered

@@ -15,11 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mbpa.adaptation.losses import CROSS_ENTROPY, loss_per_neighbor, residual
+from mbpa.adaptation.output_cache import StoredOutputs
 from mbpa.adaptation.problem import Problem
-from mbpa.adaptation.stored import StoredOutputs
 from mbpa.device import ran_out_of_memory, takes_kernels
+from mbpa.modules.sharing import share
 from mbpa.rules import Adam, Params, RMSprop
-from mbpa.sharing import share
 
 Forward = Callable[[Params, Tensor], Tensor]
 MOST_FUSED = 128  # neighbours
@@ -112,7 +112,7 @@ def is_fused(problem: Problem) -> bool:
 
 
 def _fused(problem: Problem, stored: StoredOutputs | None) -> Float[Tensor, "B C"]:
-    from mbpa.adaptation.fused.dense import dense_outputs
+    from mbpa.adaptation.fused.rmsprop_adam import dense_outputs
 
     head, rule = problem.linear, problem.rule
     assert head is not None

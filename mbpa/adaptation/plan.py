@@ -13,15 +13,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from mbpa.adaptation.layers import layered_cost
 from mbpa.adaptation.losses import CROSS_ENTROPY, SQUARED_ERROR, loss_per_neighbor
+from mbpa.adaptation.mlp import layered_cost
 from mbpa.adaptation.optimum import BUFFERS, require_convex
+from mbpa.adaptation.output_cache import takes_product
 from mbpa.adaptation.per_query import is_fused as is_dense_fused
 from mbpa.adaptation.per_query import shell_of
 from mbpa.adaptation.problem import Problem
 from mbpa.adaptation.span import is_fused
-from mbpa.adaptation.stored import takes_product
-from mbpa.device import Rates
+from mbpa.device import Throughput
 from mbpa.rules import MAP, Adam, Gradient, RMSprop, Rule
 
 FUNCTIONAL, DENSE, SPAN, ONE_STEP, LAYERS = "functional", "dense", "span", "one step", "layers"
@@ -60,7 +60,7 @@ class Price:
     held: float
     """Bytes of scratch at the peak."""
 
-    def seconds(self, rates: Rates, chunk: int) -> float:
+    def seconds(self, rates: Throughput, chunk: int) -> float:
         work = self.operations / rates.operations + self.moved / rates.bytes
         return work + self.calls * rates.call / chunk
 
@@ -69,7 +69,7 @@ def make_plan(
     problem: Problem,
     table_rows: int | None,
     max_bytes: int,
-    rates: Rates,
+    rates: Throughput,
     path: str | None = None,
     want_change: bool = False,
 ) -> Plan:
@@ -136,7 +136,7 @@ def _dense(problem: Problem, is_kept: bool, want_change: bool) -> Price:
     size, steps, table = problem.dtype.itemsize, problem.rule.steps, count * classes
     work = 4 * steps * count * classes * key
     if is_dense_fused(problem) and not want_change:
-        from mbpa.adaptation.fused.dense import padded_sizes
+        from mbpa.adaptation.fused.rmsprop_adam import padded_sizes
 
         moments = 3 if isinstance(problem.rule, Adam) else 2
         rows, width, padded = padded_sizes(count, key, classes)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mbpa.adaptation.losses import CROSS_ENTROPY
+from mbpa.adaptation.output_cache import StoredOutputs
 from mbpa.adaptation.problem import LinearHead, Problem
-from mbpa.adaptation.stored import StoredOutputs
 from mbpa.device import takes_kernels
 from mbpa.rules import Gradient
 
@@ -114,7 +114,7 @@ def one_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
 
 
 def _fused_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
-    from mbpa.adaptation.fused.rows import minus_rows
+    from mbpa.adaptation.fused.row_sums import minus_rows
 
     head, rule = _linear_and_gradient(problem)
     return minus_rows(

@@ -8,8 +8,8 @@ from typing import Any
 
 import gradio as gr
 
-from mbpa import image
-from mbpa.explorer.lessons import Desk
+from mbpa.encoders import image
+from mbpa.explorer.actions import Desk
 from mbpa.explorer.uploads import Uploads
 
 KINDS = list(image.SUFFIXES)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mbpa.errors import MissingExtraError
-from mbpa.explorer import pictures, review
-from mbpa.explorer.pictures import Map
+from mbpa.explorer import rendering, review
+from mbpa.explorer.rendering import Map
 from mbpa.serve.answers import MOST_FILE
 from mbpa.serve.classifier import Classifier
 
@@ -25,12 +25,12 @@ try:
     from fastapi import FastAPI
     from starlette.routing import Mount
 
+    from mbpa.explorer.actions import Deed, Desk, address, thumbnails
     from mbpa.explorer.forms import BESIDE, QUIETLY, Pictures, Sentences, Updates, card
-    from mbpa.explorer.guard import Guard
-    from mbpa.explorer.lessons import Deed, Desk, address, thumbnails
+    from mbpa.explorer.login import Guard
     from mbpa.explorer.review_tab import ReviewTab
+    from mbpa.explorer.sessions import Session, Visits, refusal, told
     from mbpa.explorer.uploads import MOST_BYTES, Entrance, Uploads
-    from mbpa.explorer.visits import Session, Visits, refusal, told
 except ImportError as error:
     raise MissingExtraError("the page", extra="explore") from error
 
@@ -38,7 +38,7 @@ PATH = "/explore"
 UPLOADED = 86_400  # seconds that a picture may be asked about again after it was dropped
 
 STYLE = (
-    pictures.STYLE
+    rendering.STYLE
     + """
 .gradio-container {width: 100% !important; max-width: 1240px !important; margin: 0 auto !important}
 footer {display: none !important}
@@ -179,7 +179,7 @@ class _Page:
         return (
             escape(said),
             gr.Button(interactive=bool(session.deeds)),
-            pictures.title(self.desk.classifier.stats()),
+            rendering.title(self.desk.classifier.stats()),
             gr.Dropdown(choices=sorted(self.desk.classifier.labels)),
             *shown,
         )
@@ -274,8 +274,8 @@ class _Page:
         thumbs = await self.thumbnails([near.id for near in reason.neighbors])
         drawn = await asyncio.to_thread(self._map.around, item, reason, thumbs)
         asked = address(item) if isinstance(item, bytes) else None
-        shown = pictures.answer(reason, self.desk.classifier.threshold, asked)
-        return shown, pictures.memories(reason, thumbs), drawn
+        shown = rendering.answer(reason, self.desk.classifier.threshold, asked)
+        return shown, rendering.memories(reason, thumbs), drawn
 
     @property
     def _hint(self) -> str:

@@ -8,11 +8,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import gradio as gr
 
-from mbpa.explorer import pictures, review
+from mbpa.explorer import rendering, review
+from mbpa.explorer.actions import Deed, Desk
 from mbpa.explorer.forms import BESIDE, ON, QUIETLY, Updates, card
-from mbpa.explorer.lessons import Deed, Desk
 from mbpa.explorer.review import Opinion
-from mbpa.explorer.visits import Session, Visits, refusal, told
+from mbpa.explorer.sessions import Session, Visits, refusal, told
 
 LISTED = 30  # examples of a list
 
@@ -102,7 +102,7 @@ class ReviewTab:
         thumbs = await self._page.thumbnails([each.example.id for each in queue])
         table = [
             (
-                pictures.shown(each.example.id, each.example.text, thumbs, most=600),
+                rendering.shown(each.example.id, each.example.text, thumbs, most=600),
                 each.example.label,
                 each.label,
                 f"{each.share:.0%}",
@@ -121,7 +121,7 @@ class ReviewTab:
         opinion = queue[session.chosen]
         agrees = opinion.label == opinion.example.label
         return (
-            pictures.opinion(opinion, await self._page.thumbnails([opinion.example.id], side=320)),
+            rendering.opinion(opinion, await self._page.thumbnails([opinion.example.id], side=320)),
             gr.Button("It is …" if agrees else f"It is {opinion.label}", interactive=not agrees),
             gr.Dropdown(choices=sorted(self._page.desk.classifier.labels), value=None),
         )

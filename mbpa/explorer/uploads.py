@@ -19,8 +19,8 @@ from typing import NamedTuple
 from starlette.exceptions import HTTPException
 
 from mbpa.errors import RunError
-from mbpa.serve.gate import App, Message, Receive, Scope, Send, refuse
 from mbpa.serve.journal import InputError, Journal
+from mbpa.serve.middleware import App, Message, Receive, Scope, Send, refuse
 
 MOST_BYTES, MOST_FILES = 1 << 30, 4096  # that are kept; of more, the oldest go
 AT_ONCE = 8  # uploads

@@ -22,7 +22,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mbpa.memory import validation
-from mbpa.memory.form import EntryForm
 from mbpa.memory.neighbors import Candidates, Entries, Neighbors
 from mbpa.memory.ranking import (
     SCRATCH_BYTES,
@@ -34,6 +33,7 @@ from mbpa.memory.ranking import (
     unsure_rows,
 )
 from mbpa.memory.ring import Ints, Ring
+from mbpa.memory.schema import EntryForm
 
 
 class Memory(EntryForm, abc.ABC):

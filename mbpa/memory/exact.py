@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mbpa.device import takes_kernels
 from mbpa.memory.base import Memory
-from mbpa.memory.coarse import CoarseKeys
 from mbpa.memory.neighbors import Candidates
 from mbpa.memory.ranking import SCRATCH_BYTES, distance_table, expanded_scores, smallest
+from mbpa.memory.two_stage import CoarseKeys
 
 
 class ExactMemory(Memory):

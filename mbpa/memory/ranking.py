@@ -172,7 +172,7 @@ def distance_table(
 ) -> Float[Tensor, "B N"]:
     """`Σ(h−q)²` of every query and every key."""
     if takes_kernels(queries):
-        from mbpa.memory.fused import pair_distances
+        from mbpa.memory.search_kernels import pair_distances
 
         return pair_distances(queries, keys)
     rows = max(1, min(len(queries), TILE_ROWS))

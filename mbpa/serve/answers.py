@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from mbpa import image
+from mbpa.encoders import image
 from mbpa.serve.journal import InputError
 
 MOST_TEXT, MOST_LABEL = 10_000, 200  # characters
@@ -25,7 +25,7 @@ class Lesson:
     text: str | None = None
     key: Float[Tensor, "D"] | None = None
     image: bytes | None = None
-    """A picture as `mbpa.image.kept` gives it, in place of a text."""
+    """A picture as `mbpa.encoders.image.kept` gives it, in place of a text."""
 
     @property
     def said(self) -> str | bytes | None:
@@ -101,7 +101,7 @@ def check_text(text: str) -> None:
 
 
 def check_picture(picture: bytes) -> None:
-    """`InputError` for a file that is not as `mbpa.image.kept` gives them."""
+    """`InputError` for a file that is not as `mbpa.encoders.image.kept` gives them."""
     try:
         image.require_kept(picture)
     except image.PictureError as error:

@@ -19,10 +19,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
-from mbpa.embedding import Encoder
+from mbpa.encoders.base import Encoder
+from mbpa.encoders.image import ImageEncoder
+from mbpa.encoders.text import TextEncoder
 from mbpa.errors import RunError
-from mbpa.image import ImageEncoder
-from mbpa.rows import NORM_TOLERANCE, NewRows
+from mbpa.modules.new_rows import NORM_TOLERANCE, NewRows
 from mbpa.serve.answers import (
     Answer,
     Lesson,
@@ -32,9 +33,9 @@ from mbpa.serve.answers import (
     check_text,
     named_answers,
 )
+from mbpa.serve.example_index import Counts
 from mbpa.serve.journal import Example, InputError, Journal, Row
-from mbpa.serve.known import Counts
-from mbpa.serve.run import (
+from mbpa.serve.run_info import (
     JOURNAL,
     MOST_NORM,
     RunInfo,
@@ -44,8 +45,7 @@ from mbpa.serve.run import (
     read_model,
     stack_keys,
 )
-from mbpa.serve.taught_model import TaughtModel
-from mbpa.text import TextEncoder
+from mbpa.serve.served_model import TaughtModel
 
 SHOWN = 3  # labels an answer names
 REPLAYED = 1000  # examples that are read at a time
@@ -201,7 +201,7 @@ class Classifier:
     # Answering
 
     def encode(self, items: Sequence[str | bytes]) -> Float[Tensor, "B D"]:
-        """Keys of texts, or of pictures as `mbpa.image.kept` gives them."""
+        """Keys of texts, or of pictures as `mbpa.encoders.image.kept` gives them."""
         for item in items:
             self.check_item(item)
         if self._encoder is None:
@@ -232,7 +232,8 @@ class Classifier:
         """An answer for each of the texts or pictures, or of the keys that `encode` gave.
 
         Args:
-            items: texts, or pictures as `mbpa.image.kept` gives them: what the run `takes`.
+            items: texts, or pictures as `mbpa.encoders.image.kept` returns them, as the run
+                `takes`.
             top: how many labels an answer names.
             threshold: of confidence, below which it abstains; by default the run's.
         """

@@ -1,7 +1,7 @@
 """HTTP connections that are given up when their client is too slow.
 
 Uvicorn waits for ever for the headers of a request, and for ever for a client to read its answer;
-a few hundred such clients would take all file descriptors. Bodies are waited for in `gate`.
+a few hundred such clients would take all file descriptors. `middleware` waits for bodies.
 """
 
 from __future__ import annotations

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import mbpa
-from mbpa.embedding import Encoder, embedded
+from mbpa.encoders.base import Encoder, embedded
+from mbpa.modules.new_rows import NewRows, even_scale, label_sums, require_unit_norm
 from mbpa.predictors import in_short
-from mbpa.rows import NewRows, even_scale, label_sums, require_unit_norm
-from mbpa.serve.album import Album
-from mbpa.serve.placing import in_its_place, writable
-from mbpa.serve.rehearsal import SHOTS, Choice, rehearsed
-from mbpa.serve.run import RunInfo, write_run
-from mbpa.serve.spreadsheet import Spreadsheet
+from mbpa.serve.labelled_images import Album
+from mbpa.serve.labelled_texts import Spreadsheet
+from mbpa.serve.run_directory import in_its_place, writable
+from mbpa.serve.run_info import RunInfo, write_run
+from mbpa.serve.selection import SHOTS, Choice, rehearsed
 from mbpa.serve.training import Training, held_out, trained_head
 
 FEW = 20  # held-out examples, too few to say anything from

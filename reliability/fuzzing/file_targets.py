@@ -247,7 +247,7 @@ def encode_picture(picture: Any, format: str, **options: Any) -> bytes:
 def open_picture(directory: Path) -> Iterator[Check]:
     import warnings
 
-    from mbpa.image import PictureError, kept, pixels_of, thumbnail
+    from mbpa.encoders.image import PictureError, kept, pixels_of, thumbnail
 
     def check(data: bytes) -> str:
         pixels = pixels_of(data)
@@ -315,7 +315,7 @@ def make_spreadsheet_opening(name: str) -> Any:
     def open_spreadsheet(directory: Path) -> Iterator[Check]:
         from mbpa.errors import RunError
         from mbpa.serve.answers import check_label, check_text
-        from mbpa.serve.spreadsheet import read_spreadsheet
+        from mbpa.serve.labelled_texts import read_spreadsheet
 
         path = directory / name
 
@@ -365,7 +365,7 @@ def make_run_seeds() -> list[bytes]:
 @contextlib.contextmanager
 def open_run(directory: Path) -> Iterator[Check]:
     from mbpa.errors import RunError
-    from mbpa.serve.run import RunInfo
+    from mbpa.serve.run_info import RunInfo
 
     path = directory / "run.json"
 
@@ -438,7 +438,7 @@ PICTURE = Target(
     name="picture",
     seeds=lambda: [*make_picture_seeds(), *make_large_picture_seeds()],
     open=open_picture,
-    traced=("mbpa/image.py", "mbpa/serve/answers.py", "/PIL/"),
+    traced=("mbpa/encoders/image.py", "mbpa/serve/answers.py", "/PIL/"),
     tokens=PICTURE_TOKENS,
     mutators=(mutate_png,),
     memory_bytes=PICTURE_MEMORY_BYTES,
@@ -447,7 +447,7 @@ CSV = Target(
     name="csv",
     seeds=make_csv_seeds,
     open=make_spreadsheet_opening("sheet.csv"),
-    traced=("mbpa/serve/spreadsheet.py", "mbpa/serve/answers.py"),
+    traced=("mbpa/serve/labelled_texts.py", "mbpa/serve/answers.py"),
     tokens=CSV_TOKENS,
     mutators=(mutate_csv,),
 )
@@ -455,7 +455,7 @@ JSONL = Target(
     name="jsonl",
     seeds=make_jsonl_seeds,
     open=make_spreadsheet_opening("sheet.jsonl"),
-    traced=("mbpa/serve/spreadsheet.py", "mbpa/serve/answers.py"),
+    traced=("mbpa/serve/labelled_texts.py", "mbpa/serve/answers.py"),
     tokens=(*JSON_TOKENS, b"\n", b"text", b"label"),
     mutators=(mutate_json_line,),
 )
@@ -463,7 +463,7 @@ RUN = Target(
     name="run",
     seeds=make_run_seeds,
     open=open_run,
-    traced=("mbpa/serve/run.py",),
+    traced=("mbpa/serve/run_info.py",),
     tokens=JSON_TOKENS,
     mutators=(mutate_json,),
 )

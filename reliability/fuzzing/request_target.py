@@ -94,8 +94,8 @@ class Site:
         self._open()
 
     def _open(self) -> None:
-        from mbpa.serve.gate import Settings
-        from mbpa.serve.service import create_app
+        from mbpa.serve.app import create_app
+        from mbpa.serve.settings import Settings
 
         shutil.rmtree(self._directory, ignore_errors=True)
         shutil.copytree(self._source, self._directory)
@@ -180,7 +180,7 @@ class Site:
         self, call: Call, status: int, headers: dict[bytes, bytes], body: bytes
     ) -> dict[str, Any]:
         """Raise unless status and body are those of the description; returns the JSON."""
-        from mbpa.serve import messages
+        from mbpa.serve import schemas
 
         described = self.app.openapi()["paths"].get(template_of(call.path), {})
         operation = described.get(call.method.lower())
@@ -193,7 +193,7 @@ class Site:
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
             raise BrokenPromiseError(f"{status} is not answered in JSON: {headers}")
         answer: dict[str, Any] = json.loads(body, parse_constant=refuse_constant)
-        model = getattr(messages, "Error" if status >= 400 else SCHEMA_PATHS[call.path])
+        model = getattr(schemas, "Error" if status >= 400 else SCHEMA_PATHS[call.path])
         model.model_validate_json(body, strict=True)
         if status < 400 and call.path in ("/predict", "/explain"):
             check_answers(json.loads(call.body), answer)
@@ -337,7 +337,7 @@ REQUESTS = Target(
     name="requests",
     seeds=make_request_seeds,
     open=open_requests,
-    traced=("mbpa/serve/", "mbpa/image.py"),
+    traced=("mbpa/serve/", "mbpa/encoders/image.py"),
     untraced=("mbpa/serve/batching.py",),  # its thread waits for the next case
     tokens=REQUEST_TOKENS,
     mutators=(mutate_body, mutate_body, mutate_body, mutate_head),

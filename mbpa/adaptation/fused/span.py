@@ -22,7 +22,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mbpa.adaptation.fused.numbers import (
+from mbpa.adaptation.fused.arithmetic import (
     LOG2_E,
     NO_PEAK,
     NOTHING,

@@ -1,0 +1,67 @@
+"""Data sets: where they come from, fetching and checking them, and a loader for each.
+
+A data directory (`data_dir`) holds one directory a data set. Loaders take it, or find it, and
+return tensors; what is not there raises `MissingDataError`, which says what to do.
+"""
+
+from experiments.data.download import Fetched, Patience, fetch
+from experiments.data.integrity import Finding, check, is_present, require
+from experiments.data.pictures import ImageFiles, ImageFolder, imagenet
+from experiments.data.read import (
+    END,
+    Corpus,
+    Images,
+    ImageSet,
+    IntentSet,
+    Sentences,
+    banking77,
+    clinc150,
+    mnist,
+    ptb,
+    wikitext_2,
+)
+from experiments.data.sources import (
+    SETS,
+    Archive,
+    DamagedDataError,
+    DataError,
+    DataSet,
+    File,
+    MissingDataError,
+    data_dir,
+)
+from experiments.data.tiny_imagenet import pack_tiny_imagenet, tiny_imagenet
+
+__all__ = [
+    "END",
+    "SETS",
+    "Archive",
+    "Corpus",
+    "DamagedDataError",
+    "DataError",
+    "DataSet",
+    "Fetched",
+    "File",
+    "Finding",
+    "ImageFiles",
+    "ImageFolder",
+    "ImageSet",
+    "Images",
+    "IntentSet",
+    "MissingDataError",
+    "Patience",
+    "Sentences",
+    "banking77",
+    "check",
+    "clinc150",
+    "data_dir",
+    "fetch",
+    "imagenet",
+    "is_present",
+    "mnist",
+    "pack_tiny_imagenet",
+    "ptb",
+    "require",
+    "tiny_imagenet",
+    "wikitext_2",
+]

@@ -1,0 +1,171 @@
+"""`python -m experiments data`: fetch, list, check or pack data sets."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import tyro
+
+from experiments.data.download import fetch
+from experiments.data.integrity import check, is_present
+from experiments.data.sources import SETS, TINY_IMAGENET, Name, data_dir
+from experiments.data.tiny_imagenet import ORIGINAL, pack_tiny_imagenet
+from experiments.results import PROGRAM
+from mbpa.cli.command import Command, parse_command
+from mbpa.errors import MissingExtraError
+
+Names = tyro.conf.Positional[tuple[Name, ...]]
+
+
+@dataclass(frozen=True)
+class Fetch(Command):
+    """Download data sets, verify them by check sum and unpack them; an interrupted one resumes."""
+
+    names: Names
+    """Which data sets."""
+    data_dir: Path | None = None
+    """Where they lie; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+    force: bool = False
+    """Replace what is there and damaged."""
+    progress: bool = True
+    """Show a progress bar on standard error."""
+
+    def run(self) -> int:
+        """Fetch them one after the other; 1 if any could not be."""
+        if not self.names:
+            return _failed(f"name at least one data set: {', '.join(SETS)}", 2)
+        code = 0
+        for name in self.names:
+            try:
+                got = fetch(SETS[name], self.data_dir, force=self.force, progress=self.progress)
+            except KeyboardInterrupt:
+                return _failed(
+                    f"interrupted; `python -m experiments data fetch {name}` goes on from here", 130
+                )
+            except OSError as error:
+                code = _failed(str(error), 1)
+                continue
+            how = "is there already" if got.was_there else f"fetched in {got.seconds:,.0f} s"
+            print(f"{name}: {how}, {got.folder}: {got.detail}")
+        return code
+
+
+@dataclass(frozen=True)
+class List(Command):
+    """The data sets: what uses them, how large they are, on which terms, whether they are here."""
+
+    data_dir: Path | None = None
+    """Where to look; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+
+    def run(self) -> int:
+        """Print a table."""
+        print(f"{'data set':15}{'here':6}{'download':>10}  used by")
+        for one in SETS.values():
+            here = "yes" if is_present(one, self.data_dir) else "no"
+            size = _megabytes(one.size) if one.can_be_fetched else "none"
+            users = textwrap.wrap(", ".join(one.used_by), 100 - 33, break_on_hyphens=False)
+            print(f"{one.name:15}{here:6}{size:>10}  {users[0]}")
+            for more in users[1:]:
+                print(f"{'':33}{more}")
+            print(f"{'':15}{one.terms}\n{'':15}{one.home}")
+        print(f"\nin {data_dir(self.data_dir)}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Check(Command):
+    """Verify data sets: check sums, sizes, counts, labels."""
+
+    names: Names = ()
+    """Which; by default all, and those that are missing are no error unless all are."""
+    data_dir: Path | None = None
+    """Where they lie; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+
+    def run(self) -> int:
+        """Print a line for each; 1 if one that was asked for is not good, any is damaged, or there
+        is none."""
+        code, is_any_there = 0, False
+        for name in self.names or get_args(Name):
+            try:
+                finding = check(SETS[name], self.data_dir)
+            except MissingExtraError as error:
+                print(f"{name:14} unchecked   {error}")
+                code = 1
+                continue
+            print(f"{name:14} {finding.status:11} {finding.detail}")
+            is_any_there |= finding.status != "missing"
+            if finding.status == "damaged" or (self.names and finding.status != "good"):
+                code = 1
+        return code if is_any_there else 1
+
+
+@dataclass(frozen=True)
+class Pack(Command):
+    """Pack Tiny ImageNet: all its images at 40x40 in 40 MB, recompressed with loss."""
+
+    name: tyro.conf.Positional[Literal["tiny-imagenet"]]
+    """The data set."""
+    original: Path | None = None
+    """The published zip or its folder; by default the folder that `fetch` leaves."""
+    data_dir: Path | None = None
+    """Where to write; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+    size: int = 40
+    """Height and width of an image."""
+    quality: int = 50
+    """Of the WebP pictures, 0 to 100."""
+    force: bool = False
+    """Replace what is packed there."""
+    progress: bool = True
+    """Show a progress bar on standard error."""
+
+    def run(self) -> int:
+        """Pack, and print the files."""
+        folder = data_dir(self.data_dir) / TINY_IMAGENET.name
+        original = self.original or folder / ORIGINAL
+        if not original.exists():
+            return _failed(str(TINY_IMAGENET.missing(folder.parent, ORIGINAL)), 1)
+        try:
+            written = pack_tiny_imagenet(
+                original,
+                folder,
+                size=self.size,
+                quality=self.quality,
+                force=self.force,
+                progress=self.progress,
+            )
+        except OSError as error:
+            return _failed(str(error), 1)
+        for path in written:
+            print(f"{_megabytes(path.stat().st_size):>10}  {path}")
+        return 0
+
+
+COMMANDS: dict[str, type[Command]] = {
+    "fetch": Fetch,
+    "list": List,
+    "check": Check,
+    "pack": Pack,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command on data sets; help and wrong usage end in `SystemExit`."""
+    return parse_command(
+        COMMANDS,
+        arguments or ["--help"],
+        program=f"{PROGRAM} data",
+        description="Fetch, list, check or pack the data sets of the experiments.",
+    ).run()
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def _failed(why: str, code: int) -> int:
+    print(f"experiments: {why}", file=sys.stderr)
+    return code

@@ -1,0 +1,197 @@
+"""Whether a data set is here, and whether it is what it should be: check sums, then structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from experiments.data.files import mismatch
+from experiments.data.pictures import imagenet
+from experiments.data.read import (
+    Corpus,
+    Directory,
+    IntentSet,
+    banking77,
+    clinc150,
+    located,
+    mnist,
+    ptb,
+    wikitext_2,
+)
+from experiments.data.sources import (
+    SETS,
+    DamagedDataError,
+    DataSet,
+    MissingDataError,
+    data_dir,
+)
+from experiments.data.tiny_imagenet import ORIGINAL, PACKED, SPLITS, form_in
+
+Counts = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What `check` found."""
+
+    name: str
+    status: Literal["good", "missing", "incomplete", "damaged"]
+    detail: str
+    """One line: what it has, what it lacks, or what is wrong."""
+    lacking: tuple[str, ...] = ()
+    """Names of files."""
+    wrong: tuple[Path, ...] = ()
+    """Files and folders that are not what they should be."""
+
+
+def check(data_set: DataSet, directory: Directory = None) -> Finding:
+    """Verify the copy of `data_set` in `directory`, every byte of it that has a check sum."""
+    root = data_dir(directory)
+    folder = root / data_set.name
+    paths = {file.name: located(folder, file.name) for file in data_set.files}
+    wrong = {
+        path: why
+        for file in data_set.files
+        if (path := paths[file.name]) and (why := mismatch(path, file))
+    }
+    lacking = tuple(name for name, path in paths.items() if path is None)
+    if wrong:
+        detail = "; ".join(f"{path}: {why}" for path, why in wrong.items())
+        return Finding(data_set.name, "damaged", detail, lacking, tuple(wrong))
+    if lacking:
+        status: Literal["missing", "incomplete"] = (
+            "missing" if len(lacking) == len(paths) else "incomplete"
+        )
+        detail = f"{folder} has no {', '.join(lacking)}"
+        return Finding(data_set.name, status, detail, lacking)
+    return _structure(data_set, root)
+
+
+def require(name: str, directory: Directory = None) -> None:
+    """Make sure that an experiment gets the data set it was made for.
+
+    Raises:
+        MissingDataError: it is not there, or not all of it.
+        DamagedDataError: something in it is not what it should be.
+    """
+    data_set, root = SETS[name], data_dir(directory)
+    found = check(data_set, root)
+    if found.status in ("missing", "incomplete"):
+        raise data_set.missing(root, *found.lacking[:1])
+    if found.status == "damaged":
+        way = f"`python -m experiments data fetch {name} --force` replaces it"
+        raise DamagedDataError(f"{found.detail}; {way}", found.wrong)
+
+
+def is_present(data_set: DataSet, directory: Directory = None) -> bool:
+    """Whether the files are there, whatever is in them: fast, for a table."""
+    folder = data_dir(directory) / data_set.name
+    if data_set.files:
+        return all(located(folder, file.name) for file in data_set.files)
+    marks = {"tiny-imagenet": (PACKED[-1], f"{ORIGINAL}/wnids.txt"), "imagenet": ("train",)}
+    return any((folder / mark).exists() for mark in marks.get(data_set.name, ()))
+
+
+def _structure(data_set: DataSet, root: Path) -> Finding:
+    """Load it, or as much of it as tells its parts, and count."""
+    if data_set.name not in _COUNTERS:
+        return Finding(data_set.name, "good", f"{len(data_set.files)} files")
+    try:
+        counts = _COUNTERS[data_set.name](root)
+    except MissingDataError as error:
+        return Finding(data_set.name, "missing", str(error))
+    except DamagedDataError as error:
+        return Finding(data_set.name, "damaged", str(error), wrong=error.paths)
+    folder = root / data_set.name
+    for what, expected in data_set.counts.items():
+        if counts.get(what) != expected:
+            detail = f"{folder} has {counts.get(what, 0):,} {what} instead of {expected:,}"
+            blamed = form_in(root).paths if data_set.name == "tiny-imagenet" else (folder,)
+            return Finding(data_set.name, "damaged", detail, wrong=blamed)
+    detail = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+    return Finding(data_set.name, "good", detail)
+
+
+def _mnist(root: Path) -> Counts:
+    images = mnist(root)
+    _in_range(root / "mnist", images.train.labels.max().item(), len(images.names))
+    _in_range(root / "mnist", images.test.labels.max().item(), len(images.names))
+    return {
+        "training images": len(images.train.images),
+        "test images": len(images.test.images),
+        "classes": len(images.names),
+    }
+
+
+def _tokens(load: Callable[[Path], Corpus]) -> Callable[[Path], Counts]:
+    def count(root: Path) -> Counts:
+        corpus = load(root)
+        return {
+            "training tokens": len(corpus.train),
+            "validation tokens": len(corpus.valid),
+            "test tokens": len(corpus.test),
+            "words": len(corpus.words),
+        }
+
+    return count
+
+
+def _intents(load: Callable[[Path], IntentSet]) -> Callable[[Path], Counts]:
+    def count(root: Path) -> Counts:
+        intents = load(root)
+        counts = {
+            "training sentences": len(intents.train.texts),
+            "validation sentences": len(intents.valid.texts),
+            "test sentences": len(intents.test.texts),
+            "out-of-scope sentences": sum(map(len, intents.out_of_scope.values())),
+            "intents": len(intents.names),
+            "domains": len(intents.domains),
+        }
+        return {what: count for what, count in counts.items() if count}
+
+    return count
+
+
+def _tiny_imagenet(root: Path) -> Counts:
+    form = form_in(root)
+    form.verify()
+    train, val = ([form.count(split, wnid) for wnid in form.wnids] for split in SPLITS)
+    for counts in (train, val):
+        if len(set(counts)) > 1:
+            fewest = form.wnids[counts.index(min(counts))]
+            raise DamagedDataError(f"{form.paths[0]} has too few images of {fewest}", form.paths)
+    return {
+        "training images": sum(train),
+        "validation images": sum(val),
+        "classes": len(form.wnids),
+    }
+
+
+def _imagenet(root: Path) -> Counts:
+    folder = imagenet(root)
+    for path in (*folder.train.paths, *folder.test.paths):
+        if not Path(path).stat().st_size:
+            raise DamagedDataError(f"{path} is empty", (Path(path),))
+    return {
+        "training images": len(folder.train.paths),
+        "validation images": len(folder.test.paths),
+        "classes": len(folder.wnids),
+    }
+
+
+def _in_range(folder: Path, largest: float, classes: int) -> None:
+    if largest >= classes:
+        raise DamagedDataError(f"{folder} has the label {largest:.0f}", (folder,))
+
+
+_COUNTERS: Mapping[str, Callable[[Path], Counts]] = {
+    "mnist": _mnist,
+    "ptb": _tokens(ptb),
+    "wikitext-2": _tokens(wikitext_2),
+    "clinc150": _intents(clinc150),
+    "banking77": _intents(banking77),
+    "tiny-imagenet": _tiny_imagenet,
+    "imagenet": _imagenet,
+}

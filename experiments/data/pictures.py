@@ -1,0 +1,313 @@
+"""Pictures: decoding them with Pillow, and a folder of ImageNet.
+
+ImageNet does not fit into memory: its loader lists the files, `ImageFiles.read` decodes some, and
+`ImageFiles.stream` many, in worker processes. A worker hands back what is wrong with a picture
+instead of raising, since an error loses its kind and its line on the way.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from experiments.data.read import Directory, damaged
+from experiments.data.sources import IMAGENET, DamagedDataError, data_dir
+from mbpa.errors import MissingExtraError
+
+_ENDINGS = (".jpeg", ".jpg", ".png")
+_MIDDLE = 0.875  # of the shorter side is looked at
+_STRETCH = 4 / 3  # a random crop is at most so much wider or higher than a square
+_CHECKED_AT_ONCE, _NAMED = 200, 5
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """Pictures too many to hold at once."""
+
+    paths: tuple[str, ...]
+    labels: Int64[Tensor, "N"]
+
+    def read(self, indices: Sequence[int], size: int) -> UInt8[Tensor, "B 3 {size} {size}"]:
+        """Some of them: the shorter side brought to `size`, the middle cut out."""
+        images = torch.empty((len(indices), 3, size, size), dtype=torch.uint8)
+
+        def load(at: int, index: int) -> None:
+            path = Path(self.paths[index])
+            square = torch.from_numpy(rgb(path, path.read_bytes(), size).copy())
+            images[at] = square.permute(2, 0, 1)
+
+        with ThreadPoolExecutor() as pool:  # decoders do not hold Python's lock
+            list(pool.map(load, range(len(indices)), indices))
+        return images
+
+    def chosen(self, rows: Int64[Tensor, "n"]) -> ImageFiles:
+        """Some of them."""
+        rows = rows.cpu()
+        return ImageFiles(tuple(self.paths[row] for row in rows.tolist()), self.labels[rows])
+
+    def stream(
+        self,
+        wanted: Iterable[tuple[Int64[Tensor, "B"], Float[Tensor, "B 4"] | None]],
+        size: int,
+        processes: int | None = None,
+        *,
+        pin: bool = False,
+    ) -> Iterator[UInt8[Tensor, "B {size} {size} 3"]]:
+        """Batch after batch, read ahead by other processes.
+
+        Args:
+            wanted: for each batch the rows, and of each picture a random crop, as four numbers from
+                0 to 1: the share of its area, shape, and place; `None`: the middle of each.
+            processes: as many as there are cores unless given.
+            pin: into memory from which a GPU can copy on its own.
+        """
+        tasks = (([self.paths[row] for row in rows.tolist()], crops) for rows, crops in wanted)
+        work = functools.partial(_squares, size=size)
+        for found in _in_processes(work, tasks, processes or cores(), pin=pin):
+            if isinstance(found, str):
+                raise DamagedDataError(found, ())
+            yield found
+
+    def verify(self, tick: Callable[[int], object] = lambda count: None) -> None:
+        """Read every picture to its end, though not at its full size.
+
+        Args:
+            tick: told how many are done, again and again.
+
+        Raises:
+            DamagedDataError: some cannot be read.
+        """
+        starts = range(0, len(self.paths), _CHECKED_AT_ONCE)
+        tasks = (self.paths[start : start + _CHECKED_AT_ONCE] for start in starts)
+        wrong: list[str] = []
+        for start, found in zip(starts, _in_processes(_faults, tasks, cores()), strict=True):
+            wrong += found
+            tick(min(_CHECKED_AT_ONCE, len(self.paths) - start))
+        if wrong:
+            more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            raise DamagedDataError("; ".join(wrong[:_NAMED]) + more, ())
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFolder:
+    """A folder of ImageNet; classes are numbered in the order of their wnids."""
+
+    train: ImageFiles
+    test: ImageFiles
+    """The validation images."""
+    wnids: tuple[str, ...]
+
+    def digest(self) -> str:
+        """Of the names of all files, wherever the folder is."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.test):
+            for path in part.paths:
+                digest.update("/".join(Path(path).parts[-2:]).encode() + b"\0")
+            digest.update(b"\0")
+        return digest.hexdigest()
+
+
+def imagenet(directory: Directory = None) -> ImageFolder:
+    """ImageNet, or any part of it: `imagenet/train/<wnid>/*.JPEG`, `imagenet/val/<wnid>/*.JPEG`."""
+    root = data_dir(directory)
+    folder = root / IMAGENET.name
+    if not ((folder / "train").is_dir() and (folder / "val").is_dir()):
+        raise IMAGENET.missing(root)
+    wnids = {
+        part: sorted(entry.name for entry in os.scandir(folder / part) if entry.is_dir())
+        for part in ("train", "val")
+    }
+    if different := set(wnids["train"]) ^ set(wnids["val"]):
+        raise damaged(folder, f"{min(different)} is in one of train/ and val/ alone")
+    train, test = (_files(folder / part, wnids["train"]) for part in ("train", "val"))
+    return ImageFolder(train, test, tuple(wnids["train"]))
+
+
+def _files(folder: Path, wnids: Sequence[str]) -> ImageFiles:
+    paths: list[str] = []
+    counts = []
+    for wnid in wnids:
+        with os.scandir(folder / wnid) as entries:
+            found = sorted(e.path for e in entries if e.name.lower().endswith(_ENDINGS))
+        if not found:
+            raise damaged(folder / wnid, "it holds no picture")
+        paths += found
+        counts.append(len(found))
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    return ImageFiles(tuple(paths), labels)
+
+
+# Many at once
+
+
+def cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class _Calls(Dataset[Any]):
+    """A function, in the shape of what DataLoader's workers ask."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __getitem__(self, task: Any) -> Any:
+        return self.function(task)
+
+
+def _in_processes(
+    function: Callable[[Any], Any], tasks: Iterable[Any], processes: int, *, pin: bool = False
+) -> Iterator[Any]:
+    """What a function gives for one task after the other, in their order."""
+    loader = DataLoader(
+        _Calls(function),
+        batch_size=None,
+        sampler=tasks,
+        num_workers=processes,
+        pin_memory=pin,
+        multiprocessing_context="fork" if sys.platform == "linux" else None,  # at once, not anew
+        generator=torch.Generator(),  # it would draw from everybody's
+    )
+    with warnings.catch_warnings():
+        # The children do nothing but decode, on one thread: none waits for a lock that it lacks.
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        arriving = iter(loader)
+    yield from arriving
+
+
+def _squares(
+    task: tuple[list[str], Float[Tensor, "B 4"] | None], size: int
+) -> UInt8[Tensor, "B {size} {size} 3"] | str:
+    """A batch, or what is wrong with one of its pictures."""
+    paths, crops = task
+    images = np.empty((len(paths), size, size, 3), np.uint8)
+    try:
+        for at, path in enumerate(paths):
+            crop = None if crops is None else crops[at].tolist()
+            images[at] = _square(Path(path), size, crop)
+    except DamagedDataError as error:
+        return str(error)
+    return torch.from_numpy(images)
+
+
+def _square(path: Path, size: int, crop: list[float] | None) -> UInt8[np.ndarray, "size size 3"]:
+    def box(width: int, height: int) -> tuple[float, float, float, float]:
+        return random_box(width, height, *crop) if crop else middle_box(width, height)
+
+    picture = _opened(path, _content(path))
+    (width, height), (left, top, right, bottom) = picture.size, box(*picture.size)
+    # JPEG can be decoded at a half, a quarter or an eighth: as long as that is more than enough.
+    wanted = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
+    picture.draft("RGB", wanted)
+    picture = _in_colour(path, picture)
+    bilinear = pillow().Resampling.BILINEAR
+    return np.asarray(picture.resize((size, size), bilinear, box=box(*picture.size)))
+
+
+def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a square in the middle."""
+    side = _MIDDLE * min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def random_box(
+    width: int, height: int, share: float, shape: float, x: float, y: float
+) -> tuple[float, float, float, float]:
+    """The same of a part that has this share of the area, or less where it would not fit.
+
+    Args:
+        shape: from 0, higher than wide, to 1.
+        x: from 0, at the left, to 1; and `y` from 0, at the top.
+    """
+    stretch = _STRETCH ** (2 * shape - 1)  # of width over height
+    across = min(float(width), math.sqrt(share * width * height * stretch))
+    down = min(float(height), math.sqrt(share * width * height / stretch))
+    left, top = x * (width - across), y * (height - down)
+    return left, top, min(left + across, width), min(top + down, height)
+
+
+def _faults(paths: Sequence[str]) -> list[str]:
+    """What is wrong with some pictures."""
+    found = []
+    for name in paths:
+        path = Path(name)
+        try:
+            picture = _opened(path, _content(path))
+            picture.draft("RGB", (1, 1))
+            _in_colour(path, picture)
+        except DamagedDataError as error:
+            found.append(str(error))
+    return found
+
+
+# Pillow
+
+
+def pillow() -> ModuleType:
+    """`PIL.Image`, which only pictures need."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("Pillow", extra="images") from error
+    return Image
+
+
+def dimensions(path: Path, content: bytes) -> tuple[int, int]:
+    """Width and height of an encoded picture; `path` is for the error."""
+    width, height = _opened(path, content).size
+    return int(width), int(height)
+
+
+def rgb(path: Path, content: bytes, size: int | None = None) -> UInt8[np.ndarray, "h w 3"]:
+    """A decoded picture; with `size`, the square in its middle reduced or enlarged to that."""
+    picture = _in_colour(path, _opened(path, content))
+    if size is not None and picture.size != (size, size):
+        width, height = picture.size
+        side = min(width, height)
+        left, top = (width - side) / 2, (height - side) / 2
+        box = (left, top, left + side, top + side)
+        picture = picture.resize((size, size), pillow().Resampling.LANCZOS, box=box)
+    return np.asarray(picture)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise damaged(path, error.strerror) from error
+
+
+def _opened(path: Path, content: bytes) -> Any:
+    try:
+        return pillow().open(io.BytesIO(content))
+    except pillow().UnidentifiedImageError as error:
+        raise damaged(path, "it is no picture") from error
+    except (OSError, SyntaxError) as error:
+        raise damaged(path, error) from error
+
+
+def _in_colour(path: Path, picture: Any) -> Any:
+    try:
+        return picture.convert("RGB")
+    except (OSError, SyntaxError) as error:  # Pillow's, for truncated and for broken pictures
+        raise damaged(path, error) from error

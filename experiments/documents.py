@@ -1,0 +1,166 @@
+"""Numbers in documents come from results, never from hands.
+
+Between these two lines stands whatever the results of a preset make of it, a table or a figure, by
+its title or name; `experiments report results --documents README.md docs/*.md` writes it anew:
+
+    <!-- results: permuted-mnist paper: Accuracy after 20 tasks -->
+    <!-- end of results -->
+
+A title may be followed by the rows to show, by their first cells: `TITLE | MLP | MbPA`. A figure is
+a PNG file in the folder `figures` beside the document, and carries a digest of the results it was
+drawn from and of the code that drew it, so that a test can tell whether it is of today's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from experiments import EXPERIMENTS
+from experiments.errors import ExperimentError
+from experiments.experiment import find
+from experiments.report import drawn, shown
+from experiments.results import PROGRAM, Result, read_results
+from experiments.sections import Figure, Section, Table
+from mbpa.files import write_durably
+
+END = "<!-- end of results -->"
+_BLOCK = re.compile(
+    r"(?P<begin>^<!-- results: (?P<experiment>[\w-]+) (?P<preset>[\w-]+): (?P<title>.+?) -->\n)"
+    rf"(?P<body>(?:(?!<!--).*\n)*?)(?P<end>{END}$)",
+    re.MULTILINE,
+)
+_MARKER = re.compile(r"^.*<!--[^\n]*results?\b[^\n]*$", re.MULTILINE)
+FIGURES = "figures"
+"""The folder of a document's figures, beside it."""
+DIGEST = "Source"
+"""The text field of a PNG file that says which results were drawn."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document as it should be, and the figures that it shows."""
+
+    text: str
+    figures: dict[str, tuple[Figure, str]]
+    """By the name of the file; each with the digest of what it is made of."""
+
+
+def refreshed(text: str, results_folder: Path) -> Document:
+    """The document with the tables and figures that the results make today.
+
+    Raises:
+        ExperimentError: a block asks for what there is not, or a marker is not as it should be.
+    """
+    markers = Counter(_MARKER.findall(text))
+    for found in _BLOCK.finditer(text):
+        markers.subtract([found["begin"][:-1], END])
+    if strange := [line for line, count in markers.items() if count]:
+        raise ExperimentError(
+            "a block of results must be '<!-- results: EXPERIMENT PRESET: TITLE -->', its content, "
+            f"and '{END}', each on a line: {strange[0]!r} is not part of one"
+        )
+    figures: dict[str, tuple[Figure, str]] = {}
+
+    def block(match: re.Match[str]) -> str:
+        experiment, preset = match["experiment"], match["preset"]
+        title, *rows = match["title"].split(" | ")
+        results, sections = _shown(results_folder, experiment, preset)
+        found = _found(sections, title)
+        if found is None:
+            names = [t.title for s in sections for t in s.tables]
+            names += [f.name for s in sections for f in s.figures]
+            raise ExperimentError(
+                f"{experiment} {preset} shows no {title!r}: name one of {', '.join(names)}"
+            )
+        if isinstance(found, Table):
+            return match["begin"] + markdown(_with_rows(found, rows)) + match["end"]
+        name = f"{found.name}-{preset}.png"
+        figures[name] = found, digest(found, results)
+        return f"{match['begin']}![{found.caption}]({FIGURES}/{name})\n{match['end']}"
+
+    return Document(_BLOCK.sub(block, text), figures)
+
+
+def refresh(path: Path, results_folder: Path) -> bool:
+    """Bring a document and its figures up to date, and tell whether anything was not.
+
+    Raises:
+        ExperimentError: as `refreshed`.
+        MissingExtraError: matplotlib is not installed.
+    """
+    before = path.read_text("utf-8")
+    document = refreshed(before, results_folder)
+    stale = {
+        name: (figure, told)
+        for name, (figure, told) in document.figures.items()
+        if digest_in(path.parent / FIGURES / name) != told
+    }
+    for name, (figure, told) in stale.items():
+        (path.parent / FIGURES).mkdir(exist_ok=True)
+        write_durably(path.parent / FIGURES / name, drawn(figure, {DIGEST: told})["png"])
+    if document.text != before:
+        write_durably(path, document.text.encode())
+    return bool(stale) or document.text != before
+
+
+def digest(figure: Figure, results: Sequence[Result]) -> str:
+    """Of everything that it is made of: results, and the module that draws it."""
+    told: list[object] = [[result.seed, result.config, result.metrics] for result in results]
+    told.append(inspect.getsource(sys.modules[figure.draw.__module__]))
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest_in(path: Path) -> str | None:
+    """What a PNG file says it was drawn from; `None` if it says nothing or is not there."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    found = re.search(DIGEST.encode() + rb"\0([0-9a-f]{16})", content)
+    return found[1].decode() if found else None
+
+
+def markdown(table: Table) -> str:
+    """The table as GitHub shows it, with its note below."""
+    rules = ["---:" if right else "---" for right in table.holds_numbers]
+    rows = [[_escaped(cell) for cell in row] for row in (table.columns, *table.rows)]
+    lines = ["| " + " | ".join(row) + " |" for row in (rows[0], rules, *rows[1:])]
+    return "\n".join([*lines, *(["", f"*{table.note}*"] if table.note else [])]) + "\n"
+
+
+def _escaped(cell: str) -> str:
+    """What would end the cell, or be taken for a tag, stands for itself; code does so anyhow."""
+    plain = re.sub(r"(`[^`]+`)|([<\\])", lambda found: found[1] or f"\\{found[2]}", cell)
+    return plain.replace("|", r"\|")
+
+
+def _shown(folder: Path, experiment: str, preset: str) -> tuple[list[Result], Sequence[Section]]:
+    if experiment not in EXPERIMENTS:
+        raise ExperimentError(f"no experiment is called {experiment!r}: see `{PROGRAM} list`")
+    results = [found for found in read_results(folder, experiment) if found.preset == preset]
+    if not results:
+        raise ExperimentError(f"{folder} holds no results of {experiment} {preset}")
+    return results, shown(find(experiment), results)
+
+
+def _found(sections: Sequence[Section], title: str) -> Table | Figure | None:
+    shown: list[Table | Figure] = [table for section in sections for table in section.tables]
+    shown += [figure for section in sections for figure in section.figures]
+    names = [each.title if isinstance(each, Table) else each.name for each in shown]
+    return shown[names.index(title)] if title in names else None
+
+
+def _with_rows(table: Table, names: Sequence[str]) -> Table:
+    """These rows alone, in the table's order; all if none is named."""
+    known = [row[0] for row in table.rows]
+    if strange := [name for name in names if name not in known]:
+        raise ExperimentError(f"{table.title!r} has no row {strange[0]!r}: {', '.join(known)}")
+    return replace(table, rows=[row for row in table.rows if not names or row[0] in names])

@@ -1,0 +1,97 @@
+"""New image classes: a network that knows half of the classes meets all of them.
+
+After section 4.2, table 1, figures 4 and 5 and the appendix of the paper, which had ImageNet; here
+it is Tiny ImageNet, 40x40 pixels. The network is trained on a random half of the classes and then
+only its last layer learns, from a stream of all classes. The paper's methods use that layer and a
+memory of the same stream, and differ in the predictor alone; ours make a layer from the memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from experiments.experiment import BySeed, Context, Experiment
+from experiments.images import neighbourhoods, sensitivity
+from experiments.images.config import ImagesConfig
+from experiments.images.figures import incremental_sections, unbalanced_sections
+from experiments.images.incremental import run_split
+from experiments.images.neighbourhood_figures import neighbourhood_sections
+from experiments.images.presets import PRESETS, images_an_epoch
+from experiments.images.sensitivity_figures import sensitivity_sections
+from experiments.images.task import make_task
+from experiments.images.tuning import searched, tune
+
+__all__ = [
+    "INCREMENTAL",
+    "NEIGHBOURHOODS",
+    "SENSITIVITY",
+    "UNBALANCED",
+    "ImagesConfig",
+    "run",
+    "tune",
+]
+
+SCARCE = 0.1
+UNTIL_TWENTY = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 12.5, 15.0, 17.5, 20.0)
+
+
+def run(config: ImagesConfig, context: Context) -> BySeed:
+    """One split after the other; a split that is done is not done again."""
+    records: BySeed = {}
+    with context.bar(len(config.seeds), "splits", "splits") as bar:
+        for seed in config.seeds:
+            kept = context.workspace.load(f"records-{seed}")
+            if kept is None:
+                task = make_task(config, context, seed)
+                kept = {"records": run_split(task, config, seed)}
+                context.workspace.save(f"records-{seed}", kept)
+            records[seed] = kept["records"]
+            bar.update()
+    return records
+
+
+INCREMENTAL = Experiment(
+    name="incremental-images",
+    summary="a network that knows half of the classes meets all of them",
+    reproduces="paper, section 4.2, table 1, figure 4",
+    presets=PRESETS,
+    run=run,
+    sections=incremental_sections,
+    searched=searched,
+    tune=tune,
+)
+
+UNBALANCED = Experiment(
+    name="unbalanced-images",
+    summary="the same, with a tenth of the data for half of the new classes",
+    reproduces="paper, section 4.2.1, figure 5 left",
+    presets={
+        name: replace(
+            preset,
+            scarce=SCARCE,
+            points=UNTIL_TWENTY if name == "paper" else preset.points,
+            capacity=images_an_epoch(replace(preset, scarce=SCARCE)),
+        )
+        for name, preset in PRESETS.items()
+    },
+    run=run,
+    sections=unbalanced_sections,
+)
+
+NEIGHBOURHOODS = Experiment(
+    name="image-neighbourhoods",
+    summary="images that only MbPA gets right, and the neighbours it adapted to",
+    reproduces="paper, section 4.2.1, figure 5 right",
+    presets=neighbourhoods.PRESETS,
+    run=neighbourhoods.run,
+    sections=neighbourhood_sections,
+)
+
+SENSITIVITY = Experiment(
+    name="image-sensitivity",
+    summary="size of the memory, number of neighbours, rate of the last layer, and the long run",
+    reproduces="paper, appendix, figures on memory size, learning rate and neighbours",
+    presets=sensitivity.PRESETS,
+    run=sensitivity.run,
+    sections=sensitivity_sections,
+)

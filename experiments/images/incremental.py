@@ -1,0 +1,273 @@
+"""All classes arrive: the last layer learns, the memory is filled, and every method is tested."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+import mbpa
+from experiments.errors import ExperimentError
+from experiments.images.config import ImagesConfig
+from experiments.images.methods import METHODS, Model, Situation
+from experiments.images.roots import Known, translated
+from experiments.images.scale import Scale, spacing
+from experiments.images.task import Task
+from experiments.results import Record, value_of
+
+READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 28}  # of neighbours' keys, at a time
+AREAS = (0.1, 1.0, 3.0)
+"""Epochs up to which the area under a learning curve is measured."""
+
+Name = TypeVar("Name")
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """Everything as it is after so many epochs."""
+
+    epochs: float
+    head: nn.Linear
+    memory: mbpa.ExactMemory
+    passed: Int[Tensor, "N"]
+    """The training images that have passed, in their order; the memory holds the last of them."""
+
+    def rows_of(self, ids: Int[Tensor, "*S"]) -> Int[Tensor, "*S"]:
+        """Which training images these entries of the memory are."""
+        return self.passed[len(self.passed) - self.memory.next_id + ids]
+
+    def with_capacity(self, capacity: int) -> Moment:
+        """The same with a memory that had been smaller; it does not change when this one does."""
+        entries, key_size = self.memory.entries(), self.memory.key_size
+        memory = mbpa.ExactMemory(capacity, key_size, device=self.memory.device)
+        memory.write(entries.keys[-capacity:], entries.values[-capacity:])
+        return Moment(self.epochs, self.head, memory, self.passed)
+
+
+def stream_of(
+    task: Task, config: ImagesConfig, seed: int
+) -> tuple[Int[Tensor, "N"], Iterator[Int[Tensor, "N"]]]:
+    """The images that there are to learn from, and the orders of one epoch after the other."""
+    draws = torch.Generator().manual_seed(seed + 7)
+    labels = task.train_labels.cpu()
+    new = torch.arange(task.old, len(task.classes))
+    scarce = new[: len(new) // 2] if config.scarce < 1 else new[:0]
+    kept = []
+    for label in range(len(task.classes)):
+        rows = (labels == label).nonzero()[:, 0]
+        if label in scarce:
+            rows = rows[torch.randperm(len(rows), generator=draws)]
+            rows = rows[: max(1, round(config.scarce * len(rows)))]
+        kept.append(rows)
+    rows = torch.cat(kept)
+
+    def orders() -> Iterator[Int[Tensor, "N"]]:
+        while True:
+            yield rows[torch.randperm(len(rows), generator=draws)].to(task.train.device)
+
+    return rows, orders()
+
+
+def moments(task: Task, config: ImagesConfig, seed: int) -> Iterator[Moment]:
+    """Learn, and stop at every point."""
+    device = task.train.device
+    head = grown_head(task)
+    memory = mbpa.ExactMemory(config.capacity, task.train.shape[1], device=device)
+    optimizer = torch.optim.SGD(head.parameters(), config.lr / key_length(task), config.momentum)
+    rows, orders = stream_of(task, config, seed)
+    batches = [max(1, round(point * len(rows) / config.batch)) for point in config.points]
+    if batches != sorted(set(batches)):
+        raise ExperimentError(
+            f"points {config.points} must be at least a batch apart: an epoch has "
+            f"{len(rows) / config.batch:g} batches of {config.batch}"
+        )
+    epochs_needed = batches[-1] * config.batch // len(rows) + 1
+    order = torch.cat([next(orders) for _ in range(epochs_needed)])
+    seen = written = 0
+    for point, stop in zip(config.points, batches, strict=True):  # whole batches, wherever it stops
+        while seen < stop * config.batch:
+            batch = order[seen : seen + config.batch]
+            loss = functional.cross_entropy(head(task.train[batch]), task.train_labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen += len(batch)
+        new = order[written:seen][-config.capacity :]
+        memory.write(task.train[new], task.train_labels[new])
+        written = seen
+        yield Moment(point, head, memory, order[:seen])
+
+
+def grown_head(task: Task) -> nn.Linear:
+    """The network's last layer, with rows of zeros for the classes it does not know."""
+    classes, size = len(task.classes), task.weight.shape[1]
+    head = nn.Linear(size, classes, device=task.weight.device)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.zero_()
+        head.weight[: task.old] = task.weight
+        head.bias[: task.old] = task.bias
+    return head
+
+
+def run_split(task: Task, config: ImagesConfig, seed: int) -> list[Record]:
+    """Everything that is measured of one split."""
+    queries, answers = scored_part(task, config)
+    groups = subsets(task, config, answers)
+    shared: Record = {"split": seed, "part": config.part}
+    start = grown_head(task)(queries).argmax(1) == answers
+    nothing = torch.zeros_like(start)  # is what a memory without entries knows
+    from_memory = {name for name, method in METHODS.items() if method.is_memory_alone}
+    records: list[Record] = []
+    for moment in moments(task, config, seed):
+        right = compared(config.models(situation_of(moment, task)), queries, answers)
+        records += accuracies(right, groups, {**shared, "epochs": moment.epochs})
+    before = {name: nothing if name in from_memory else start for name in right}
+    records += areas(accuracies(before, groups, {**shared, "epochs": 0.0}) + records)
+    known: Record = {"method": "parametric", "subset": "pre-trained", "epochs": 0.0, **shared}
+    known |= {"made_on": task.made_on}
+    return [*records, {**known, "name": "pretrained_top1", "value": 100 * task.known}]
+
+
+def accuracies(
+    right: Mapping[str, Bool[Tensor, "Q"]], groups: Mapping[str, Bool[Tensor, "Q"]], shared: Record
+) -> list[Record]:
+    """Records of how many queries of each subset each method gets right, in percent."""
+    return [
+        {
+            "method": method,
+            "subset": subset,
+            **shared,
+            "name": "top1",
+            "value": 100 * float(hits[members].double().mean()),
+        }
+        for method, hits in right.items()
+        for subset, members in groups.items()
+    ]
+
+
+def areas(records: list[Record]) -> list[Record]:
+    """Records of the areas under the curves that these records are the points of."""
+    curves: dict[tuple[object, object], list[Record]] = {}
+    for record in records:
+        curves.setdefault((record["method"], record["subset"]), []).append(record)
+    found: list[Record] = []
+    for points in curves.values():
+        curve = [(float(str(point["epochs"])), value_of(point)) for point in points]
+        found += [
+            {**points[0], "epochs": upto, "name": "auc", "value": area(curve, upto)}
+            for upto in AREAS
+            if any(epochs == upto for epochs, _ in curve)
+        ]
+    return found
+
+
+def compared(
+    models: Mapping[Name, Model], queries: Float[Tensor, "Q D"], answers: Int[Tensor, "Q"]
+) -> dict[Name, Bool[Tensor, "Q"]]:
+    """Which queries each model gets right."""
+    right: dict[Name, list[Tensor]] = {name: [] for name in models}
+    for rows, found in predictions(models, queries):
+        for name, log_probs in found.items():
+            right[name].append(log_probs.argmax(1) == answers[rows])
+    return {name: torch.cat(parts) for name, parts in right.items()}
+
+
+def predictions(
+    models: Mapping[Name, Model], queries: Float[Tensor, "Q D"]
+) -> Iterator[tuple[slice, dict[Name, Float[Tensor, "B C"]]]]:
+    """What each model says, some queries at a time; models that share a memory share a
+    retrieval."""
+    groups: dict[mbpa.Memory, dict[Name, Model]] = {}
+    for name, model in models.items():
+        groups.setdefault(model.memory, {})[name] = model
+    most = most_queries(queries, max(1, *(model.predictor.keys_for for model in models.values())))
+    for start in range(0, len(queries), most):
+        part = queries[start : start + most]
+        said: dict[Name, Tensor] = {}
+        for group in groups.values():
+            said |= _of_one_memory(group, part)
+        yield slice(start, start + most), {name: said[name] for name in models}
+
+
+def _of_one_memory(
+    models: Mapping[Name, Model], queries: Float[Tensor, "B D"]
+) -> dict[Name, Float[Tensor, "B C"]]:
+    """What each model says; all have the same memory, and find their keys in the same way."""
+    k = max(model.predictor.k for model in models.values())
+    keys_for = max(model.predictor.keys_for for model in models.values())
+    one = next(iter(models.values()))
+    neighbors = one.memory.read(one.embed(queries), max(1, k), keys_for=keys_for)
+    return {name: model(queries, neighbors=neighbors) for name, model in models.items()}
+
+
+def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
+    """How many at a time, with the keys of so many neighbours each."""
+    return max(1, READ_BYTES[queries.device.type] // (k * queries.shape[1] * queries.itemsize))
+
+
+def situation_of(moment: Moment, task: Task) -> Situation:
+    """What methods find at this moment."""
+    copies = int(moment.passed[-len(moment.memory) :].bincount().max())
+    scale = Scale(spacing(moment.memory, copies), key_length(task))
+    return Situation(moment.head, moment.memory, scale, task.old, known_of(task), copies)
+
+
+def known_of(task: Task) -> Known:
+    """What the network knows, in terms of square roots: as far as what it was trained on tells."""
+    if task not in _KNOWN:
+        features = task.train[task.train_labels < task.old]
+        _KNOWN[task] = translated(grown_head(task), features)
+    return _KNOWN[task]
+
+
+_KNOWN: WeakKeyDictionary[Task, Known] = WeakKeyDictionary()  # features go when their task goes
+
+
+def key_length(task: Task) -> float:
+    """The mean square of a key's length, over what the network was trained on."""
+    return float(task.train[task.train_labels < task.old].square().sum(1).mean())
+
+
+def scored_part(task: Task, config: ImagesConfig) -> tuple[Float[Tensor, "Q D"], Int[Tensor, "Q"]]:
+    """The images that are scored, and their classes."""
+    queries, answers = task.test, task.test_labels
+    if config.part == "validation":
+        queries, answers = task.validation, task.validation_labels
+    rows = scored_rows(config, answers)
+    return queries[rows], answers[rows]
+
+
+def scored_rows(config: ImagesConfig, labels: Int[Tensor, "N"]) -> Int[Tensor, "Q"]:
+    """Which of the images are scored; where not all are, a random part."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return order[: config.scored].to(labels.device)
+
+
+def subsets(
+    task: Task, config: ImagesConfig, answers: Int[Tensor, "Q"]
+) -> dict[str, Bool[Tensor, "Q"]]:
+    """By which classes are known."""
+    is_old = answers < task.old
+    found = {"novel": ~is_old, "pre-trained": is_old, "all": torch.ones_like(is_old)}
+    if config.scarce < 1:
+        scarce = ~is_old & (answers < task.old + (len(task.classes) - task.old) // 2)
+        found |= {"novel-scarce": scarce, "novel-full": ~is_old & ~scarce}
+    return found
+
+
+def area(curve: list[tuple[float, float]], upto: float) -> float:
+    """The mean height of a curve of straight lines up to a point of it."""
+    points = [point for point in curve if point[0] <= upto]
+    total = sum(
+        (right[0] - left[0]) * (left[1] + right[1]) / 2
+        for left, right in itertools.pairwise(points)
+    )
+    return total / upto

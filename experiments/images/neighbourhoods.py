@@ -1,0 +1,203 @@
+"""Queries that only MbPA gets right: their neighbours, and what was said before and after.
+
+After figure 5, right, of the paper. Which queries are shown is decided by a rule: of those that
+every method without adaptation gets wrong and the adaptation right, the ones whose class gained
+most, in log-probability, one a class. Records name images by class and number and hold no pixels:
+these belong to the data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+import mbpa
+from experiments import data
+from experiments.experiment import BySeed, Context
+from experiments.images.config import ImagesConfig
+from experiments.images.incremental import (
+    Moment,
+    moments,
+    predictions,
+    scored_part,
+    scored_rows,
+    situation_of,
+)
+from experiments.images.methods import METHODS
+from experiments.images.presets import PRESETS as IMAGES
+from experiments.images.presets import fields_of
+from experiments.images.task import Task, make_task, parts_of
+from experiments.results import Record
+
+FIRST = 3  # classes of each prediction
+
+
+@dataclass(frozen=True)
+class NeighbourhoodsConfig(ImagesConfig):
+    """As the comparison itself; what is shown is how it is after the last of the points."""
+
+    adapting: str = "MbPA (RMSprop)"
+    """The method whose successes are shown."""
+    queries: int = 8
+    """That are shown, at most."""
+    shown: int = 8
+    """Neighbours of each, the nearest."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = [name for name, each in METHODS.items() if each.settings in ("rmsprop", "gradient")]
+        if self.adapting not in known:
+            raise ValueError(f"adapting must be one of {known}, got {self.adapting!r}")
+        if min(self.queries, self.shown) < 1:
+            raise ValueError(
+                f"queries and shown must be at least 1, got {self.queries} and {self.shown}"
+            )
+
+
+PRESETS = {
+    name: NeighbourhoodsConfig(**fields_of(preset) | {"seeds": (1,), "points": (1.0,)})
+    for name, preset in IMAGES.items()
+}
+
+
+def run(config: NeighbourhoodsConfig, context: Context) -> BySeed:
+    """One split after the other; a split that is done is not done again."""
+    records: BySeed = {}
+    for seed in config.seeds:
+        kept = context.workspace.load(f"records-{seed}")
+        if kept is None:
+            task = make_task(config, context, seed)
+            *_, moment = moments(task, config, seed)
+            gallery = Gallery(task, config, seed, moment, class_names(config, context))
+            kept = {"records": gallery.records()}
+            context.workspace.save(f"records-{seed}", kept)
+        records[seed] = kept["records"]
+    return records
+
+
+def class_names(config: ImagesConfig, context: Context) -> tuple[str, ...]:
+    """Of all classes of the data set; a folder of ImageNet has nothing but their wnids."""
+    if config.dataset == "imagenet":
+        return data.imagenet(context.data_dir).wnids
+    return data.tiny_imagenet(context.data_dir, size=config.size, classes=()).names
+
+
+class Gallery:
+    """The queries that are shown, and all that there is to show of them."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: NeighbourhoodsConfig,
+        seed: int,
+        moment: Moment,
+        names: tuple[str, ...],
+    ) -> None:
+        self.task, self.config, self.moment, self.names = task, config, moment, names
+        self.queries, self.answers = scored_part(task, config)
+        self.rows = scored_rows(config, getattr(task, f"{config.part}_labels"))
+        parts = "train", config.part
+        self.numbers = {part: numbers(task, part) for part in parts}
+        self.shared: Record = {"split": seed, "part": config.part, "epochs": moment.epochs}
+        models = config.models(situation_of(moment, task))
+        model = models[config.adapting]
+        assert isinstance(model, mbpa.MbPA), "else the config refuses it"
+        self.model = model
+        others = [name for name, model in models.items() if not model.predictor.keys_for]
+        self.compared = [*others, config.adapting]
+        wanted = {name: models[name] for name in self.compared}
+        said = [found for _, found in predictions(wanted, self.queries)]
+        self.log_probs = {name: torch.cat([part[name] for part in said]) for name in wanted}
+
+    def records(self) -> list[Record]:
+        """How often it happens, and the chosen ones."""
+        mine, others = self.config.adapting, self.compared[:-1]
+        right = {name: said.argmax(1) == self.answers for name, said in self.log_probs.items()}
+        none = torch.stack([~right[name] for name in others]).all(0)
+        every = torch.stack([right[name] for name in others]).all(0)
+        alone, lost = right[mine] & none, ~right[mine] & every
+        found: list[Record] = [
+            {"method": mine, **self.shared, "name": name, "value": 100 * _share(which)}
+            for name, which in (("right_alone", alone), ("wrong_alone", lost))
+        ]
+        truth = self.answers[:, None]
+        before, after = (self.log_probs[name].gather(1, truth) for name in ("parametric", mine))
+        gains = (after - before)[:, 0]
+        for place, query in enumerate(chosen(gains, self.answers, alone, self.config.queries)):
+            shared: Record = {"method": mine, **self.shared, "query": place}
+            picture = self._picture(self.config.part, int(self.rows[query]))
+            found.append({**shared, **picture, "name": "gain", "value": float(gains[query])})
+            found += self._probabilities(query, place)
+            found += self._neighbours(query, shared)
+        return found
+
+    def _probabilities(self, query: int, place: int) -> Iterator[Record]:
+        """Of the classes that somebody thinks of first, and of the true one."""
+        said = {name: log_probs[query] for name, log_probs in self.log_probs.items()}
+        firsts = [said[name].topk(FIRST).indices for name in ("parametric", self.config.adapting)]
+        labels = dict.fromkeys([int(self.answers[query]), *torch.cat(firsts).tolist()])
+        for name, log_probs in said.items():
+            for label in labels:
+                told = self._class(label)
+                value = float(log_probs[label].exp())
+                shared: Record = {"method": name, **self.shared, "query": place}
+                yield {**shared, **told, "name": "probability", "value": value}
+
+    def _neighbours(self, query: int, shared: Record) -> Iterator[Record]:
+        """The nearest, with their weights; and how many classes there are among all."""
+        explanation = self.model.explain(keys=self.queries[query : query + 1])
+        neighbors, weights = explanation.neighbors, explanation.weights
+        assert neighbors is not None
+        assert weights is not None
+        rows = self.moment.rows_of(neighbors.ids[0])
+        classes = len(self.task.train_labels[rows].unique())
+        yield {**shared, "neighbours": len(rows), "name": "classes_near", "value": classes}
+        for place, row in enumerate(rows[: self.config.shown].tolist()):
+            picture = self._picture("train", row)
+            weight = float(weights[0, place])
+            yield {**shared, "neighbour": place, **picture, "name": "weight", "value": weight}
+
+    def _picture(self, part: str, row: int) -> Record:
+        """How records name an image: its class, and its number there, as the data set counts."""
+        label = int(getattr(self.task, f"{part}_labels")[row])
+        return {**self._class(label), "image": int(self.numbers[part][row])}
+
+    def _class(self, label: int) -> Record:
+        number = int(self.task.classes[label])
+        is_new = int(label >= self.task.old)
+        return {"class": number, "label": self.names[number].split(",")[0], "is_new": is_new}
+
+
+def chosen(
+    gains: Float[Tensor, "Q"], answers: Int[Tensor, "Q"], eligible: Bool[Tensor, "Q"], count: int
+) -> list[int]:
+    """The eligible queries of the largest gains, one a class."""
+    found: dict[int, int] = {}
+    gained, labels = gains.argsort(descending=True, stable=True), answers.tolist()
+    for query in gained[eligible[gained]].tolist():
+        found.setdefault(labels[query], query)
+    return list(found.values())[:count]
+
+
+def numbers(task: Task, part: str) -> Int[Tensor, "N"]:
+    """The number of each image of a part within its class, as the data set counts."""
+    classes, order = task.classes.cpu().sort()
+    parts = ("train", "validation") if part in ("train", "validation") else ("test",)
+    labelled = torch.cat([getattr(task, f"{name}_labels") for name in parts]).cpu()
+    counts = labelled.bincount(minlength=len(classes))[order]
+    labels = classes.repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    within = torch.arange(len(labels)) - first
+    if part == "test":
+        return within
+    spared = len(task.validation_labels) // len(classes)  # of each class
+    kept, held = parts_of(labels, spared)
+    return within[kept if part == "train" else held]
+
+
+def _share(which: Bool[Tensor, "Q"]) -> float:
+    return float(which.double().mean())

@@ -1,0 +1,61 @@
+"""The presets: what is run.
+
+The settings of `PAPER` are what `experiments tune incremental-images --preset paper --adopt` chose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from experiments.images.config import ImagesConfig
+from experiments.pretraining import Pretraining
+from experiments.tuned_settings import tuned
+
+LIGHT: dict[str, Any] = {
+    "layers": 18,
+    "weight_decay": 5e-4,
+    "smallest_crop": 1.0,
+    "colour": 0.0,
+    "cutmix": 0.0,
+}
+"""How small networks are trained for a few epochs: they see too little rather than too much."""
+SMOKE = ImagesConfig(
+    seeds=(1,),
+    enlarged=0,
+    mirrored=False,
+    shrunk=1.0,
+    classes=6,
+    held_out=100,
+    scored=120,
+    pretraining=Pretraining(width=4, epochs=1, batch=100, **LIGHT),
+    points=(0.1, 1.0),
+    capacity=3_000,
+)
+PAPER = tuned(ImagesConfig(), "incremental-images", "paper")
+QUICK = replace(
+    PAPER,
+    seeds=(1,),
+    classes=20,
+    scored=1_000,
+    pretraining=Pretraining(width=16, epochs=8, batch=128, **LIGHT),
+    enlarged=0,
+    mirrored=False,
+    shrunk=1.0,
+    points=(0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0),
+    lr=3.0,  # an epoch has a tenth of the steps
+    capacity=10_000,
+)
+PRESETS = {"smoke": SMOKE, "quick": QUICK, "paper": PAPER}
+
+
+def images_an_epoch(config: ImagesConfig) -> int:
+    """Of Tiny ImageNet, that a memory can hold without holding any twice."""
+    each, new = 500 - config.spared, config.classes - config.classes // 2
+    few = new // 2 if config.scarce < 1 else 0
+    return (config.classes - few) * each + few * round(config.scarce * each)
+
+
+def fields_of(config: ImagesConfig) -> dict[str, Any]:
+    """What an experiment with fields of its own takes over."""
+    return {field.name: getattr(config, field.name) for field in fields(ImagesConfig)}

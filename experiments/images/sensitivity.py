@@ -1,0 +1,210 @@
+"""What the outcome depends on, and for how long it lasts (the paper's appendix, and section 4.2).
+
+One pass of the stream serves the sizes of the memory, which are windows over it, the numbers of
+neighbours, one retrieval for all, and the long run; each rate of the last layer is another pass.
+Records say what was varied by the field they have: `capacity`, `k` or `lr`; the long run has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+import mbpa
+from experiments.experiment import BySeed, Context
+from experiments.images.config import ImagesConfig
+from experiments.images.incremental import (
+    Moment,
+    accuracies,
+    compared,
+    moments,
+    most_queries,
+    scored_part,
+    situation_of,
+    stream_of,
+    subsets,
+)
+from experiments.images.methods import WITH_SETTINGS, Model
+from experiments.images.presets import PAPER, QUICK, SMOKE, fields_of
+from experiments.images.task import Task, make_task
+from experiments.results import Record
+
+
+@dataclass(frozen=True)
+class SensitivityConfig(ImagesConfig):
+    """As the comparison itself, one thing varied at a time; `points` are those of the rates."""
+
+    at: tuple[float, ...] = (0.1, 1.0, 3.0)
+    """Epochs after which sizes of the memory and numbers of neighbours are compared."""
+    capacities: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 1.0, 2.0, 3.0)
+    """Of the memory, in epochs of the stream."""
+    counts: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200, 400)
+    """Of neighbours."""
+    rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+    """Of the last layer, in place of `lr`."""
+    long: tuple[float, ...] = (0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0)
+    """Epochs after which everything is tested in the long run."""
+    explained: int = 1_000
+    """Queries whose corrections are measured in the long run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("at", "capacities", "counts", "rates", "long"):
+            values = getattr(self, name)
+            if not values or list(values) != sorted(set(values)) or values[0] <= 0:
+                raise ValueError(f"{name} must be positive and rising, got {values}")
+        if self.explained < 1:
+            raise ValueError(f"explained must be at least 1, got {self.explained}")
+
+
+PRESETS = {
+    "smoke": SensitivityConfig(
+        **fields_of(SMOKE) | {"points": (0.1, 0.5)},
+        at=(0.5,),
+        capacities=(0.05, 0.5),
+        counts=(1, 10),
+        rates=(0.03, 0.3),
+        long=(0.1, 0.5),
+        explained=50,
+    ),
+    "quick": SensitivityConfig(
+        **fields_of(QUICK) | {"points": (0.05, 0.1, 0.2, 0.5, 1.0, 3.0)},
+        at=(0.1, 1.0),
+        capacities=(0.01, 0.03, 0.1, 0.3, 1.0),
+        counts=(1, 5, 10, 20, 50, 100, 200),
+        rates=(0.1, 0.3, 1.0, 3.0, 10.0),
+        long=(0.1, 0.3, 1.0, 3.0, 10.0, 20.0, 40.0),
+        explained=300,
+    ),
+    "paper": SensitivityConfig(
+        **fields_of(PAPER) | {"points": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0)}
+    ),
+}
+
+
+def run(config: SensitivityConfig, context: Context) -> BySeed:
+    """One pass of a split after the other; a pass that is done is not done again."""
+    records: BySeed = {}
+    passes = (None, *config.rates)
+    with context.bar(len(config.seeds) * len(passes), "sensitivity", "passes") as bar:
+        for seed in config.seeds:
+            records[seed], task = [], None
+            for place, lr in enumerate(passes):
+                kept = context.workspace.load(f"records-{seed}-{place}")
+                if kept is None:
+                    task = task or make_task(config, context, seed)
+                    study = Study(task, config, seed)
+                    kept = {"records": study.stream() if lr is None else study.rate(lr)}
+                    context.workspace.save(f"records-{seed}-{place}", kept)
+                records[seed] += kept["records"]
+                bar.update()
+    return records
+
+
+class Study:
+    """What is measured of one split."""
+
+    def __init__(self, task: Task, config: SensitivityConfig, seed: int) -> None:
+        self.task, self.config, self.seed = task, config, seed
+        self.queries, self.answers = scored_part(task, config)
+        self.groups = subsets(task, config, self.answers)
+        epoch = len(stream_of(task, config, seed)[0])
+        self.sizes = [max(2, round(share * epoch)) for share in config.capacities]
+
+    def rate(self, lr: float) -> list[Record]:
+        """All methods but those with a layer of their own, the layer learning at another rate."""
+        records: list[Record] = []
+        for moment in moments(self.task, replace(self.config, lr=lr), self.seed):
+            models = self.config.models(situation_of(moment, self.task), with_own_layers=False)
+            right = compared(models, self.queries, self.answers)
+            records += self._accuracies(right, moment, lr=lr)
+        return records
+
+    def stream(self) -> list[Record]:
+        """Everything that one pass serves."""
+        config, records = self.config, list[Record]()
+        points = tuple(sorted({*config.at, *config.long}))
+        wide = replace(config, points=points, capacity=max(config.capacity, *self.sizes))
+        for moment in moments(self.task, wide, self.seed):
+            if moment.epochs in config.at:
+                records += self._by_capacity(moment)
+            if len(moment.memory) > config.capacity:
+                moment = moment.with_capacity(config.capacity)
+            if moment.epochs in config.at:
+                records += self._by_count(moment)
+            if moment.epochs in config.long:
+                records += self._accuracies(self._answered(moment), moment)
+                records += self._corrections(moment)
+        return records
+
+    def _by_capacity(self, moment: Moment) -> list[Record]:
+        """Memories that hold the last of what the memory holds; the largest is all of it.
+
+        Beyond an epoch they hold images several times.
+        """
+        records: list[Record] = []
+        smaller = [size for size in self.sizes if size < len(moment.memory)]
+        for capacity in (*smaller, len(moment.memory)):
+            right = self._answered(moment.with_capacity(capacity))
+            records += self._accuracies(right, moment, capacity=capacity)
+        return records
+
+    def _by_count(self, moment: Moment) -> list[Record]:
+        """Methods with other numbers of neighbours and the same settings otherwise."""
+        situation, records = situation_of(moment, self.task), list[Record]()
+        models: dict[tuple[str, int], Model] = {}
+        for name in WITH_SETTINGS:
+            settings: Any = self.config.settings(name)
+            for k in self.config.counts if hasattr(settings, "k") else ():
+                if k <= len(moment.memory):
+                    models[name, k] = replace(settings, k=k).model(situation)
+        right = compared(models, self.queries, self.answers) if models else {}
+        for (name, k), hits in right.items():
+            records += self._accuracies({name: hits}, moment, k=k)
+        return records
+
+    def _corrections(self, moment: Moment) -> list[Record]:
+        """How far an adaptation moves the layer, and the prediction: what is there to correct."""
+        some = slice(0, self.config.explained)  # in random order
+        queries, records = self.queries[some], list[Record]()
+        for name, model in self.config.models(situation_of(moment, self.task)).items():
+            if not isinstance(model, mbpa.MbPA) or not model.predictor.keys_for:
+                continue  # it does not adapt the layer that learns
+            measured = corrections(model, queries)
+            for subset, members in self.groups.items():
+                shared: Record = {"method": name, "subset": subset, **self._shared(moment)}
+                for what, values in measured.items():
+                    value = float(values[members[some]].double().mean())
+                    records.append({**shared, "name": what, "value": value})
+        return records
+
+    def _answered(self, moment: Moment) -> dict[str, Bool[Tensor, "Q"]]:
+        models = self.config.models(situation_of(moment, self.task))
+        return compared(models, self.queries, self.answers)
+
+    def _accuracies(
+        self, right: Mapping[str, Bool[Tensor, "Q"]], moment: Moment, **varied: float
+    ) -> list[Record]:
+        return accuracies(right, self.groups, {**self._shared(moment), **varied})
+
+    def _shared(self, moment: Moment) -> Record:
+        return {"split": self.seed, "part": self.config.part, "epochs": moment.epochs}
+
+
+def corrections(model: mbpa.MbPA, queries: Float[Tensor, "Q D"]) -> dict[str, Float[Tensor, "Q"]]:
+    """Of each query: ‖θˣ − θ‖, KL(adapted ‖ layer), and 100 where the answer is another than that
+    of the layer it adapts."""
+    found: dict[str, list[Tensor]] = {"change": [], "divergence": [], "other_answers": []}
+    for part in queries.split(most_queries(queries, max(1, model.predictor.keys_for))):
+        explanation = model.explain(keys=part)
+        before, after, change = explanation.before, explanation.after, explanation.change
+        assert change is not None
+        found["change"].append(change)
+        found["divergence"].append((after.exp() * (after - before)).sum(1))
+        found["other_answers"].append(100.0 * (after.argmax(1) != before.argmax(1)))
+    return {name: torch.cat(parts) for name, parts in found.items()}

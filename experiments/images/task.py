@@ -1,0 +1,244 @@
+"""One random half of the classes: a network that knows them, and what it makes of all images."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from experiments import data, picture_sets, pretraining, resnet
+from experiments.data import pictures as reading
+from experiments.data import tiny_imagenet
+from experiments.errors import ExperimentError
+from experiments.experiment import Context
+from experiments.images.config import ImagesConfig
+from experiments.picture_sets import Held, Pictures, Streamed, placed
+from experiments.pretraining import features_of, pretrained
+from experiments.results import environment
+from mbpa.files import write_durably
+
+FORMAT = 2  # of the kept features
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Features of all images. Labels below `old` are of classes that the network knows."""
+
+    old: int
+    classes: Int[Tensor, "C"]
+    """The data set's number of each class, the known ones first."""
+    train: Float[Tensor, "N D"]
+    train_labels: Int[Tensor, "N"]
+    validation: Float[Tensor, "V D"]
+    validation_labels: Int[Tensor, "V"]
+    test: Float[Tensor, "Q D"]
+    test_labels: Int[Tensor, "Q"]
+    weight: Float[Tensor, "O D"]
+    bias: Float[Tensor, "O"]
+    known: float
+    """The network's accuracy on test images of the classes it knows, before anything new."""
+    made_on: str = ""
+    """The device the network was trained on, and the torch there."""
+
+
+def make_task(config: ImagesConfig, context: Context, seed: int) -> Task:
+    """Trained and computed once for all runs that ask for the same; the file that is kept serves
+    another machine with the same images as well."""
+    path = context.cache / f"features-{_fingerprint(config, context, seed)}.safetensors"
+    task = _read(path, context.device)
+    if task is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, _written(_computed(config, context, seed)))
+        task = _read(path, context.device)  # rounded as for all that come later
+        assert task is not None, "it has just been written"
+    return task
+
+
+HALVED = "train", "validation", "test"
+"""Features are kept in half precision: finer than the arithmetic that a GPU computes them with."""
+
+
+def _written(task: Task) -> bytes:
+    tensors = {name: value for name, value in vars(task).items() if isinstance(value, Tensor)}
+    tensors |= {name: tensors[name].half() for name in HALVED}
+    told = {"old": str(task.old), "known": repr(task.known), "made_on": task.made_on}
+    return save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, told)
+
+
+def _read(path: Path, device: torch.device) -> Task | None:
+    """What was kept, if it is whole."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            told = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+        tensors |= {name: tensors[name].float() for name in HALVED}
+        known = float(told["known"])
+        return Task(old=int(told["old"]), known=known, made_on=told["made_on"], **tensors)
+    except FileNotFoundError:
+        return None
+    except SafetensorError:
+        warnings.warn(f"{path} is damaged and is computed anew", stacklevel=2)
+        return None
+
+
+def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
+    """Of all that the features depend on."""
+    names = "dataset", "size", "enlarged", "mirrored", "shrunk", "classes", "spared"
+    told: dict[str, Any] = {name: getattr(config, name) for name in names} | {
+        "seed": seed,
+        "format": FORMAT,
+    }
+    if config.dataset == "imagenet":
+        told["files"] = data.imagenet(context.data_dir).digest()
+    else:
+        folder = data.data_dir(context.data_dir) / "tiny-imagenet"
+        told["files"] = sorted((path.name, path.stat().st_size) for path in folder.glob("*.*"))
+    modules = pretraining, resnet, picture_sets, reading, tiny_imagenet, sys.modules[__name__]
+    told["code"] = [inspect.getsource(module) for module in modules]
+    told["pretraining"] = dataclasses.asdict(config.pretraining)
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _computed(config: ImagesConfig, context: Context, seed: int) -> Task:
+    chosen, everything, test = _SOURCES[config.dataset](config, context)
+    shuffled = torch.randperm(config.classes, generator=torch.Generator().manual_seed(seed + 1))
+    classes, old = chosen[shuffled].to(context.device), config.classes // 2
+    kept, held = parts_of(everything.labels.cpu(), config.spared)
+    known = everything.chosen(kept).of_classes(classes[:old])
+    network = pretrained(config.pretraining, known, old, seed, context, f"split-{seed}")
+    labels, test_labels = (placed(part.labels, classes) for part in (everything, test))
+    with context.bar(len(labels) + len(test_labels), "features", "pictures") as bar:
+        features, test_features = (
+            features_of(
+                network, part, tick=bar.update, mirrored=config.mirrored, shrunk=config.shrunk
+            )
+            for part in (everything, test)
+        )
+    with torch.no_grad():
+        familiar = test_labels < old
+        right = network.fc(test_features[familiar]).argmax(1) == test_labels[familiar]
+    return Task(
+        old=old,
+        classes=classes,
+        train=features[kept],
+        train_labels=labels[kept],
+        validation=features[held],
+        validation_labels=labels[held],
+        test=test_features,
+        test_labels=test_labels,
+        weight=network.fc.weight.detach().float(),
+        bias=network.fc.bias.detach().float(),
+        known=float(right.double().mean()),
+        made_on="{device}, torch {torch}".format(**environment(context.device)),
+    )
+
+
+# Where the images come from: the data set's numbers of the classes that take part, their training
+# images and their test images, under these numbers.
+
+Source = tuple[Int[Tensor, "C"], Pictures, Pictures]
+
+
+def _tiny_imagenet(config: ImagesConfig, context: Context) -> Source:
+    data.require("tiny-imagenet", context.data_dir)
+    chosen = _chosen(200, config)
+    images = data.tiny_imagenet(
+        context.data_dir, size=config.size, classes=chosen.sort().values.tolist()
+    )
+    train, test = (
+        Held(part.images, part.labels).to(context.device).enlarged(config.enlarged)
+        for part in (images.train, images.test)
+    )
+    return chosen, train, test
+
+
+def _imagenet(config: ImagesConfig, context: Context) -> Source:
+    folder = data.imagenet(context.data_dir)
+    chosen = _chosen(len(folder.wnids), config)
+    train, test = (
+        part.chosen(torch.isin(part.labels, chosen).nonzero()[:, 0])
+        for part in (folder.train, folder.test)
+    )
+    counts = train.labels.bincount(minlength=len(folder.wnids))
+    _check_counts({folder.wnids[number]: int(counts[number]) for number in chosen.tolist()}, config)
+    _verify(config, context, train, test)
+    return (
+        chosen,
+        Streamed(train, train.labels.to(context.device), config.size),
+        Streamed(test, test.labels.to(context.device), config.size),
+    )
+
+
+def _check_counts(counts: Mapping[str, int], config: ImagesConfig) -> None:
+    """Refuse settings that a folder of ImageNet has too few classes or images for."""
+    if not 2 <= config.classes <= len(counts):
+        raise ExperimentError(
+            f"classes must be between 2 and {len(counts)}, the folders of ImageNet that there are, "
+            f"got {config.classes}"
+        )
+    scarcest = min(counts, key=lambda wnid: counts[wnid])
+    if not counts[scarcest]:
+        raise ExperimentError(f"{scarcest} has no training images")
+    if config.spared >= counts[scarcest]:
+        raise ExperimentError(
+            f"held_out must be below {counts[scarcest]}, the training images of {scarcest}, "
+            f"got {config.held_out}"
+        )
+    scarce = sorted(counts.values())[: config.classes // 2]
+    fewest = sum(scarce) - len(scarce) * config.spared
+    if config.pretraining.batch > fewest:
+        raise ExperimentError(
+            f"pretraining.batch must be at most {fewest}, the images that half of the classes may "
+            f"come to, got {config.pretraining.batch}"
+        )
+
+
+def _verify(config: ImagesConfig, context: Context, *parts: data.ImageFiles) -> None:
+    """Read all pictures once before the long work; those that were good are not read again."""
+    paths = "\0".join(os.path.abspath(path) for part in parts for path in part.paths)
+    digest = hashlib.sha256(paths.encode()).hexdigest()[:16]
+    mark = context.cache / f"verified-{digest}-{config.classes}"
+    if mark.exists():
+        return
+    with context.bar(sum(len(part.paths) for part in parts), "checking", "pictures") as bar:
+        for part in parts:
+            part.verify(bar.update)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(mark, b"")
+
+
+def _chosen(there: int, config: ImagesConfig) -> Int[Tensor, "C"]:
+    """Which classes take part; the same in every split."""
+    return torch.randperm(there, generator=torch.Generator().manual_seed(0))[: config.classes]
+
+
+_SOURCES: dict[str, Callable[[ImagesConfig, Context], Source]] = {
+    "tiny-imagenet": _tiny_imagenet,
+    "imagenet": _imagenet,
+}
+
+
+def parts_of(labels: Int[Tensor, "N"], held_out: int) -> tuple[Tensor, Tensor]:
+    """Images to train on, and those held out; the same for every split."""
+    draws = torch.Generator().manual_seed(0)
+    kept, held = [], []
+    for label in labels.unique().tolist():
+        rows = (labels == label).nonzero()[:, 0]
+        rows = rows[torch.randperm(len(rows), generator=draws)]
+        held.append(rows[:held_out])
+        kept.append(rows[held_out:])
+    return torch.cat(kept).sort().values, torch.cat(held).sort().values

@@ -1,0 +1,239 @@
+"""The search for settings: with the first split, on training images that were held out.
+
+First the rate of the last layer, by its own accuracy. Then, with that layer as it was at some
+points of the stream, every other method, stage by stage (`methods.METHODS`): one retrieval from a
+memory serves all settings. A setting is judged by its accuracy over all classes, the mean over the
+points. A method that is to keep the old classes is judged by what is aimed at: its accuracy on new
+classes after `AIMED` epochs, on more of the images that were held out; only settings count that are
+then at most `MOST_LOST` behind the best of layer, vote and mixture on the old ones, and the others
+are judged by how much they lack (`shortfall`). What has been tried is kept, and an interrupted
+search tries only the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+import mbpa
+from experiments.experiment import BySeed, Context
+from experiments.images.config import ImagesConfig
+from experiments.images.incremental import (
+    compared,
+    moments,
+    scored_part,
+    situation_of,
+)
+from experiments.images.methods import (
+    WITH_SETTINGS,
+    Kept,
+    Model,
+    Settings,
+    Situation,
+    Vote,
+)
+from experiments.images.task import Task, make_task
+from experiments.results import Record
+from experiments.search import Notebook, best_of, count
+
+SPLIT = 0
+POINTS = (0.05, 0.1, 0.3, 1.0, 3.0)
+AIMED = 0.1
+LAYER_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+SCORED = 3_000
+"""Held-out images that settings are judged on."""
+SCORED_FOR_AIM = 10_000
+"""The same for what is aimed at; all there are of Tiny ImageNet."""
+MOST_LOST = 1.5
+"""Points of accuracy on old classes; half a point less than is aimed at, for the noise."""
+
+
+def searched(config: ImagesConfig) -> ImagesConfig:
+    """What the search runs with."""
+    fresh = ImagesConfig()
+    fields = "lr", *(method.settings for method in WITH_SETTINGS.values())
+    untuned: dict[str, Any] = {name: getattr(fresh, name) for name in fields}
+    return replace(config, seeds=(SPLIT,), part="validation", points=POINTS, **untuned)
+
+
+def tune(config: ImagesConfig, context: Context) -> BySeed:
+    """Records of all that was tried, and of what was chosen."""
+    config = searched(config)
+    task = make_task(config, context, SPLIT)
+    grids = [grid for method in WITH_SETTINGS.values() for grid in method.stages]
+    with context.bar(len(LAYER_RATES) + count(grids), "search", "settings") as bar:
+        search = Search(task, config, context, bar)
+        search.choose_layer_rate()
+        for method in WITH_SETTINGS:
+            search.choose(method)
+    return {None: search.notebook.records}
+
+
+class Score(NamedTuple):
+    """Accuracies, in percent."""
+
+    new: float
+    old: float
+    all: float
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A moment of the stream, with all that any setting asks for."""
+
+    situation: Situation
+    queries: Float[Tensor, "Q D"]
+    truth: Int[Tensor, "Q"]
+    k: int
+    """Neighbours that a setting may ask for, at most."""
+    _last: list[tuple[Settings | None, Tensor]] = field(default_factory=list)
+    _read: dict[mbpa.Memory, mbpa.Neighbors] = field(default_factory=dict)
+
+    def score(self, settings: Settings | None) -> Score:
+        """How a method does; without settings, the layer alone."""
+        if isinstance(settings, Kept):  # what is held back is subtracted from what is said anyway
+            said = self._said(replace(settings, offset=0.0))
+            said = said - settings.held_back(self.situation)
+        else:
+            said = self._said(settings)
+        right, is_old = said.argmax(1) == self.truth, self.truth < self.situation.old
+        return Score(*(100 * float(right[m].double().mean()) for m in (~is_old, is_old, ...)))
+
+    def _said(self, settings: Settings | None) -> Float[Tensor, "Q C"]:
+        """By the model that has these settings; the last one's answers are at hand."""
+        if not self._last or self._last[0][0] != settings:
+            model = _model(settings, self.situation)
+            neighbors = self._neighbors(model) if model.predictor.k else None
+            self._last[:] = [(settings, model(self.queries, neighbors=neighbors))]
+        return self._last[0][1]
+
+    def _neighbors(self, model: Model) -> mbpa.Neighbors:
+        """Of all queries in the model's memory, read once."""
+        memory = model.memory
+        if memory not in self._read:
+            keys = model.embed(self.queries)
+            self._read[memory] = memory.read(keys, min(self.k, len(memory)))
+        return self._read[memory]
+
+
+def _model(settings: Settings | None, at: Situation) -> Model:
+    """Without settings, the layer alone."""
+    if settings is None:
+        return mbpa.MbPA(head=at.head, memory=at.memory, predictor=mbpa.Parametric())
+    return settings.model(at)
+
+
+class Search:
+    """Judges settings and writes down what it finds; nothing is judged twice."""
+
+    def __init__(self, task: Task, config: ImagesConfig, context: Context, bar: tqdm) -> None:
+        self.task, self.config, self.bar = task, config, bar
+        self.queries, self.answers = scored_part(task, config)
+        self.notebook = Notebook(context)
+        self._snapshots: list[Snapshot] = []
+        self._snapshots_lr = math.nan
+
+    def choose_layer_rate(self) -> None:
+        """The rate with which the last layer alone does best."""
+
+        def judge(lr: float) -> float:
+            return fmean(score.all for score in self._scores(lr, None))
+
+        rates = {
+            lr: self._worth("parametric", {"lr": lr}, partial(judge, lr)) for lr in LAYER_RATES
+        }
+        best = max(rates, key=lambda lr: rates[lr])
+        self.config = replace(self.config, lr=best)
+        self.notebook.note_chosen("lr", best)
+        self.notebook.save()
+
+    def choose(self, method: str) -> None:
+        """The settings of a method, stage by stage."""
+        field, stages = WITH_SETTINGS[method].settings, WITH_SETTINGS[method].stages
+
+        def judge(settings: Settings) -> float:
+            return fmean(score.all for score in self._scores(self.config.lr, settings))
+
+        judged = self._aimed_at if WITH_SETTINGS[method].keeps_old else judge
+        best = best_of(
+            self.config.settings(method),
+            stages,
+            lambda settings: self._worth(method, vars(settings), partial(judged, settings)),
+        )
+        changed: dict[str, Any] = {field: best}
+        self.config = replace(self.config, **changed)
+        self.notebook.note_all_chosen(field, best, stages)
+        self.notebook.save()
+
+    def _worth(self, method: str, settings: dict[str, Any], judge: Callable[[], float]) -> float:
+        key = repr((method, settings))
+        worth = self.notebook.judged(key, judge)
+        keeps_old = method in WITH_SETTINGS and WITH_SETTINGS[method].keeps_old
+        subset, name = "novel" if keeps_old else "all", "top1"
+        if worth < 0:
+            subset, name = "pre-trained", "shortfall"
+        tried: Record = {"method": method, **settings, "subset": subset}
+        tried |= {"name": name, "value": abs(worth)}
+        self.notebook.note_tried(key, [tried])
+        self.bar.update()
+        return worth
+
+    def _aimed_at(self, settings: Settings) -> float:
+        """What is known of new classes, or, negative, what of old ones is lacking."""
+        score = self._aimed.score(settings)
+        short = self._floor - score.old
+        return -short if short > 0 else score.new
+
+    @cached_property
+    def _aimed(self) -> Snapshot:
+        """The moment that is aimed at."""
+        config, some = replace(self.config, points=(AIMED,)), slice(0, SCORED_FOR_AIM)
+        (moment,) = moments(self.task, config, SPLIT)
+        keeping = [name for name, method in WITH_SETTINGS.items() if method.keeps_old]
+        found, most = situation_of(moment, self.task), self._most(keeping)
+        return Snapshot(found, self.queries[some], self.answers[some], most)
+
+    @cached_property
+    def _floor(self) -> float:
+        """What a method that keeps the old classes must reach on them then."""
+        tried = [self.config.settings(method) for method in WITH_SETTINGS]
+        votes = [None, *(settings for settings in tried if isinstance(settings, Vote))]
+        at = self._aimed
+        models = dict(enumerate(_model(each, at.situation) for each in votes))
+        right = compared(models, at.queries, at.truth)
+        is_old = at.truth < self.task.old
+        best = max(float(hits[is_old].double().mean()) for hits in right.values())
+        return 100 * best - MOST_LOST
+
+    def _scores(self, lr: float, settings: Settings | None) -> list[Score]:
+        """At each point."""
+        if lr != self._snapshots_lr:
+            self._snapshots = []  # the old ones need not be there while the new ones are made
+            self._snapshots, self._snapshots_lr = list(self._taken(lr)), lr
+        return [snapshot.score(settings) for snapshot in self._snapshots]
+
+    def _taken(self, lr: float) -> Iterator[Snapshot]:
+        some = slice(0, SCORED)  # in random order
+        for moment in moments(self.task, replace(self.config, lr=lr), SPLIT):
+            still = moment.with_capacity(len(moment.memory))  # the stream's goes on growing
+            still = replace(still, head=copy.deepcopy(moment.head))
+            found = situation_of(still, self.task)
+            yield Snapshot(found, self.queries[some], self.answers[some], self._most(WITH_SETTINGS))
+
+    def _most(self, methods: Iterable[str]) -> int:
+        """Neighbours that any setting of these methods asks for."""
+        most = [0]
+        for method in methods:
+            most.append(getattr(self.config.settings(method), "k", 0))
+            for grid in WITH_SETTINGS[method].stages:
+                most += map(int, grid.get("k", ()))
+        return max(most)

@@ -1,0 +1,253 @@
+"""What the report shows of new intents, made from the records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from experiments.drawing import (
+    Spread,
+    curve,
+    finish,
+    legend_below,
+    repetitions,
+    sentence,
+    told,
+)
+from experiments.intents.comparison import METHODS, PEERS
+from experiments.intents.incremental import EMBEDDING, REPEATS
+from experiments.results import Result, value_of
+from experiments.sections import Figure, Section, Table
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+TITLES = {"clinc150": "CLINC150", "banking77": "Banking77"}
+SUBSETS = {"novel": "new intents", "pre-trained": "old intents"}
+
+
+class Scores:
+    """The records of some splits, by what they are of."""
+
+    FIELDS = ("corpus", "method", "name", "subset", "shots", "batch")
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self.results = results
+        self._values: dict[tuple[object, ...], list[float]] = {}
+        for result in results:
+            for record in result.metrics:
+                key = tuple(record.get(name) for name in self.FIELDS)
+                self._values.setdefault(key, []).append(value_of(record))
+
+    def spread(self, corpus: str, method: str | None, name: str, **of: object) -> Spread | None:
+        """Over splits; `None` if it was not measured. What is no method's has none."""
+        rest = (of.get(each) for each in self.FIELDS[3:])
+        values = self._values.get((corpus, method, name, *rest))
+        return Spread(tuple(values)) if values else None
+
+    def all_of(self, field: str) -> list[object]:
+        """The values of a field, in the order of the records."""
+        place = self.FIELDS.index(field)
+        return list(dict.fromkeys(key[place] for key in self._values if key[place] is not None))
+
+    @property
+    def corpora(self) -> list[str]:
+        return [str(corpus) for corpus in self.all_of("corpus")]
+
+    @property
+    def methods(self) -> list[str]:
+        return [str(method) for method in self.all_of("method")]
+
+    @property
+    def peers(self) -> list[str]:
+        """Methods of other libraries."""
+        return [method for method in self.methods if method in PEERS]
+
+    @property
+    def shots(self) -> list[int]:
+        return sorted(int(str(count)) for count in self.all_of("shots"))
+
+    @property
+    def splits(self) -> str:
+        return repetitions(len(self.results), "split")
+
+    def missing(self, corpus: str, shots: int) -> str:
+        """Which methods were not run in all splits, if any, as the end of a note."""
+        found = []
+        for method in self.methods:
+            spread = self.spread(corpus, method, "top1", subset="all", shots=shots)
+            count = 0 if spread is None else len(spread.values)
+            if count < len(self.results):
+                found.append(f"{method}: {count} of {len(self.results)} splits")
+        return f" {', '.join(found)}." if found else ""
+
+
+def sections(results: Sequence[Result]) -> list[Section]:
+    """Tables by corpus, what it costs, and the figure."""
+    scores = Scores(results)
+    part = results[0].config["part"]
+    text = [
+        "A linear head over frozen sentence embeddings "
+        f"(`{results[0].config['encoder']}`) knows two thirds of the intents; the others are "
+        f"taught by a few examples each, and all are asked about ({part} sentences). One setting a "
+        "method serves both corpora and any number of examples; it was chosen with another split, "
+        "on validation sentences.",
+        "`rows alone` puts the means of the taught examples into the head as rows of the new "
+        "intents, `MbPA (rows)` adapts that head per query; the other MbPA begin with rows of "
+        "zeros. `MbPA (auto)` is told no setting at all, `MbPA (auto step)` all but the step. The "
+        "optimum of logistic regression on everything is what training could give; balanced, every "
+        "intent counts the same in it.",
+    ]
+    if scores.peers:
+        text.append(_of_peers(results[0]))
+    tables = []
+    for corpus in scores.corpora:
+        tables += [_accuracies(scores, corpus, count) for count in scores.shots]
+        tables.append(_trust(scores, corpus))
+    figure = Figure(
+        "new-intents",
+        "Accuracy on new and on old intents against the examples given of each new one; "
+        f"{scores.splits}, band: one standard deviation.",
+        lambda canvas: draw(canvas, scores),
+        (11, 4.2 * len(scores.corpora) + 1.2),
+    )
+    figures = [figure] if scores.shots[1:] else []  # of one number of examples there is no curve
+    return [Section("New intents from a few examples", text, tables, figures)]
+
+
+def _of_peers(result: Result) -> str:
+    limits = result.config["setfit"]
+    return (
+        "`adaptive-classifier`, `semantic-router` and `SetFit` are those libraries, with the same "
+        "encoder and at their defaults, but for the work and the head of SetFit: it sees "
+        f"{limits['examples']} sentences of each known intent beside all new ones, and fine-tunes "
+        f"the encoder for {limits['steps']} steps of 16 pairs"
+        f"{'; its head is balanced' if limits['balanced'] else ''}. The confidence of the router "
+        "is its score, a cosine; no threshold is set, the AUROC judges all."
+    )
+
+
+def _accuracies(scores: Scores, corpus: str, shots: int) -> Table:
+    """New, old and all."""
+    subsets = ("novel", "pre-trained", "all")
+    rows = [
+        [
+            method,
+            *(
+                told(scores.spread(corpus, method, "top1", subset=subset, shots=shots), 1)
+                for subset in subsets
+            ),
+        ]
+        for method in scores.methods
+    ]
+    each = "example" if shots == 1 else "examples"
+    return Table(
+        f"{TITLES.get(corpus, corpus)}, {shots} {each} of each new intent",
+        ["method", "new", "old", "all"],
+        rows,
+        f"Top-1 accuracy in percent, {scores.splits}.{scores.missing(corpus, shots)}",
+    )
+
+
+def _trust(scores: Scores, corpus: str) -> Table:
+    """Calibration and scope at the second number of examples, and costs after the last."""
+    shots, last = scores.shots[min(1, len(scores.shots) - 1)], scores.shots[-1]
+    rows = []
+    for method in scores.methods:
+        error = scores.spread(corpus, method, "calibration_error", subset="all", shots=shots)
+        scope = scores.spread(corpus, method, "out_of_scope_auroc", shots=shots)
+        learn = scores.spread(corpus, method, "learn_seconds", shots=last)
+        name = "predict_microseconds"
+        one = scores.spread(corpus, method, name, shots=last, batch=1)
+        many = scores.spread(corpus, method, name, shots=last, batch=256)
+        rows.append(
+            [
+                method,
+                told(error, 1),
+                told(scope, 1),
+                _cost(learn, 1e3),
+                _cost(one),
+                _cost(many),
+            ]
+        )
+    return Table(
+        f"{TITLES.get(corpus, corpus)}, trust and cost",
+        [
+            "method",
+            "calibration error",
+            "out-of-scope AUROC",
+            "ms to take an example",
+            "µs a prediction, alone",
+            "µs, in batches of 256",
+        ],
+        rows,
+        f"Calibration error (15 bins of equal mass) and AUROC of the confidence, in percent, at "
+        f"{shots} examples. Costs after {last}, keys given, {_where(scores.results)}: from being "
+        "given one more example to an answer that knows it, and of a prediction; the least of all "
+        "splits. "
+        f"{_embedding(scores, corpus)}{sentence(scores.splits)}.{scores.missing(corpus, last)}",
+    )
+
+
+def _cost(spread: Spread | None, factor: float = 1.0) -> str:
+    """The least of all splits, since whatever else a machine does only adds; two digits will do."""
+    if spread is None:
+        return ""
+    value = factor * min(spread.values)
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _embedding(scores: Scores, corpus: str) -> str:
+    """Whose times are not of keys alone, and what to take off."""
+    methods = [method for method in scores.peers if PEERS[method].embeds]
+    alone, many = (scores.spread(corpus, None, EMBEDDING, batch=batch) for batch in REPEATS)
+    if not methods or alone is None or many is None:
+        return ""
+    return (
+        f"{' and '.join(methods)} embed sentences themselves, which takes our encoder "
+        f"{_cost(alone)} µs alone and {_cost(many)} µs in batches. "
+    )
+
+
+def _where(results: Sequence[Result]) -> str:
+    environment = results[0].environment
+    return f"on {environment.get('device', 'unknown')} ({environment.get('cores', '?')} cores)"
+
+
+def draw(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
+    """A row of panels a corpus, a panel a subset."""
+    panels = canvas.subplots(len(scores.corpora), len(SUBSETS), squeeze=False)
+    for row, corpus in zip(panels, scores.corpora, strict=True):
+        for panel, (subset, title) in zip(row, SUBSETS.items(), strict=True):
+            for method in scores.methods:
+                found = {
+                    count: scores.spread(corpus, method, "top1", subset=subset, shots=count)
+                    for count in scores.shots
+                }
+                points = {count: spread for count, spread in found.items() if spread is not None}
+                color, style = _look(method)
+                curve(panel, list(points), list(points.values()), color, method, style, marker="o")
+            finish(
+                panel,
+                "examples of each new intent",
+                title=f"{TITLES.get(corpus, corpus)}: {title}",
+            )
+            panel.set_xscale("log")
+            panel.set_xticks(scores.shots, [str(count) for count in scores.shots])
+            panel.minorticks_off()
+        row[0].set_ylabel("top-1 accuracy (%)")
+        _keep_readable(row[1])
+    legend_below(canvas, panels[0][0], columns=4)
+
+
+def _keep_readable(panel: matplotlib.axes.Axes) -> None:
+    """Old intents: what forgets everything must not flatten the others."""
+    low, high = panel.get_ylim()
+    panel.set_ylim(max(low, high - 25), high)
+
+
+def _look(method: str) -> tuple[str, str]:
+    """Colour and line; grey for a method that there is no more."""
+    known = METHODS.get(method) or PEERS.get(method)
+    return ("#8c8c8c", "-") if known is None else (known.color, known.style)

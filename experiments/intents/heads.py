@@ -1,0 +1,71 @@
+"""Heads over frozen keys: trained for some epochs, or made of means."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mbpa.modules.new_rows import NewRows
+from mbpa.modules.split import grow
+
+BATCH = 256
+
+
+def grown(head: nn.Linear, outputs: int) -> nn.Linear:
+    """A copy with room for more labels; rows of zeros."""
+    more = grow(head, outputs)
+    assert isinstance(more, nn.Linear)
+    return more.requires_grad_(False)
+
+
+def trained(
+    head: nn.Linear,
+    keys: Float[Tensor, "N D"],
+    labels: Int[Tensor, "N"],
+    *,
+    epochs: int,
+    lr: float,
+    seed: int,
+    batch: int = BATCH,
+) -> nn.Linear:
+    """A copy of the head after some epochs of Adam, the rate falling in a straight line to zero."""
+    head = grown(head, head.out_features).requires_grad_(True)
+    optimizer = torch.optim.Adam(head.parameters(), lr=lr)
+    draws, taken = torch.Generator().manual_seed(seed), 0
+    steps = epochs * math.ceil(len(labels) / batch)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(labels), generator=draws).to(labels.device).split(batch):
+            for group in optimizer.param_groups:
+                group["lr"] = lr * (1 - taken / steps)
+            optimizer.zero_grad()
+            F.cross_entropy(head(keys[rows]), labels[rows]).backward()
+            optimizer.step()
+            taken += 1
+    return head.requires_grad_(False)
+
+
+def with_means(
+    head: nn.Linear,
+    sums: Float[Tensor, "C D"],
+    *,
+    old: int,
+    scale: float,
+    offset: float,
+) -> nn.Linear:
+    """A copy in which the rows of labels from `old` on are made of the sums of their keys
+    (`mbpa.modules.new_rows`), where there are examples."""
+    present = sums.square().sum(1) > 0
+    made = NewRows.around(
+        head.weight[:old], head.bias[:old], sums[:old][present[:old]], scale=scale, offset=offset
+    )
+    is_new = present & (torch.arange(len(sums), device=sums.device) >= old)
+    copy = grown(head, head.out_features)
+    with torch.no_grad():
+        rows = made.weights(sums).to(copy.weight.dtype)
+        copy.weight.copy_(torch.where(is_new[:, None], rows, copy.weight))
+        copy.bias.copy_(torch.where(is_new, made.biases, copy.bias))
+    return copy

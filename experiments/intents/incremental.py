@@ -1,0 +1,117 @@
+"""One split of one corpus: every method is taught and tested, a few examples at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from experiments.intents import heads
+from experiments.intents.config import IntentsConfig
+from experiments.intents.measures import auroc, calibration_error, seconds, subsets, top1, wait
+from experiments.intents.methods import Classifier, Start
+from experiments.intents.task import Task
+from experiments.results import Record
+from mbpa.encoders import text
+
+ONE_BY_ONE = 3  # examples that are taught alone, to see how long one takes
+SLOW = 0.5  # seconds, after which one example has told enough
+REPEATS = {1: 20, 256: 3}  # by the size of a batch
+EMBEDDING = "embed_microseconds"
+
+
+def start_of(task: Task, config: IntentsConfig, split: int) -> Start:
+    """The classifier that was deployed: a head trained on the known intents."""
+    empty = nn.Linear(task.known.keys.shape[1], task.old, device=task.known.keys.device)
+    with torch.no_grad():
+        empty.weight.zero_()
+        empty.bias.zero_()
+    head = heads.trained(
+        empty,
+        task.known.keys,
+        task.known.labels,
+        epochs=config.head_epochs,
+        lr=config.head_lr,
+        seed=split,
+    )
+    return Start(task.known, head, len(task.names), split, config.encoder)
+
+
+def taught(
+    classifier: Classifier, task: Task, shots: tuple[int, ...]
+) -> Iterator[tuple[int, Classifier]]:
+    """The classifier after so many examples of each new intent, one number after the other."""
+    before = 0
+    for count in shots:
+        classifier.learn(task.examples(count - before, skipped=before))
+        before = count
+        yield count, classifier
+
+
+def run_method(task: Task, start: Start, config: IntentsConfig, method: str) -> list[Record]:
+    """Records of one method, by the number of examples."""
+    records: list[Record] = []
+    for shots, classifier in taught(config.settings(method).classifier(start), task, config.shots):
+        shared: Record = {
+            "corpus": task.corpus,
+            "method": method,
+            "shots": shots,
+            "split": start.seed,
+        }
+        records += [{**shared, **record} for record in _scores(classifier, task)]
+    return records + [{**shared, **record} for record in _times(classifier, task, shots)]
+
+
+def _scores(classifier: Classifier, task: Task) -> Iterator[Record]:
+    found = classifier.log_probs(task.scored)
+    right = found.argmax(1) == task.scored.labels
+    for subset, members in subsets(task.scored.labels, task.old).items():
+        yield {"subset": subset, "name": "top1", "value": top1(right[members])}
+    confidence = confidences(found)
+    error = calibration_error(confidence, right)
+    yield {"subset": "all", "name": "calibration_error", "value": error}
+    if len(task.outside):
+        outside = confidences(classifier.log_probs(task.outside))
+        yield {"name": "out_of_scope_auroc", "value": auroc(confidence, outside)}
+
+
+def _times(classifier: Classifier, task: Task, shots: int) -> Iterator[Record]:
+    """Of a prediction, keys given; and of one more example."""
+    device = task.known.keys.device
+    for batch, repeats in REPEATS.items():
+        queries = task.scored.chosen(torch.arange(batch) % len(task.scored))
+        taken = seconds(partial(classifier.log_probs, queries), repeats, device)
+        yield {"batch": batch, "name": "predict_microseconds", "value": 1e6 * taken / batch}
+    more, taken_each = task.examples(1, skipped=shots), []
+    for row in range(min(ONE_BY_ONE, len(more))):
+        one = more.chosen(torch.tensor([row]))
+        wait(device)
+        begin = time.perf_counter()
+        classifier.learn(one)
+        classifier.log_probs(one)  # what is put off until asked counts as well
+        wait(device)
+        taken_each.append(time.perf_counter() - begin)
+        if taken_each[-1] > SLOW:
+            break
+    yield {"name": "learn_seconds", "value": median(taken_each)}
+
+
+def confidences(log_probs: Float[Tensor, "Q C"]) -> Float[Tensor, "Q"]:
+    """The probability of what is answered."""
+    return log_probs.amax(1).exp()
+
+
+def embedding_times(encoder: text.TextEncoder, task: Task, split: int) -> list[Record]:
+    """What a method that is given sentences has to do first."""
+    records: list[Record] = []
+    for batch, repeats in REPEATS.items():
+        queries = task.scored.chosen(torch.arange(batch) % len(task.scored))
+        taken = seconds(partial(encoder, queries.texts), repeats, task.known.keys.device)
+        shared: Record = {"corpus": task.corpus, "split": split, "batch": batch}
+        records.append({**shared, "name": EMBEDDING, "value": 1e6 * taken / batch})
+    return records

@@ -1,0 +1,249 @@
+"""What people would use instead: classifiers of other libraries, in the same comparison.
+
+Each is used through its own interface, at its documented defaults, with the same sentence encoder;
+where two cores need a limit it is a setting. adaptive-classifier and SetFit are given sentences and
+embed them, so that their times include it; the router is given the keys. Needs the extra `peers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from experiments.intents.methods import Classifier, Settings, Start
+from experiments.intents.task import Sentences
+from mbpa.encoders import text
+from mbpa.errors import MissingExtraError
+
+
+class Peer(Settings):
+    """Settings of another library's classifier."""
+
+    module: ClassVar[str]
+    """Of the library."""
+
+    def library(self) -> Any:
+        """The library itself.
+
+        Raises:
+            MissingExtraError: it is not installed.
+        """
+        self.require()
+        return importlib.import_module(self.module)
+
+    def require(self) -> None:
+        """Find out whether the library is there, without the seconds of importing it."""
+        if importlib.util.find_spec(self.module) is None:
+            raise MissingExtraError(self.module, extra="peers")
+
+
+# adaptive-classifier: a prototype a class, and a small network that is trained on what is stored
+
+
+@dataclass(frozen=True)
+class AdaptiveClassifier(Peer):
+    """adaptive-classifier; through PyTorch, as its export to ONNX needs an older transformers."""
+
+    module = "adaptive_classifier"
+
+    def classifier(self, start: Start) -> Prototypes:
+        return Prototypes(start, self.library())
+
+
+class Prototypes(Classifier):
+    """An `AdaptiveClassifier` that is given the known sentences at once, and new ones as they
+    come."""
+
+    def __init__(self, start: Start, library: Any) -> None:
+        self._intents = start.intents
+        self._device = start.known.keys.device
+        numpy.random.seed(start.seed)  # it draws old examples with numpy's own generator
+        self._model = library.AdaptiveClassifier(
+            str(text.directory_of(start.encoder)),
+            device=self._device.type,
+            seed=start.seed,
+            use_onnx=False,
+        )
+        self.learn(start.known)
+
+    def learn(self, new: Sentences) -> None:
+        self._model.add_examples(list(new.texts), [str(label) for label in new.labels.tolist()])
+
+    def log_probs(self, queries: Sentences) -> Float[Tensor, "Q C"]:
+        found = self._model.predict_batch(list(queries.texts), k=self._intents)
+        return _logs(found, self._intents).to(self._device)
+
+
+# semantic-router: the route whose sentences are nearest
+
+
+@dataclass(frozen=True)
+class SemanticRouter(Peer):
+    """semantic-router: a route an intent, scored by the mean cosine of its sentences among the
+    nearest 5.
+
+    A route's confidence is taken as the router states it, though the routes' need not sum to 1.
+    There is no threshold: the area under the ROC judges all of them.
+    """
+
+    module = "semantic_router"
+
+    def classifier(self, start: Start) -> Router:
+        return Router(start, self.library())
+
+
+class Router(Classifier):
+    """An `IndexedRouter` whose encoder looks keys up."""
+
+    def __init__(self, start: Start, library: Any) -> None:
+        self._intents, self._device = start.intents, start.known.keys.device
+        self._keys: dict[str, list[float]] = {}
+        self._route = library.Route
+        self._router = library.IndexedRouter(self._encoder())
+        self.learn(start.known)
+
+    def learn(self, new: Sentences) -> None:
+        self._note(new)
+        of: dict[int, list[str]] = {}
+        for sentence, label in zip(new.texts, new.labels.tolist(), strict=True):
+            of.setdefault(label, []).append(sentence)
+        self._router.add(
+            [self._route(name=str(label), utterances=texts) for label, texts in of.items()]
+        )
+
+    def log_probs(self, queries: Sentences) -> Float[Tensor, "Q C"]:
+        self._note(queries)
+        found = [
+            [(route.name, route.confidence) for route in self._router(sentence, limit=None)]
+            for sentence in queries.texts
+        ]
+        return _logs(found, self._intents).to(self._device)
+
+    def _note(self, sentences: Sentences) -> None:
+        self._keys |= zip(sentences.texts, sentences.keys.tolist(), strict=True)
+
+    def _encoder(self) -> Any:
+        def looked_up(_: object, sentences: Sequence[str]) -> list[list[float]]:
+            return [self._keys[sentence] for sentence in sentences]
+
+        base = importlib.import_module("semantic_router.encoders").DenseEncoder
+        return type("KeysAtHand", (base,), {"__call__": looked_up})(name="keys at hand")
+
+
+# SetFit: the encoder itself is fine-tuned with pairs of sentences, under a logistic regression
+
+
+@dataclass(frozen=True)
+class SetFit(Peer):
+    """SetFit, fine-tuned anew from the same encoder whenever something is taught."""
+
+    module = "setfit"
+
+    examples: int = 8
+    """Sentences of each known intent that it sees, beside all new ones; as many as in its own
+    introduction."""
+    steps: int = 100
+    """Of 16 pairs; without a limit it would see every pair of sentences, which takes hours."""
+    balanced: bool = True
+    """Whether every intent counts the same in its logistic regression, which else, so short of
+    sentences, answers with those it has more of: three of a new intent are then never enough."""
+
+    def __post_init__(self) -> None:
+        if min(self.examples, self.steps) < 1:
+            raise ValueError(f"examples and steps must be at least 1, got {self}")
+
+    def classifier(self, start: Start) -> FineTuned:
+        return FineTuned(start, self, self.library())
+
+
+class FineTuned(Classifier):
+    """A `SetFitModel`, made when it is asked."""
+
+    def __init__(self, start: Start, settings: SetFit, library: Any) -> None:
+        self._start, self._settings, self._library = start, settings, library
+        labels = start.known.labels
+        rows = [(labels == each).nonzero()[: settings.examples, 0] for each in range(start.old)]
+        self._given = start.known.chosen(torch.cat(rows))
+        self._model: Any = None
+
+    def learn(self, new: Sentences) -> None:
+        self._given += new
+        self._model = None
+
+    def log_probs(self, queries: Sentences) -> Float[Tensor, "Q C"]:
+        with _quietly():
+            if self._model is None:
+                self._model = self._fitted()
+            shares = self._model.predict_proba(list(queries.texts), show_progress_bar=False)
+        device = self._start.known.keys.device
+        found = torch.full((len(queries), self._start.intents), -torch.inf, device=device)
+        labels = torch.from_numpy(self._model.model_head.classes_)
+        found[:, labels.to(device)] = shares.to(device, found.dtype).log()
+        return found
+
+    def _fitted(self) -> Any:
+        library, given = self._library, self._given
+        of_transformers = importlib.import_module("transformers")
+        device = given.keys.device.type
+        model = library.SetFitModel.from_pretrained(
+            str(text.directory_of(self._start.encoder)),
+            device=device,
+            head_params={"class_weight": "balanced" if self._settings.balanced else None},
+        )
+        texts, labels = list(given.texts), given.labels.tolist()
+        dataset = importlib.import_module("datasets").Dataset
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = library.TrainingArguments(
+                output_dir=folder,
+                max_steps=self._settings.steps,
+                seed=self._start.seed,
+                show_progress_bar=False,
+                save_strategy="no",
+                logging_strategy="no",
+                logging_first_step=False,
+                report_to="none",
+            )
+            trainer = library.Trainer(
+                model=model,
+                args=arguments,
+                train_dataset=dataset.from_dict({"text": texts, "label": labels}),
+            )
+            trainer.remove_callback(of_transformers.ProgressCallback)
+            trainer.train()
+        return model
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what libraries say of each other, and on which nobody here can act."""
+    datasets = importlib.import_module("datasets")
+    importlib.import_module("setfit").logging.set_verbosity_error()
+    was_shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if was_shown:
+            datasets.enable_progress_bars()
+
+
+def _logs(found: list[list[tuple[str, float]]], intents: int) -> Float[Tensor, "Q C"]:
+    """From names that are labels and their shares, in any order; what is not named has none."""
+    shares = torch.zeros(len(found), intents)
+    for row, named in zip(shares, found, strict=True):
+        labels: Int[Tensor, "N"] = torch.tensor([int(name) for name, _ in named], dtype=torch.int64)
+        row[labels] = torch.tensor([share for _, share in named])
+    return shares.clamp(min=0).log()

@@ -1,0 +1,218 @@
+"""One random choice of the intents that are known: sentences and their keys, and who sees which.
+
+Labels are numbered so that known intents come first. Examples of new ones are drawn from training
+sentences, the first n of one random order, so that those for few shots are among those for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from experiments import data
+from experiments.experiment import Context
+from mbpa.encoders import text
+
+CORPORA: Mapping[str, tuple[float, Callable[..., data.IntentSet]]] = {
+    "clinc150": (100 / 150, data.clinc150),
+    "banking77": (50 / 77, data.banking77),
+}
+"""The share of the intents that is known, and the reader."""
+HELD_OUT = 20
+"""Training sentences of each intent that validation has where none are published for it."""
+
+Part = Literal["test", "validation"]
+
+
+@dataclass(frozen=True, eq=False)
+class Sentences:
+    """Sentences, their keys, and what they mean."""
+
+    texts: tuple[str, ...]
+    keys: Float[Tensor, "N D"]
+    labels: Int[Tensor, "N"]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def chosen(self, rows: Int[Tensor, "M"]) -> Sentences:
+        """Some of them, in this order."""
+        texts = tuple(self.texts[row] for row in rows.tolist())
+        return Sentences(texts, self.keys[rows], self.labels[rows])
+
+    def __add__(self, more: Sentences) -> Sentences:
+        return Sentences(
+            self.texts + more.texts,
+            torch.cat([self.keys, more.keys]),
+            torch.cat([self.labels, more.labels]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One split of one corpus, with one part to be scored; the other part is not in it."""
+
+    corpus: str
+    names: tuple[str, ...]
+    """Of the intents, by label."""
+    old: int
+    """Labels below this are of intents that are known from the start."""
+    known: Sentences
+    """All training sentences of these."""
+    new: Sentences
+    """Training sentences of the others, the order in which examples are drawn."""
+    scored: Sentences
+    outside: Sentences
+    """Out of scope, in the part that is scored; none where the corpus has none. Label −1."""
+
+    def examples(self, shots: int, skipped: int = 0) -> Sentences:
+        """So many of each new intent, without the first few."""
+        rows = []
+        for label in range(self.old, len(self.names)):
+            found = (self.new.labels == label).nonzero()[:, 0][skipped : skipped + shots]
+            if len(found) < shots:
+                raise ValueError(
+                    f"shots must be at most the sentences of {self.names[label]!r}, "
+                    f"{skipped + len(found)} of them, got {skipped + shots}"
+                )
+            rows.append(found)
+        return self.new.chosen(torch.cat(rows))
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of a corpus takes part, at most."""
+
+    intents: int = 1000
+    sentences: int = 1000
+    """Training sentences of each."""
+    scored: int = 1000
+    """Sentences of each to be scored."""
+
+    def __post_init__(self) -> None:
+        if self.intents < 4 or min(self.sentences, self.scored) < 1:
+            raise ValueError(
+                f"intents must be at least 4, sentences and scored at least 1, got {self}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A corpus with the keys of its sentences, ready for any split."""
+
+    name: str
+    names: tuple[str, ...]
+    train: Sentences
+    scored: Sentences
+    outside: Sentences
+
+
+def require_corpora(names: Iterable[str], context: Context) -> None:
+    """Raise `data.DataError` for one that is not there or damaged, before anything takes long."""
+    for name in names:
+        CORPORA[name][1](context.data_dir)
+
+
+def read_corpus(
+    name: str, part: Part, size: Size, encoder: text.TextEncoder, context: Context
+) -> Corpus:
+    """With one part to be scored; of the other one nothing is used.
+
+    Sentences to be scored that are also training sentences, word by word, are not trained on.
+    """
+    _, reader = CORPORA[name]
+    found = _smaller(reader(context.data_dir), size)
+    train, scored, outside = _parts(found, part, size.scored)
+    seen = set(scored.texts)
+    fresh = [row for row, text in enumerate(train.texts) if text not in seen]
+    train = _rows(train, torch.tensor(fresh))
+    total = len(train.texts) + len(scored.texts) + len(outside)
+    with context.bar(total, f"{name}: keys", "sentences") as bar:
+
+        def embedded(texts: tuple[str, ...], labels: Int[Tensor, "N"]) -> Sentences:
+            keys = text.embedded(encoder, texts, context.cache, tick=bar.update)
+            return Sentences(texts, keys.to(context.device), labels.to(context.device))
+
+        return Corpus(
+            name,
+            found.names,
+            embedded(train.texts, train.labels),
+            embedded(scored.texts, scored.labels),
+            embedded(outside, torch.full((len(outside),), -1)),
+        )
+
+
+def make_task(corpus: Corpus, split: int) -> Task:
+    """The known intents of this split, and the order in which examples are drawn."""
+    draws = torch.Generator().manual_seed(split + 1)
+    order = torch.randperm(len(corpus.names), generator=draws)
+    place = order.argsort().to(corpus.train.labels.device)
+    old = round(len(corpus.names) * CORPORA[corpus.name][0])
+    shuffled = torch.randperm(len(corpus.train), generator=draws).to(place.device)
+    train = corpus.train.chosen(shuffled)
+    labels = place[train.labels]
+    train = Sentences(train.texts, train.keys, labels)
+    return Task(
+        corpus=corpus.name,
+        names=tuple(corpus.names[number] for number in order.tolist()),
+        old=old,
+        known=train.chosen((labels < old).nonzero()[:, 0]),
+        new=train.chosen((labels >= old).nonzero()[:, 0]),
+        scored=Sentences(corpus.scored.texts, corpus.scored.keys, place[corpus.scored.labels]),
+        outside=corpus.outside,
+    )
+
+
+def _smaller(found: data.IntentSet, size: Size) -> data.IntentSet:
+    """Some intents, chosen at random but the same in every split, and their first sentences."""
+    draws = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(len(found.names), generator=draws)[: size.intents].sort().values
+    place = torch.full((len(found.names),), -1)
+    place[chosen] = torch.arange(len(chosen))
+
+    def some(part: data.Sentences, most: int) -> data.Sentences:
+        rows = [(part.labels == label).nonzero()[:, 0][:most] for label in chosen.tolist()]
+        taken = _rows(part, torch.cat(rows).sort().values)
+        return data.Sentences(taken.texts, place[taken.labels])
+
+    return data.IntentSet(
+        some(found.train, size.sentences),
+        some(found.valid, size.scored),
+        some(found.test, size.scored),
+        tuple(found.names[number] for number in chosen.tolist()),
+        {part: texts[: size.scored * len(chosen)] for part, texts in found.out_of_scope.items()},
+    )
+
+
+def _parts(
+    found: data.IntentSet, part: Part, scored: int
+) -> tuple[data.Sentences, data.Sentences, tuple[str, ...]]:
+    """To train on, to be scored, and to be scored though out of scope."""
+    if part == "test":
+        return found.train, found.test, found.out_of_scope.get("test", ())
+    outside = found.out_of_scope.get("valid", ())
+    if found.valid.texts:
+        return found.train, found.valid, outside
+    kept, held = _held_out(found.train.labels, scored)
+    return _rows(found.train, kept), _rows(found.train, held), outside
+
+
+def _held_out(labels: Int[Tensor, "N"], most: int) -> tuple[Int[Tensor, "K"], Int[Tensor, "H"]]:
+    """Rows to train on, and at most half of each intent's for validation."""
+    draws = torch.Generator().manual_seed(0)
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique().tolist():
+        rows = (labels == label).nonzero()[:, 0]
+        some = torch.randperm(len(rows), generator=draws)[: min(most, HELD_OUT, len(rows) // 2)]
+        held[rows[some]] = True
+    return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
+
+
+def _rows(sentences: data.Sentences, rows: Int[Tensor, "M"]) -> data.Sentences:
+    texts = tuple(sentences.texts[row] for row in rows.tolist())
+    return data.Sentences(texts, sentences.labels[rows])

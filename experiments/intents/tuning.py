@@ -1,0 +1,207 @@
+"""The search for settings: with the first split, on sentences for validation.
+
+One setting a method, for both corpora and any number of examples. A setting is judged by its
+accuracy over all intents, the mean over corpora and numbers of examples; of equals by how well it
+is calibrated. A method that is to keep the old intents is judged by the new ones, as long as it is
+on no corpus more than `MOST_LOST` behind the deployed head on the old ones, the mean over numbers
+of examples; where it is, by how far (`shortfall`). What has been tried is kept, and an interrupted
+search tries only the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import mbpa
+from experiments.experiment import BySeed, Context
+from experiments.intents.comparison import METHODS, Method
+from experiments.intents.config import IntentsConfig
+from experiments.intents.incremental import confidences, start_of, taught
+from experiments.intents.measures import calibration_error, subsets, top1
+from experiments.intents.methods import (
+    OnRetrained,
+    Parametric,
+    Recalling,
+    Settings,
+    Start,
+    Trained,
+    filled_memory,
+)
+from experiments.intents.task import Task, make_task, read_corpus, require_corpora
+from experiments.results import Record
+from experiments.search import Notebook, best_of, count
+from mbpa.encoders import text
+
+SPLIT = 0
+SHOTS = (3, 10)
+MOST_LOST = 0.7
+"""Points of accuracy on old intents; 0.3 less than is allowed, for the noise."""
+SEARCHED = {name: method for name, method in METHODS.items() if method.stages}
+
+
+def searched(config: IntentsConfig) -> IntentsConfig:
+    """What the search runs with."""
+    fresh = IntentsConfig()
+    held: dict[str, Any] = {
+        name: getattr(fresh, name) for name in (_field(method) for method in SEARCHED.values())
+    }
+    shots = tuple(count for count in SHOTS if count <= max(config.shots)) or config.shots
+    return replace(config, seeds=(SPLIT,), part="validation", shots=shots, peers=(), **held)
+
+
+def tune(config: IntentsConfig, context: Context) -> BySeed:
+    """Records of all that was tried, and of what was chosen."""
+    config = searched(config)
+    require_corpora(config.corpora, context)
+    encoder = text.encoder(config.encoder, device=context.device)
+    situations = []
+    for name in config.corpora:
+        corpus = read_corpus(name, config.part, config.size, encoder, context)
+        situations.append(Situation(make_task(corpus, SPLIT), config))
+    grids = [grid for method in SEARCHED.values() for grid in method.stages]
+    with context.bar(count(grids), "search", "settings") as bar:
+        search = Search(situations, config, context, bar)
+        for method in SEARCHED:
+            search.choose(method)
+    return {None: search.notebook.records}
+
+
+class Score(NamedTuple):
+    """In percent."""
+
+    new: float
+    old: float
+    all: float
+    calibration_error: float
+
+
+@dataclass(frozen=True, eq=False)
+class Situation:
+    """One corpus; one reading of the memory a number of examples serves all settings."""
+
+    task: Task
+    config: IntentsConfig
+
+    @cached_property
+    def start(self) -> Start:
+        return start_of(self.task, self.config, SPLIT)
+
+    @cached_property
+    def memories(self) -> list[mbpa.Memory]:
+        """By number of examples."""
+        return [
+            filled_memory(self.task.known + self.task.examples(count))
+            for count in self.config.shots
+        ]
+
+    @cached_property
+    def neighbors(self) -> list[mbpa.Neighbors]:
+        """As many as any setting asks for."""
+        grids = [grid for method in SEARCHED.values() for grid in method.stages]
+        most = max(int(k) for grid in grids for k in grid.get("k", (0,)))
+        queries = self.task.scored.keys
+        return [memory.read(queries, min(most, len(memory))) for memory in self.memories]
+
+    def scores(self, settings: Settings) -> list[Score]:
+        """After each number of examples."""
+        task, shots = self.task, self.config.shots
+        if not isinstance(settings, Recalling):
+            found = taught(settings.classifier(self.start), task, shots)
+            return [self._score(classifier.log_probs(task.scored)) for _, classifier in found]
+        scores = []
+        for place, memory in enumerate(self.memories):
+            classifier = settings.classifier(self.start, memory)
+            if isinstance(classifier, OnRetrained):
+                classifier.use(self._retrained(classifier.settings.retraining, place))
+            neighbors = self.neighbors[place] if classifier.model.predictor.k else None
+            scores.append(self._score(classifier.log_probs(task.scored, neighbors)))
+        return scores
+
+    @cached_property
+    def _heads(self) -> dict[tuple[Trained, int], nn.Linear]:
+        return {}
+
+    def _retrained(self, settings: Trained, place: int) -> nn.Linear:
+        if (settings, place) not in self._heads:
+            new = self.task.examples(self.config.shots[place])
+            self._heads[settings, place] = settings.head(self.start, new)
+        return self._heads[settings, place]
+
+    def _score(self, found: Float[Tensor, "Q C"]) -> Score:
+        labels = self.task.scored.labels
+        right = found.argmax(1) == labels
+        of = {name: top1(right[rows]) for name, rows in subsets(labels, self.task.old).items()}
+        error = calibration_error(confidences(found), right)
+        return Score(of["novel"], of["pre-trained"], of["all"], error)
+
+
+class Search:
+    """Judges settings and writes down what it finds; nothing is judged twice."""
+
+    def __init__(
+        self, situations: list[Situation], config: IntentsConfig, context: Context, bar: tqdm
+    ) -> None:
+        self.situations, self.config, self.bar = situations, config, bar
+        self.notebook = Notebook(context)
+
+    def choose(self, method: str) -> None:
+        """The settings of a method, stage by stage."""
+        field, stages = _field(SEARCHED[method]), SEARCHED[method].stages
+        best = best_of(self.config.settings(method), stages, partial(self._worth, method))
+        changed: dict[str, Any] = {field: best}
+        self.notebook.note_all_chosen(field, best, stages)
+        if isinstance(best, Trained) and best.on == "everything":
+            changed["on_retrained"] = replace(self.config.on_retrained, retraining=best)
+            self.notebook.note_chosen("on_retrained.retraining.lr", best.lr)
+        self.config = replace(self.config, **changed)
+        self.notebook.save()
+
+    def _worth(self, method: str, settings: Settings) -> tuple[float, float]:
+        scores = self._scores(method, settings)
+        self.bar.update()
+        error = fmean(score.calibration_error for score in scores)
+        if not SEARCHED[method].keeps_old:
+            name, value = "top1", fmean(score.all for score in scores)
+        else:
+            short = self._lost(scores) - MOST_LOST
+            name, value = "new_top1", fmean(score.new for score in scores)
+            if short > 0:
+                name, value = "shortfall", short
+        told: Record = {
+            f.name: getattr(settings, f.name)
+            for f in fields(settings)
+            if not isinstance(getattr(settings, f.name), Trained)
+        }
+        tried: list[Record] = [
+            {"method": method, **told, "name": what, "value": number}
+            for what, number in ((name, value), ("calibration_error", error))
+        ]
+        self.notebook.note_tried(repr((method, settings)), tried)
+        return -value if name == "shortfall" else value, -error
+
+    def _lost(self, scores: list[Score]) -> float:
+        """Points on old intents, on the corpus where it is most."""
+        before, each = self._scores("parametric", Parametric()), len(self.config.shots)
+        lost = [was.old - score.old for was, score in zip(before, scores, strict=True)]
+        return max(fmean(lost[place : place + each]) for place in range(0, len(lost), each))
+
+    def _scores(self, method: str, settings: Settings) -> list[Score]:
+        """Of each corpus, after each number of examples."""
+
+        def judge() -> list[list[float]]:
+            return [list(score) for each in self.situations for score in each.scores(settings)]
+
+        found = self.notebook.judged(repr((method, settings)), judge)
+        return [Score(*score) for score in found]
+
+
+def _field(method: Method) -> str:
+    assert isinstance(method.settings, str), "what is searched for is in the config"
+    return method.settings

@@ -1,0 +1,70 @@
+"""Language modelling: a trained LSTM meets new text, with and without a memory of that text.
+
+After section 4.3, table 2 and the appendix of the paper. The network is trained once for all
+methods, which differ in what they make of its states. The weights of mixtures and all other
+settings are chosen on the validation text. Differences from the paper are in docs/paper.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from experiments.data import Corpus
+from experiments.experiment import BySeed, Context, Experiment
+from experiments.language.config import PRESETS, LanguageConfig
+from experiments.language.corpus import read_corpus
+from experiments.language.evaluation import evaluated
+from experiments.language.figures import sections
+from experiments.language.search_figures import search_sections
+from experiments.language.training import WIDE, adam_state, learning_curve, trained
+from experiments.language.tuning import searched, tune
+from experiments.results import Record
+from mbpa.device import use_one_thread
+
+__all__ = ["EXPERIMENT", "LanguageConfig", "run", "tune"]
+
+
+def run(config: LanguageConfig, context: Context) -> BySeed:
+    """One network after the other; what is done of one is not done again."""
+    corpus = read_corpus(config, context)
+    threads = use_one_thread() if config.network.hidden < WIDE else contextlib.nullcontext()
+    records: BySeed = {}
+    with threads:
+        for seed in config.seeds:
+            kept = context.workspace.load(f"records-{seed}")
+            if kept is None:
+                model = trained(config, corpus, context, seed)
+                moments = adam_state(config, corpus, context, seed)
+                found = evaluated(model, corpus, config, context, seed, moments)
+                kept = {"records": curve_records(config, corpus, context, seed) + found}
+                context.workspace.save(f"records-{seed}", kept)
+            records[seed] = kept["records"]
+    return records
+
+
+def curve_records(
+    config: LanguageConfig, corpus: Corpus, context: Context, seed: int
+) -> list[Record]:
+    """How the network was trained, once it is."""
+    curve, seconds = learning_curve(config, corpus, context, seed)
+    where: Record = {"method": "LSTM", "corpus": config.corpus}
+    records: list[Record] = [{**where, "name": "training_seconds", "value": seconds}]
+    for point in curve:
+        for split, value in (("train", point.train), ("valid", point.valid)):
+            told: Record = {"split": split, "epochs": point.epochs, "value": value}
+            records.append({**where, "name": f"training_{split}_perplexity", **told})
+    return records
+
+
+EXPERIMENT = Experiment(
+    name="language",
+    summary="an LSTM meets new text, and remembers the words that it has just read",
+    reproduces="paper, section 4.3, table 2; appendix, words by frequency",
+    presets=PRESETS,
+    of_the_search=("search",),
+    run=run,
+    sections=sections,
+    searched=searched,
+    tune=tune,
+    search_sections=search_sections,
+)

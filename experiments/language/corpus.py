@@ -1,0 +1,136 @@
+"""The text of a run: a published corpus or somebody's own, whole or its beginning.
+
+A published corpus that is used whole keeps its vocabulary. Otherwise the words are those of the
+training text, the most frequent ones if there are too many, and all others are `UNKNOWN`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from experiments import data
+from experiments.data import END, Corpus
+from experiments.errors import ExperimentError
+from experiments.experiment import Context
+from experiments.language.config import LanguageConfig
+
+UNKNOWN = "<unk>"
+PARTS = "train", "valid", "test"
+# Tokens of a text. All are predicted, the first after the end of a line; only the learning curve
+# leaves out the first of the text for validation.
+FEWEST = {"train": 20, "valid": 2, "test": 2}
+
+
+def read_corpus(config: LanguageConfig, context: Context) -> Corpus:
+    """The text that the settings ask for.
+
+    Raises:
+        DataError: a published corpus is missing or damaged.
+        ExperimentError: the text cannot be used.
+    """
+    if config.corpus == "own":
+        files = {name: getattr(config, name) for name in PARTS}
+        sources = {name: f"--{name} {path}" for name, path in files.items()}
+        texts = {name: _words(sources[name], files[name], _most(config, name)) for name in PARTS}
+        return _numbered(texts, sources, config.vocabulary)
+    data.require(config.corpus, context.data_dir)
+    read = data.ptb if config.corpus == "ptb" else data.wikitext_2
+    corpus = read(context.data_dir)
+    cut = {name: getattr(corpus, name)[: _most(config, name)] for name in PARTS}
+    if not config.tokens:
+        return replace(corpus, **cut)
+    texts = {name: [corpus.words[number] for number in cut[name].tolist()] for name in PARTS}
+    sources = {name: f"the beginning of {config.corpus}, {name}," for name in PARTS}
+    return _numbered(texts, sources, config.vocabulary)
+
+
+def frequencies(corpus: Corpus) -> Int[Tensor, "V"]:
+    """How often the training text has each word."""
+    return corpus.train.bincount(minlength=len(corpus.words))
+
+
+def _most(config: LanguageConfig, name: str) -> int | None:
+    """Tokens of this part that are used, if not all."""
+    return (config.tokens if name == "train" else config.scored_tokens) or None
+
+
+def _numbered(texts: dict[str, list[str]], sources: dict[str, str], most: int) -> Corpus:
+    """The texts with the vocabulary of the first.
+
+    Args:
+        sources: what to call each of them when it cannot be used.
+        most: words.
+    """
+    for name, text in texts.items():
+        if all(word == END for word in text):
+            raise ExperimentError(f"{sources[name]} is empty: it must have words, spaces between")
+        if len(text) < FEWEST[name]:
+            raise ExperimentError(
+                f"{sources[name]} must have at least {FEWEST[name]} tokens, "
+                f"with one for the end of each line, got {len(text)}"
+            )
+    if set(texts["train"]) <= {END, UNKNOWN}:
+        raise ExperimentError(f"{sources['train']} has no word but {UNKNOWN}: it teaches nothing")
+    words = _vocabulary(texts["train"], most)
+    if not set(words) - {END, UNKNOWN}:
+        raise ExperimentError(
+            f"{sources['train']} has no word twice: it is too short to learn from"
+        )
+    known = set(words) - {END, UNKNOWN}
+    for name, text in texts.items():
+        if known.isdisjoint(text):
+            raise ExperimentError(
+                f"{sources[name]} has none of the {len(known)} words that {sources['train']} "
+                "teaches: both must be of the same language and spelling"
+            )
+    numbers = {word: number for number, word in enumerate(words)}
+    unknown = numbers[UNKNOWN]
+    parts = {
+        name: torch.tensor([numbers.get(word, unknown) for word in text], dtype=torch.int64)
+        for name, text in texts.items()
+    }
+    return Corpus(**parts, words=words)
+
+
+def _vocabulary(text: Sequence[str], most: int) -> tuple[str, ...]:
+    """The most frequent words, in the order in which the text first has them, with `END` and
+    `UNKNOWN`.
+
+    Where all would be known, those that occur once are not: a network that has never met an unknown
+    word cannot tell how probable the next one is.
+    """
+    counts = Counter(text)  # in the order of first occurrence, in which ties are broken
+    ranked = [word for word, _ in counts.most_common() if word not in (END, UNKNOWN)]
+    known = set(ranked[:most])
+    if len(known) == len(ranked) and UNKNOWN not in counts:
+        known = {word for word in ranked if counts[word] > 1}
+    known.add(END)
+    words = dict.fromkeys(word if word in known else UNKNOWN for word in counts)
+    return tuple(words | dict.fromkeys((END, UNKNOWN)))
+
+
+def _words(source: str, path: Path, most: int | None) -> list[str]:
+    """The first words of a file, every line ended by `END`."""
+    words: list[str] = []
+    for line in _lines(source, path):
+        words += (*line.split(), END)
+        if most and len(words) >= most:
+            return words[:most]
+    return words
+
+
+def _lines(source: str, path: Path) -> Iterator[str]:
+    try:
+        with path.expanduser().open(encoding="utf-8-sig", newline="\n") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise ExperimentError(f"{source} is not UTF-8 text ({error.reason})") from error
+    except OSError as error:
+        raise ExperimentError(f"{source} cannot be read: {error.strerror or error}") from error

@@ -1,0 +1,373 @@
+"""How well each method predicts the words of the validation and the test text.
+
+Every method is a mixture of a few vectors of log-probabilities. Their weights are solved for on the
+validation text, frozen, and only then is the test text scored, once. Each vector is kept in the
+workspace as soon as it is there, so that a run can be cut into pieces.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+
+from experiments.data import END, Corpus
+from experiments.experiment import Context
+from experiments.language.config import LanguageConfig, Local
+from experiments.language.dynamic import (
+    AdamUpdate,
+    DynamicEvaluation,
+    Params,
+    RMSUpdate,
+    Update,
+    gradient_scale,
+)
+from experiments.language.network import LanguageModel
+from experiments.language.passage import (
+    Passage,
+    Retrieval,
+    adapted_scores,
+    cache_scores,
+    engine_for,
+    mixed,
+    perplexity,
+    read_passage,
+    retrieved,
+    solved_weights,
+    vote_scores,
+)
+from experiments.language.words import examples, improvements
+from experiments.results import Record
+
+Found = TypeVar("Found")
+
+LSTM, CACHE, MBPA, BOTH = "LSTM", "LSTM + cache", "LSTM + MbPA", "LSTM + MbPA + cache"
+MEMORY, DYNAMIC = "memory only", "LSTM + dynamic evaluation"
+ADAM, ALL = "LSTM + dynamic evaluation (Adam)", "LSTM + dynamic evaluation + MbPA + cache"
+LOOP, RETRIEVAL = "LSTM + MbPA, a loop over tokens", "retrieval"
+METHODS = {
+    LSTM: ("LSTM",),
+    CACHE: ("LSTM", "cache"),
+    MBPA: ("LSTM", "MbPA"),
+    BOTH: ("LSTM", "MbPA beside the cache", "cache"),
+    MEMORY: ("vote", "uniform"),
+    DYNAMIC: ("dynamic",),
+    ADAM: ("dynamic, Adam",),
+    ALL: ("dynamic", "MbPA on dynamic", "cache on dynamic"),
+}
+"""What each is a mixture of."""
+LOOPED = 200  # tokens, from which the time of a loop is extrapolated
+WARM_UP = 2048  # tokens
+PIECE = 25_000  # tokens of dynamic evaluation between two saves
+
+
+def evaluated(
+    model: LanguageModel,
+    corpus: Corpus,
+    config: LanguageConfig,
+    context: Context,
+    seed: int,
+    moments: dict[str, Any] | None = None,
+) -> list[Record]:
+    """Perplexities of all methods on both texts, and what else there is to show.
+
+    Args:
+        moments: the `state_dict()` of the Adam that trained the model, if it was kept.
+    """
+    texts = {
+        split: Text(model, corpus, config, context, seed, split, moments)
+        for split in ("valid", "test")
+    }
+    tried = {ALL: config.dynamic.on_top, ADAM: config.dynamic.adam_lr > 0}
+    methods = [name for name in METHODS if tried.get(name, True)]
+    # The two that share a pass with MbPA on top take longest: by then all else is there.
+    last = (DYNAMIC, ALL) if config.dynamic.on_top else ()
+    weights: dict[str, Tensor] = {}
+    with context.bar(2 * len(methods), f"scoring, seed {seed}", "methods") as bar:
+        records = _perplexities(texts, [m for m in methods if m not in last], weights, bar)
+        records += _word_records(texts["test"], weights) + texts["test"].timings()
+        records += _perplexities(texts, last, weights, bar)
+    return records + _weight_records(config, methods, weights, moments is not None)
+
+
+def _perplexities(
+    texts: dict[str, Text], methods: Sequence[str], weights: dict[str, Tensor], bar: tqdm
+) -> list[Record]:
+    """Of both texts; the weights that are solved for on the first are added to `weights`."""
+    records: list[Record] = []
+    for (split, text), name in itertools.product(texts.items(), methods):
+        logs = text.parts(METHODS[name])
+        if split == "valid":
+            weights[name] = solved_weights(logs)
+        where: Record = {"method": name, "corpus": text.config.corpus, "split": split}
+        value = perplexity(mixed(logs, weights[name]))
+        records.append({**where, "name": "perplexity", "value": value})
+        bar.update()
+    return records
+
+
+def _word_records(test: Text, weights: dict[str, Tensor]) -> list[Record]:
+    """Which words gain when MbPA joins the cache."""
+    both, beside = (mixed(test.parts(METHODS[name]), weights[name]) for name in (BOTH, CACHE))
+    found = improvements(test.corpus, test.tokens.cpu(), beside.cpu(), both.cpu())
+    found += examples(test.corpus, test.retrieval, test.config.combined, beside, both)
+    where: Record = {"method": BOTH, "against": CACHE, "corpus": test.config.corpus}
+    return [{**where, "split": test.split, **record} for record in found]
+
+
+def _weight_records(
+    config: LanguageConfig,
+    methods: Sequence[str],
+    weights: dict[str, Tensor],
+    has_moments: bool,
+) -> list[Record]:
+    records: list[Record] = [
+        {
+            "method": name,
+            "corpus": config.corpus,
+            "split": "valid",
+            "part": part,
+            "name": "weight",
+            "value": float(weight),
+        }
+        for name in methods
+        if len(METHODS[name]) > 1
+        for part, weight in zip(METHODS[name], weights[name].tolist(), strict=True)
+    ]
+    if ADAM in methods:
+        told: Record = {"method": ADAM, "corpus": config.corpus, "name": "has_moments_of_training"}
+        records.append({**told, "value": int(has_moments)})
+    return records
+
+
+def first_word(corpus: Corpus) -> int:
+    """What stands before the first word of a text: the end of a line."""
+    return corpus.words.index(END) if END in corpus.words else 0
+
+
+@dataclass(eq=False)
+class Text:
+    """One of the texts and what the methods' parts say of it, each computed when asked for."""
+
+    model: LanguageModel
+    corpus: Corpus
+    config: LanguageConfig
+    context: Context
+    seed: int
+    split: str
+    moments: dict[str, Any] | None = None
+
+    @cached_property
+    def tokens(self) -> Int[Tensor, "T"]:
+        tokens: Tensor = getattr(self.corpus, self.split)
+        return tokens.to(self.context.device)
+
+    @cached_property
+    def passage(self) -> Passage:
+        first = first_word(self.corpus)
+        return self._timed(LSTM, lambda: read_passage(self.model, self.tokens, first))
+
+    @cached_property
+    def retrieval(self) -> Retrieval:
+        k = max(self.config.mbpa.k, self.config.combined.k)
+        return self._timed(RETRIEVAL, lambda: retrieved(self.passage, self.config.memory, k))
+
+    @cached_property
+    def positions(self) -> range:
+        return range(len(self.tokens))
+
+    @cached_property
+    def _kept(self) -> dict[str, Any]:
+        kept = self.context.workspace.load(self._name("scores"))
+        return kept or {"parts": {}, "seconds": {}}
+
+    def parts(self, names: tuple[str, ...]) -> Float[Tensor, "M T"]:
+        """Log-probabilities of the words, by each of these."""
+        return torch.stack([self._part(name).to(self.context.device) for name in names])
+
+    def timings(self) -> list[Record]:
+        """Seconds for the whole text; of MbPA and the cache with the states given.
+
+        The loop takes steps along gradients, as many as the settings name, also where MbPA itself
+        is by another rule: its record says so.
+        """
+        where: Record = {"corpus": self.config.corpus, "split": self.split, "name": "seconds"}
+        local = replace(self.config.mbpa, rule="gradient")
+        if LOOP not in self._kept["seconds"]:
+            positions, head = self.positions[-LOOPED:], self.model.decoder
+            retrieval = self.retrieval
+            self._timed(LOOP, lambda: loop_scores(head, retrieval, local, positions))
+            self._kept["seconds"][LOOP] *= len(self.positions) / len(positions)
+            self._save()
+        seconds = dict(self._kept["seconds"])
+        seconds[MBPA] += seconds.pop(RETRIEVAL)
+        of: dict[str, Record] = {LOOP: {"rule": local.rule, "steps": local.steps, "k": local.k}}
+        return [
+            {"method": name, **where, **of.get(name, {}), "value": value}
+            for name, value in seconds.items()
+        ]
+
+    def _part(self, name: str) -> Tensor:
+        kept: dict[str, Tensor] = self._kept["parts"]
+        if name not in kept:
+            for each, found in self._computed(name).items():
+                kept[each] = found.masked_fill(found.isnan(), -math.inf).cpu()
+            self._save()
+        return kept[name]
+
+    def _computed(self, name: str) -> dict[str, Tensor]:
+        """The part of this name, and what comes with it."""
+        config = self.config
+        if name == "LSTM":
+            return {name: self.passage.own}
+        if name == "cache":
+            passage = self.passage
+            return {name: self._timed(CACHE, lambda: self._cache(passage))}
+        if name == "MbPA":
+            _ = self.retrieval  # has a clock of its own
+            if self.context.device.type == "cuda":  # compiles its kernels, off the clock
+                self._mbpa(config.mbpa, self.positions[:WARM_UP])
+            return {name: self._timed(MBPA, lambda: self._mbpa(config.mbpa, self.positions))}
+        if name == "MbPA beside the cache":
+            if config.combined == config.mbpa:
+                return {name: self._part("MbPA")}
+            return {name: self._mbpa(config.combined, self.positions)}
+        if name == "vote":
+            k = min(config.mbpa.k, config.memory)
+            return {name: vote_scores(self.retrieval, config.mbpa.weighting, k, self.positions)}
+        if name == "uniform":
+            even = torch.full_like(self.passage.own, -math.log(len(self.corpus.words)))
+            even[:1] = self.passage.own[:1]  # while there is no memory, the network speaks for it
+            return {name: even}
+        if name == "dynamic, Adam":
+            return {name: self._dynamic(self._adam, "adam")[0].own}
+        assert name in METHODS[ALL], name
+        on_top = config.dynamic.mbpa if config.dynamic.on_top else None
+        passage, adapted = self._dynamic(self._rms, "rms", on_top)
+        parts = {"dynamic": passage.own}
+        if on_top is not None:
+            parts |= {"MbPA on dynamic": adapted, "cache on dynamic": self._cache(passage)}
+        return parts
+
+    def _cache(self, passage: Passage) -> Tensor:
+        config = self.config
+        window = config.cache.window or config.memory
+        return cache_scores(passage, window, (config.cache.scale,), self.positions)[0]
+
+    def _mbpa(self, local: Local, positions: range) -> Tensor:
+        predictor, engine = local.predictor(self.config.memory), engine_for(self.context.device)
+        return adapted_scores(self.model.decoder, self.retrieval, predictor, positions, engine)
+
+    # Dynamic evaluation
+
+    def _rms(self, params: Params) -> Update:
+        name = f"gradients-{self.seed}"  # both texts have them
+        scale = kept_gradient_scale(self.config, self.context, self.model, self.corpus, name)
+        return RMSUpdate(params, scale, self.config.dynamic)
+
+    def _adam(self, params: Params) -> Update:
+        training = self.config.training
+        betas = training.beta1, training.beta2
+        return AdamUpdate(params, self.config.dynamic.adam_lr, self.moments, *betas)
+
+    def _dynamic(
+        self, make_update: Callable[[Params], Update], kind: str, on_top: Local | None = None
+    ) -> tuple[Passage, Tensor]:
+        """The text as a network that goes on learning reads it, and MbPA's scores on top."""
+        name, config, device = self._name(f"dynamic-{kind}"), self.config, self.context.device
+        network = DynamicEvaluation(self.model, make_update, config.dynamic, on_top, config.memory)
+        inputs = functional.pad(self.tokens[:-1], (1, 0), value=first_word(self.corpus))
+        width = self.model.decoder.in_features
+        read = {
+            "keys": torch.empty(0, width, device=device),
+            "own": torch.empty(0, device=device),
+            "adapted": torch.empty(0, device=device),
+        }
+        kept = self.context.workspace.load(name)
+        if kept is not None:
+            read = {each: tensor.to(device) for each, tensor in kept["read"].items()}
+            done = len(read["own"])
+            network.resume(kept["network"], Passage(read["keys"], self.tokens[:done], read["own"]))
+        piece = max(1, PIECE // config.dynamic.segment) * config.dynamic.segment
+        for start in range(len(read["own"]), len(inputs), piece):
+            part = slice(start, start + piece)
+            found = network.read(inputs[part], self.tokens[part])
+            read = {each: torch.cat([read[each], getattr(found, each)]) for each in read}
+            self.context.workspace.save(name, {"read": read, "network": network.state()})
+        return Passage(read["keys"], self.tokens, read["own"]), read["adapted"]
+
+    # Bookkeeping
+
+    def _timed(self, method: str, work: Callable[[], Found]) -> Found:
+        _wait(self.context.device)
+        start = time.perf_counter()
+        found = work()
+        _wait(self.context.device)
+        self._kept["seconds"].setdefault(method, time.perf_counter() - start)
+        return found
+
+    def _save(self) -> None:
+        self.context.workspace.save(self._name("scores"), self._kept)
+
+    def _name(self, what: str) -> str:
+        return f"{what}-{self.seed}-{self.split}"
+
+
+def kept_gradient_scale(
+    config: LanguageConfig, context: Context, model: LanguageModel, corpus: Corpus, name: str
+) -> list[Tensor]:
+    """Computed once, also for a run that is interrupted; kept under this name."""
+    kept, device = context.workspace.load(name), context.device
+    if kept is None:
+        kept = {"scale": gradient_scale(model, corpus.train.to(device), config.dynamic)}
+        context.workspace.save(name, kept)
+    return [scale.to(device) for scale in kept["scale"]]
+
+
+def loop_scores(
+    head: nn.Linear, retrieval: Retrieval, local: Local, positions: range
+) -> Float[Tensor, "P"]:
+    """What most people would write: for each token a copy of the layer, and autograd.
+
+    Only for comparison of time, with the neighbours given.
+    """
+    passage, scores = retrieval.passage, []
+    predictor = local.predictor(retrieval.window)
+    for position in positions:
+        at = range(position, position + 1)
+        near = retrieval.neighbors(at, predictor.k, retrieval.window + 1)
+        weights = predictor.kernel(near.distances, near.dots)
+        weights = weights.masked_fill(~near.mask, -math.inf).softmax(1)[0]
+        start = [p.detach() for p in (head.weight, head.bias)]
+        params = [p.clone().requires_grad_() for p in start]
+        optimizer = torch.optim.SGD(params, lr=local.lr)
+        for _ in range(local.steps):
+            before = [p.detach().clone() for p in params]
+            losses = functional.cross_entropy(
+                functional.linear(near.keys[0], *params), near.values[0], reduction="none"
+            )
+            optimizer.zero_grad()
+            (weights * losses).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for p, last, first in zip(params, before, start, strict=True):
+                    p.sub_(local.decay * (last - first))
+        with torch.no_grad():
+            logits = functional.linear(passage.keys[position], *params)
+            scores.append(logits.log_softmax(0)[passage.targets[position]])
+    return torch.stack(scores)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,273 @@
+"""One pass of states over a text, and what each method makes of them, token by token.
+
+The states of a text are computed once (`Passage`), and so are the nearest of each token's window
+(`Retrieval`); every method and every setting is then a vector (T,) of log-probabilities of the
+tokens that came, and a mixture a sum over such vectors. Nothing of the size (T, V) is ever there.
+
+Shapes: T tokens of the text, P of them scored, E key size, K neighbours, V words, M methods mixed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+import mbpa
+from experiments.language.network import LanguageModel
+from mbpa.kernels import Kernel, neighbor_weights
+
+CHUNK = 2048  # tokens whose states are computed at once
+SPANS = 64, 2048  # tokens that a block of queries reaches over, on a CPU and on a GPU
+FEWEST = 1024  # queries that a GPU is given at once, however far apart they are
+STORE_BYTES = 1 << 33  # for what the head says of the window: 20,000 of 33,278 words take 2.7 GB
+SCORES = 1 << 26  # of queries against keys, at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """A text as the network reads it, word by word."""
+
+    keys: Float[Tensor, "T E"]
+    """The states before each word: inputs of the softmax layer, and the keys of the memory."""
+    targets: Int[Tensor, "T"]
+    """The words."""
+    own: Float[Tensor, "T"]
+    """Log-probability that the network by itself gives to each."""
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+def read_passage(model: LanguageModel, tokens: Int[Tensor, "T"], first: int) -> Passage:
+    """Read a text from its beginning, the state carried all through it.
+
+    Args:
+        first: the word that stands before the first, the end of a line.
+    """
+    was_training = model.training
+    model.eval()
+    inputs = functional.pad(tokens[:-1], (1, 0), value=first)
+    keys, own = [], []
+    with torch.no_grad():
+        state = model.initial_state(1)
+        for words, targets in zip(inputs.split(CHUNK), tokens.split(CHUNK), strict=True):
+            states, state = model.states(words[None], state)
+            keys.append(states[0].float())
+            logits = model.decoder(states[0]).float()
+            own.append(-functional.cross_entropy(logits, targets, reduction="none"))
+    model.train(was_training)
+    return Passage(torch.cat(keys), tokens, torch.cat(own))
+
+
+# The nearest of each token's window
+
+
+@dataclass(frozen=True, eq=False)
+class Retrieval:
+    """For each token the nearest of the `window` tokens before it; ids are places in the text."""
+
+    passage: Passage
+    window: int
+    ids: Int[Tensor, "T K"]
+    """−1 where there are no more."""
+    distances: Float[Tensor, "T K"]
+    dots: Float[Tensor, "T K"]
+    revision: int
+
+    def neighbors(self, positions: range, k: int, capacity: int) -> mbpa.Neighbors:
+        """As a memory would give them, for tokens at these positions.
+
+        Args:
+            capacity: as many slots that none of the positions' windows together need more; what
+                the head says of a neighbour is kept by slot from block to block.
+        """
+        rows = slice(positions.start, positions.stop, positions.step)
+        ids = self.ids[rows, :k].long()
+        mask, places = ids >= 0, ids.clamp_min(0)
+        return mbpa.Neighbors(
+            values=self.passage.targets[places],
+            distances=self.distances[rows, :k],
+            dots=self.dots[rows, :k],
+            mask=mask,
+            ids=ids,
+            slots=torch.where(mask, ids % capacity, -1),
+            keys=self.passage.keys[places],
+            revision=self.revision,
+            capacity=capacity,
+        )
+
+
+def retrieved(passage: Passage, window: int, k: int) -> Retrieval:
+    """Read each token's window as a memory of this size would stand before it."""
+    device, k = passage.keys.device, min(k, window)
+    memory = mbpa.ExactMemory(window, passage.keys.shape[1], device=device)
+    span = _span(device)
+    ids = torch.full((len(passage), k), -1, dtype=torch.int32, device=device)
+    distances = torch.full((len(passage), k), math.inf, device=device)
+    dots = torch.zeros(len(passage), k, device=device)
+    revision = 0
+    for start in range(0, len(passage), span):
+        keys, values = (part[start : start + span] for part in (passage.keys, passage.targets))
+        found = memory.read_causally(keys, values, k, keys_for=0)
+        memory.write(keys, values)
+        rows, width = slice(start, start + len(values)), found.ids.shape[1]
+        ids[rows, :width] = found.ids.to(torch.int32)
+        distances[rows, :width], dots[rows, :width] = found.distances, found.dots
+        revision = found.revision  # it stays the same, since no entry is given another key
+    return Retrieval(passage, window, ids, distances, dots, revision)
+
+
+# What the methods say: log-probabilities of the words that came
+
+
+def engine_for(device: torch.device) -> mbpa.Engine:
+    """One that keeps what the head says of a whole window, where there is memory for it."""
+    return mbpa.Engine(store_bytes=STORE_BYTES) if device.type == "cuda" else mbpa.Engine()
+
+
+def adapted_scores(
+    head: nn.Linear,
+    retrieval: Retrieval,
+    predictor: mbpa.Adapted,
+    positions: range,
+    engine: mbpa.Engine,
+) -> Float[Tensor, "P"]:
+    """Of heads that are adapted, each to its own neighbours."""
+    passage = retrieval.passage
+    memory = mbpa.ExactMemory(1, passage.keys.shape[1], device=passage.keys.device)
+    model = mbpa.MbPA(head=head, memory=memory, predictor=predictor, engine=engine)
+    blocks = list(_blocks(positions, passage.keys.device))
+    reach = max((block[-1] - block[0] for block in blocks), default=0)
+    scores = []
+    for block in blocks:
+        rows = slice(block.start, block.stop, block.step)
+        neighbors = retrieval.neighbors(block, predictor.k, retrieval.window + reach)
+        found = model(keys=passage.keys[rows], neighbors=neighbors)
+        scores.append(found.gather(1, passage.targets[rows, None])[:, 0])
+    found = torch.cat(scores)
+    return found.masked_fill(found.isnan(), -math.inf)  # of a rate that is far too large
+
+
+def vote_scores(
+    retrieval: Retrieval, kernel: Kernel, k: int, positions: range
+) -> Float[Tensor, "P"]:
+    """Of the neighbours' vote, not smoothed: minus infinity where no neighbour has the word."""
+    passage, scores = retrieval.passage, []
+    for block in _blocks(positions, passage.keys.device):
+        rows = slice(block.start, block.stop, block.step)
+        neighbors = retrieval.neighbors(block, k, retrieval.window + len(passage))
+        same = neighbors.values == passage.targets[rows, None]
+        share = (neighbor_weights(kernel, neighbors) * same).sum(1)
+        scores.append(torch.where(neighbors.mask.any(1), share.log(), passage.own[rows]))
+    return torch.cat(scores)
+
+
+def cache_scores(
+    passage: Passage, window: int, scales: Sequence[float], positions: range
+) -> Float[Tensor, "S P"]:
+    """Of the neural cache alone, `softmax(θ h·h_i)` over the whole window, for several θ.
+
+    As `NeighborVote(exp_dot(θ), k=window)`, which would sort what need not be sorted.
+    """
+    size = max(1, min(_span(passage.keys.device) // positions.step, SCORES // (window + 1)))
+    parts = []
+    for start in range(0, len(positions), size):
+        block = positions[start : start + size]
+        oldest = max(0, block[0] - window)
+        seen = slice(oldest, block[-1])
+        rows = torch.arange(block.start, block.stop, block.step, device=passage.keys.device)
+        age = rows[:, None] - torch.arange(oldest, block[-1], device=rows.device)
+        hidden = (age < 1) | (age > window)
+        dots = passage.keys[rows] @ passage.keys[seen].T
+        other = passage.targets[rows, None] != passage.targets[seen]
+        own = passage.own[rows]
+        for scale in scales:
+            logs = (scale * dots).masked_fill(hidden, -math.inf)
+            share = logs.masked_fill(other, -math.inf).logsumexp(1) - logs.logsumexp(1)
+            parts.append(torch.where(rows > 0, share, own))
+    return torch.stack([torch.cat(parts[place :: len(scales)]) for place in range(len(scales))])
+
+
+def _blocks(positions: range, device: torch.device) -> Iterator[range]:
+    """Positions some at a time, so that their windows overlap much."""
+    size = max(1, _span(device) // positions.step)
+    size = size if device.type == "cpu" else max(FEWEST, size)
+    for start in range(0, len(positions), size):
+        yield positions[start : start + size]
+
+
+def _span(device: torch.device) -> int:
+    return SPANS[device.type != "cpu"]
+
+
+# Mixtures
+
+
+def mixed(logs: Float[Tensor, "M P"], weights: Float[Tensor, "M"]) -> Float[Tensor, "P"]:
+    """Log-probabilities of a mixture, in double precision."""
+    return (logs.double() + weights.double().log()[:, None].to(logs.device)).logsumexp(0)
+
+
+def perplexity(logs: Float[Tensor, "P"]) -> float:
+    """Infinite, too, where there is none."""
+    found = float((-logs.double().mean()).exp())
+    return math.inf if math.isnan(found) else found
+
+
+def solved_weights(logs: Float[Tensor, "M P"]) -> Float[Tensor, "M"]:
+    """The weights with which a mixture gives these words the highest probability.
+
+    With p = P λ, −mean log p + Σ λ is convex, and its least value over λ ≥ 0 has Σ λ = 1. Newton's
+    method; each step solves a quadratic problem with λ ≥ 0, exactly, by trying every set of weights
+    that may be above zero: there are few.
+    """
+    count = len(logs)
+    logs = logs[:, logs.isfinite().any(0)].double()
+    shares = (logs - logs.amax(0)).exp().T  # P M; a row's scale does not matter
+    weights = shares.new_full((count,), 1 / count)
+    if not len(shares):
+        return weights.cpu()
+    supports = [
+        list(some)
+        for size in range(1, count + 1)
+        for some in itertools.combinations(range(count), size)
+    ]
+
+    def loss(at: Tensor) -> float:
+        return float(at.sum() - (shares @ at).log().mean())
+
+    for _ in range(100):
+        ratios = shares / (shares @ weights)[:, None]
+        slope = (1 - ratios.mean(0)).cpu()
+        curve = (ratios.T @ ratios / len(ratios)).cpu() + 1e-12 * torch.eye(count).double()
+        now = weights.cpu()
+        if float(slope.min()) > -1e-9 and float((now * slope).abs().max()) < 1e-9:
+            break
+        step = (_least(curve, curve @ now - slope, supports) - now).to(weights.device)
+        length, before = 1.0, loss(weights)
+        promised = 1e-4 * float(step.cpu() @ slope)
+        while loss(weights + length * step) > before + length * promised and length > 1e-6:
+            length /= 2
+        weights = (weights + length * step).clamp_min(0)
+    return (weights / weights.sum()).cpu()
+
+
+def _least(
+    curve: Float[Tensor, "M M"], linear: Float[Tensor, "M"], supports: list[list[int]]
+) -> Float[Tensor, "M"]:
+    """The y ≥ 0 with the least ½ yᵀ curve y − linearᵀ y."""
+    best, least = torch.zeros_like(linear), 0.0
+    for some in supports:
+        y = torch.zeros_like(linear)
+        y[some] = torch.linalg.solve(curve[some][:, some], linear[some])
+        value = float(0.5 * y @ curve @ y - linear @ y)
+        if float(y.min()) >= 0 and value < least:
+            best, least = y, value
+    return best

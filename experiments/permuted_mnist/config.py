@@ -1,0 +1,234 @@
+"""Protocol and settings of permuted MNIST, with its presets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import mbpa
+from experiments.tuned_settings import tuned
+
+POOL = 50_000
+"""Training images that tasks draw from; the 10,000 after them are for choosing settings."""
+
+SCORED = 10_000
+"""Images to be scored on, test or validation."""
+LAYERS = ("0", "2", "4")
+"""The names of the linear layers in `nets.sequential`."""
+
+SEARCH_SEED = 1000
+"""Of the search for settings; no run uses it."""
+BY_SIZE = ("der_alpha", "der_beta", "vote_k", "vote_bandwidth")
+LOCALS = ("alone", "random", "on_ewc", "on_replay", "on_der")
+"""Fields of the config that have a value for each size of the memory; and those made of such."""
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class Local:
+    """How MbPA adapts; one number, or one for each size of the memory."""
+
+    lr: tuple[float, ...] = (0.1,)
+    """Of the adaptation."""
+    steps: tuple[int, ...] = (5,)
+    """Of the adaptation."""
+    k: tuple[int, ...] = (10,)
+    """Neighbours."""
+    bandwidth: tuple[float, ...] = (0.0,)
+    """Of a Gaussian kernel on pixel distances; 0: the paper's inverse distance."""
+    decay: tuple[float, ...] = (0.0,)
+    """The pull back to the network's own parameters."""
+    layers: tuple[int, ...] = (3,)
+    """How many layers adapt, counted from the output; 1 to 3."""
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(lr) and lr > 0 for lr in self.lr):
+            raise ValueError(f"lr must be positive, got {self.lr}")
+        for name in ("steps", "k", "layers"):
+            if not all(value >= 1 for value in getattr(self, name)):
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not all(layers <= len(LAYERS) for layers in self.layers):
+            raise ValueError(f"layers must be at most {len(LAYERS)}, got {self.layers}")
+        for name in ("bandwidth", "decay"):
+            if not all(value >= 0 for value in getattr(self, name)):
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    def predictor(self, size: int) -> mbpa.Adapted:
+        """For the memory of this place among the sizes."""
+        return adapted(**{name: of_size(values, size) for name, values in vars(self).items()})
+
+
+def adapted(
+    lr: float, steps: float, k: float, bandwidth: float, decay: float, layers: float
+) -> mbpa.Adapted:
+    """The predictor with these settings, for the networks of this experiment."""
+    upper = LAYERS[len(LAYERS) - int(layers) :]
+    return mbpa.Adapted(
+        mbpa.Gradient(lr, int(steps), decay),
+        k=int(k),
+        kernel=kernel_of(bandwidth),
+        params=tuple(f"{layer}.{kind}" for layer in upper for kind in ("weight", "bias")),
+    )
+
+
+@dataclass(frozen=True)
+class PermutedMnistConfig:
+    """Protocol and settings.
+
+    The settings were chosen by `experiments tune permuted-mnist` on training images that no task
+    draws from, with a seed that is not among the seeds of a run."""
+
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """One repetition each: permutations, images, their order, initial weights."""
+    tasks: int = 20
+    """Permutations, one after the other."""
+    examples: int = 10_000
+    """Of a task."""
+    memory_per_task: tuple[int, ...] = (100, 500, 1000, 5000)
+    """Examples that are kept out of each `examples`; a divisor of that."""
+    test_images: int = 10_000
+    """Of each task, after the last task; at most 10,000."""
+    curve_images: int = 1_000
+    """Of each task, after every task before the last."""
+    part: Literal["test", "validation"] = "test"
+    """Which images are scored."""
+    hidden: int = 400
+    """Units of each of the two hidden layers."""
+    epochs: int = 2
+    """Passes over a task before the next arrives. Examples are stored during the last."""
+    batch: int = 50
+    """Also of what is rehearsed with each batch."""
+    lr: float = 1e-3
+    """Of Adam."""
+    fisher_images: int = 2_000
+    """Of the task that has ended."""
+    ewc_strength: float = 100.0
+    """λ of `½ λ Σ F (θ − θ*)²`."""
+    der_alpha: tuple[float, ...] = (0.5,)
+    """Weight of the stored logits; one, or one for each size of the memory."""
+    der_beta: tuple[float, ...] = (1.0,)
+    """Weight of the stored labels."""
+    vote_k: tuple[int, ...] = (1,)
+    """Neighbours that vote."""
+    vote_bandwidth: tuple[float, ...] = (0.0,)
+    """Of the kernel of the vote."""
+    alone: Local = field(default_factory=Local)
+    """MbPA on the plain MLP."""
+    random: Local = field(default_factory=Local)
+    """The control that adapts to memories drawn at random."""
+    on_ewc: Local = field(default_factory=Local)
+    """MbPA on what EWC has trained."""
+    on_replay: Local = field(default_factory=Local)
+    """MbPA on what replay has trained."""
+    on_der: Local = field(default_factory=Local)
+    """MbPA on what DER++ has trained."""
+    switching: bool = True
+    """Also run the stream whose task changes every `switch_every` examples."""
+    switch_every: int = 500
+    """Examples."""
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must name at least one, none of them twice, got {self.seeds}")
+        if not self.memory_per_task:
+            raise ValueError("memory_per_task must name at least one size, got none")
+        counts = "tasks", "examples", "hidden", "epochs", "batch", "fisher_images", "switch_every"
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for n in self.memory_per_task:
+            if not 1 <= n <= self.examples or self.examples % n:
+                raise ValueError(f"memory_per_task must divide examples {self.examples}, got {n}")
+        if self.examples % self.batch or self.switch_every % self.batch:
+            raise ValueError(
+                f"batch must divide examples {self.examples} and switch_every "
+                f"{self.switch_every}, got {self.batch}"
+            )
+        if self.examples % self.switch_every:
+            raise ValueError(
+                f"switch_every must divide examples {self.examples}, got {self.switch_every}"
+            )
+        if not 1 <= self.examples <= POOL:
+            raise ValueError(f"examples must be between 1 and {POOL}, got {self.examples}")
+        if self.switching and any(
+            self.switch_every % (self.examples // n) for n in self.memory_per_task
+        ):
+            raise ValueError(
+                f"one of every examples / memory_per_task is stored, and switch_every must be a "
+                f"multiple of that: {self.switch_every} is not, for {self.memory_per_task}"
+            )
+        for name in ("test_images", "curve_images"):
+            if not 1 <= getattr(self, name) <= SCORED:
+                raise ValueError(f"{name} must be 1 to {SCORED}, got {getattr(self, name)}")
+        sizes = len(self.memory_per_task)
+        for name in BY_SIZE:
+            _check_sizes(name, getattr(self, name), sizes)
+        for name in LOCALS:
+            for setting, values in vars(getattr(self, name)).items():
+                _check_sizes(f"{name}.{setting}", values, sizes)
+
+
+def searched(config: PermutedMnistConfig) -> PermutedMnistConfig:
+    """What the search runs with."""
+    fresh = PermutedMnistConfig()
+    names = "ewc_strength", *BY_SIZE, *LOCALS
+    untuned: dict[str, Any] = {name: getattr(fresh, name) for name in names}
+    return replace(config, seeds=(SEARCH_SEED,), part="validation", switching=False, **untuned)
+
+
+def of_size(values: tuple[Number, ...], size: int) -> Number:
+    """The one for the memory of this place among the sizes."""
+    return values[size] if len(values) > 1 else values[0]
+
+
+def kernel_of(bandwidth: float) -> mbpa.kernels.Kernel:
+    """A Gaussian, or the paper's kernel."""
+    return mbpa.gaussian(bandwidth) if bandwidth else mbpa.inverse_distance()
+
+
+def _check_sizes(name: str, values: tuple[object, ...], sizes: int) -> None:
+    if len(values) not in (1, sizes):
+        raise ValueError(f"{name} must have one value, or {sizes}, one a memory size; got {values}")
+
+
+def _with_sizes(config: PermutedMnistConfig, sizes: tuple[int, ...]) -> PermutedMnistConfig:
+    """The same for some of its memory sizes, with the settings of those."""
+    places = [config.memory_per_task.index(n) for n in sizes]
+
+    def chosen(values: tuple[Number, ...]) -> tuple[Number, ...]:
+        return tuple(of_size(values, place) for place in places)
+
+    changes: dict[str, Any] = {name: chosen(getattr(config, name)) for name in BY_SIZE}
+    for name in LOCALS:
+        settings = vars(getattr(config, name))
+        changes[name] = Local(**{field: chosen(values) for field, values in settings.items()})
+    return replace(config, memory_per_task=sizes, **changes)
+
+
+PAPER = tuned(PermutedMnistConfig(), "permuted-mnist", "paper")
+PRESETS = {
+    "smoke": PermutedMnistConfig(
+        seeds=(0,),
+        tasks=3,
+        examples=500,
+        memory_per_task=(10, 50),
+        test_images=100,
+        curve_images=100,
+        hidden=32,
+        epochs=1,
+        fisher_images=100,
+        switch_every=100,
+    ),
+    "quick": replace(
+        _with_sizes(PAPER, (100, 1000)),
+        seeds=(0,),
+        tasks=5,
+        test_images=1000,
+        curve_images=250,
+        fisher_images=1000,
+        switching=False,
+    ),
+    "paper": PAPER,
+}

@@ -1,0 +1,201 @@
+"""How well every method does on all tasks so far: one retrieval for all that look at a memory."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+import mbpa
+from experiments.permuted_mnist.config import Local, PermutedMnistConfig, kernel_of, of_size
+from experiments.permuted_mnist.stream import PIXELS, generator
+from experiments.permuted_mnist.training import Training
+from experiments.results import Record
+
+MOST_QUERIES = {"cuda": 10_000, "cpu": 1_000}  # at a time
+Name = tuple[str, int | None]
+"""A method, and the place of its memory among the sizes if it has one."""
+
+
+@dataclass
+class Score:
+    """Of one method on the tasks so far."""
+
+    right: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """By task."""
+    asked: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    seconds: float = 0.0
+
+    def take(
+        self,
+        tasks: Int[Tensor, "Q"],
+        answers: Int[Tensor, "Q"],
+        predict: Callable[[], Float[Tensor, "Q C"]],
+        before: float = 0.0,
+    ) -> None:
+        """Compare predictions with the answers, and time them; `before` is for what they need."""
+        start = now(answers)
+        predictions = predict()
+        self.seconds += before + now(answers) - start
+        right = tasks[predictions.argmax(1) == answers].bincount(minlength=int(tasks.max()) + 1)
+        for task, count in enumerate(tasks.bincount().tolist()):
+            if count:
+                self.right[task] += int(right[task])
+                self.asked[task] += count
+
+    @property
+    def accuracies(self) -> dict[int, float]:
+        """By task."""
+        return {task: self.right[task] / self.asked[task] for task in self.right}
+
+
+def scored(training: Training, place: int, images: int) -> dict[Name, Score]:
+    """All methods of one seed, on so many images of every task so far."""
+    config = training.config
+    scores: dict[Name, Score] = defaultdict(Score)
+    networks = trained_networks(training, place)
+    memories = {
+        size: memory_of(training, place, size) for size in range(len(config.memory_per_task))
+    }
+    models = {size: _models(config, networks, memory, size) for size, memory in memories.items()}
+    for part, (tasks, queries, answers) in enumerate(questions(training, place, images)):
+        for name, network in networks.items():
+            scores[name].take(tasks, answers, partial(network, queries))
+        for size, memory in memories.items():
+            start = now(queries)
+            k = max(model.predictor.k for model in models[size].values())
+            neighbors = memory.read(queries, k)
+            reading = now(queries) - start
+            draws = generator(config.seeds[place], "random memories", size, training.done, part)
+            for method, model in models[size].items():
+                found, needed = neighbors, reading
+                if method == "random memories":
+                    start = now(queries)
+                    found = random_neighbors(memory, queries, model.predictor.k, draws)
+                    needed = now(queries) - start
+                predict = partial(model, keys=queries, neighbors=found)
+                if not part and queries.is_cuda:
+                    predict()  # kernels are compiled, untimed
+                scores[method, size].take(tasks, answers, predict, needed)
+    return scores
+
+
+def records_of(training: Training, scores: dict[Name, Score]) -> list[Record]:
+    """What the report is made of."""
+    config = training.config
+    records: list[Record] = []
+    for (method, size), score in scores.items():
+        accuracies = score.accuracies
+        shared: Record = {
+            "stream": "switching" if training.switches else "sequence",
+            "method": method,
+            "memory_per_task": None if size is None else config.memory_per_task[size],
+            "tasks_seen": len(accuracies),
+            "split": config.part,
+        }
+        mean = sum(accuracies.values()) / len(accuracies)
+        records.append({**shared, "name": "mean_accuracy", "value": mean})
+        if training.is_over:
+            cost = 1e6 * score.seconds / sum(score.asked.values())
+            records.append({**shared, "name": "microseconds_per_prediction", "value": cost})
+            records += [
+                {**shared, "task": task, "name": "accuracy", "value": value}
+                for task, value in accuracies.items()
+            ]
+    return records
+
+
+def questions(
+    training: Training, place: int, images: int
+) -> Iterator[tuple[Int[Tensor, "Q"], Float[Tensor, "Q 784"], Int[Tensor, "Q"]]]:
+    """Tasks, images and labels of every task so far, as many at a time as pays."""
+    most = MOST_QUERIES[training.streams.device.type]
+    at_once = max(1, most // images)
+    for first in range(0, training.tasks_seen, at_once):
+        tasks = range(first, min(first + at_once, training.tasks_seen))
+        parts = [training.streams.queries(place, task, images) for task in tasks]
+        queries, answers = (torch.cat(each) for each in zip(*parts, strict=True))
+        counted = torch.tensor(tasks, device=answers.device).repeat_interleave(len(parts[0][1]))
+        columns = counted, queries, answers
+        yield from zip(*(column.split(most) for column in columns), strict=True)
+
+
+def trained_networks(training: Training, place: int) -> dict[Name, nn.Sequential]:
+    """Every network of a seed, on its own."""
+    return {
+        (group.method, network.size): group.learner.stack.network(i)
+        for group in training.groups
+        for i, network in enumerate(group.networks)
+        if network.seed == place
+    }
+
+
+def memory_of(training: Training, place: int, size: int) -> mbpa.ExactMemory:
+    """A memory of all that is stored so far."""
+    keys, labels = training.kept.memory(place, size, training.kept.starts[training.done])
+    memory = mbpa.ExactMemory(len(keys), PIXELS, device=keys.device)
+    memory.write(keys, labels)
+    return memory
+
+
+def _models(
+    config: PermutedMnistConfig,
+    networks: dict[Name, nn.Sequential],
+    memory: mbpa.Memory,
+    size: int,
+) -> dict[str, mbpa.MbPA]:
+    """Everything that looks at this memory."""
+    plain = networks["MLP", None]
+    kernel = kernel_of(of_size(config.vote_bandwidth, size))
+    vote = mbpa.NeighborVote(kernel, k=of_size(config.vote_k, size))
+    heads: dict[str, tuple[nn.Sequential, mbpa.Predictor]] = {
+        "kernel vote": (plain, vote),
+        "random memories": (plain, config.random.predictor(size)),
+        "MbPA": (plain, config.alone.predictor(size)),
+    }
+    for method, local in combined(config).items():
+        network = networks.get((method, size), networks.get((method, None)))
+        if network is not None:
+            heads[f"MbPA + {method}"] = network, local.predictor(size)
+    return {
+        method: mbpa.MbPA(head=head, memory=memory, predictor=predictor)
+        for method, (head, predictor) in heads.items()
+    }
+
+
+def combined(config: PermutedMnistConfig) -> dict[str, Local]:
+    """The methods that MbPA is put on top of, and how it adapts there."""
+    return {"EWC": config.on_ewc, "replay": config.on_replay, "DER++": config.on_der}
+
+
+def random_neighbors(
+    memory: mbpa.Memory, queries: Float[Tensor, "Q D"], k: int, draws: torch.Generator
+) -> mbpa.Neighbors:
+    """Entries drawn at random, in place of the nearest."""
+    entries = memory.entries()
+    drawn = torch.randint(len(memory), (len(queries), k), generator=draws).to(queries.device)
+    keys = entries.keys[drawn]
+    return mbpa.Neighbors(
+        values=entries.values[drawn],
+        distances=(keys - queries[:, None]).square().sum(-1),
+        dots=torch.einsum("qkd,qd->qk", keys, queries),
+        mask=torch.ones_like(drawn, dtype=torch.bool),
+        ids=entries.ids.to(drawn.device)[drawn],
+        slots=torch.full_like(drawn, -1),
+        keys=keys,
+        revision=-1,
+        capacity=memory.capacity,
+    )
+
+
+def now(like: Tensor) -> float:
+    """The time at which all that was asked of the device is done."""
+    if like.is_cuda:
+        torch.cuda.synchronize(like.device)
+    return time.perf_counter()

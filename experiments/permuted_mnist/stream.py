@@ -1,0 +1,178 @@
+"""What is seen and when: the images, their permutations, the order of tasks, what is kept of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from experiments import data
+from experiments.experiment import Context
+from experiments.permuted_mnist.config import POOL, PermutedMnistConfig
+
+PIXELS, CLASSES = 784, 10
+
+
+@dataclass(frozen=True, eq=False)
+class Digits:
+    """All images as rows of pixels between 0 and 1."""
+
+    pool: Float[Tensor, "P 784"]
+    pool_labels: Int[Tensor, "P"]
+    scored: Float[Tensor, "Q 784"]
+    scored_labels: Int[Tensor, "Q"]
+
+
+def load_digits(config: PermutedMnistConfig, context: Context) -> Digits:
+    """MNIST; what is scored is its test set, or the end of its training set."""
+    images = data.mnist(context.data_dir)
+    rows = images.train.images.flatten(1).to(context.device).float() / 255
+    labels = images.train.labels.to(context.device)
+    scored, scored_labels = rows[POOL:], labels[POOL:]
+    if config.part == "test":
+        scored = images.test.images.flatten(1).to(context.device).float() / 255
+        scored_labels = images.test.labels.to(context.device)
+    order = torch.randperm(len(scored), generator=generator("scored")).to(context.device)
+    return Digits(rows[:POOL], labels[:POOL], scored[order], scored_labels[order])
+
+
+class Streams:
+    """What each of S seeds sees: permutations, the examples of each task, which are kept."""
+
+    def __init__(self, config: PermutedMnistConfig, digits: Digits) -> None:
+        self.config, self.digits, self.device = config, digits, digits.pool.device
+        self.permutations = self._drawn(
+            "permutation", lambda g: torch.randperm(PIXELS, generator=g)
+        )
+        chosen = self._drawn("examples", lambda g: torch.randperm(POOL, generator=g))
+        self.chosen: Int[Tensor, "S T E"] = chosen[..., : config.examples].contiguous()
+        """The images of each task, in the order in which they arrive."""
+        self._lots = self._drawn("kept", lambda g: torch.rand(config.examples, generator=g))
+
+    def examples(self, task: int) -> tuple[Float[Tensor, "S E 784"], Int[Tensor, "S E"]]:
+        """A task, in the order in which it arrives."""
+        chosen = self.chosen[:, task]
+        permuted = [
+            self.digits.pool[images][:, order]
+            for images, order in zip(chosen, self.permutations[:, task], strict=True)
+        ]
+        return torch.stack(permuted), self.digits.pool_labels[chosen]
+
+    def queries(
+        self, seed: int, task: int, count: int
+    ) -> tuple[Float[Tensor, "Q 784"], Int[Tensor, "Q"]]:
+        """Images of a task that are scored; where not all are, other tasks get others, so that
+        together they are as hard as all of them."""
+        total = len(self.digits.scored)
+        chosen = torch.arange(task * count, (task + 1) * count, device=self.device) % total
+        images = self.digits.scored[chosen][:, self.permutations[seed, task]]
+        return images, self.digits.scored_labels[chosen]
+
+    def kept(self, n: int) -> Int[Tensor, "S T n"]:
+        """Places of the examples that are stored: of every `examples / n` that arrive, the one that
+        drew the least. No boundary of a task need be known, and fewer are a part of more."""
+        window = self.config.examples // n
+        least = self._lots.view(*self._lots.shape[:2], n, window).argmin(3)
+        return least + window * torch.arange(n, device=self.device)
+
+    def at(
+        self, seeds: Int[Tensor, "*B"], tasks: Int[Tensor, "*B"], places: Int[Tensor, "*B"]
+    ) -> tuple[Float[Tensor, "*B 784"], Int[Tensor, "*B"]]:
+        """Single examples."""
+        images = self.chosen[seeds, tasks, places]
+        pixels = self.digits.pool[images].gather(-1, self.permutations[seeds, tasks])
+        return pixels, self.digits.pool_labels[images]
+
+    def _drawn(self, what: str, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
+        rows = [
+            torch.stack([draw(generator(seed, what, task)) for task in range(self.config.tasks)])
+            for seed in self.config.seeds
+        ]
+        return torch.stack(rows).to(self.device)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stretch of the stream from one task."""
+
+    task: int
+    start: int
+    """Its first place in the task's order."""
+    size: int
+
+
+def blocks_of(config: PermutedMnistConfig, switches: bool) -> list[Block]:
+    """Task after task; or `switch_every` of a task at a time, tasks in random order each round."""
+    if not switches:
+        return [Block(task, 0, config.examples) for task in range(config.tasks)]
+    size, blocks = config.switch_every, []
+    for start in range(0, config.examples, size):
+        order = torch.randperm(config.tasks, generator=generator("order", start))
+        blocks += [Block(task, start, size) for task in order.tolist()]
+    return blocks
+
+
+def generator(*what: object) -> torch.Generator:
+    """Random numbers for one purpose, the same wherever and whenever they are drawn."""
+    digest = hashlib.sha256(repr(what).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+class Kept:
+    """What is stored, and what passed: examples by their place in the whole stream.
+
+    Of every window of `examples / n` that has passed, one example is stored; so the j-th stored one
+    is known without having been written anywhere.
+    """
+
+    def __init__(self, streams: Streams, blocks: Sequence[Block]) -> None:
+        self.streams, device = streams, streams.device
+        config = streams.config
+        self.starts = [0]
+        """How many examples have passed before each block, and after the last."""
+        for block in blocks:
+            self.starts.append(self.starts[-1] + block.size)
+        self.block_size = blocks[0].size
+        self._tasks = torch.tensor([block.task for block in blocks], device=device)
+        self._firsts = torch.tensor([block.start for block in blocks], device=device)
+        self._windows = [config.examples // n for n in config.memory_per_task]
+        most = max(config.memory_per_task)
+        padded = [
+            torch.nn.functional.pad(streams.kept(n), (0, most - n)) for n in config.memory_per_task
+        ]
+        self._places: Int[Tensor, "Z S T n"] = torch.stack(padded)
+
+    def count(self, size: int, passed: int) -> int:
+        """How many are stored once so many have passed."""
+        return passed // self._windows[size]
+
+    def positions(
+        self, sizes: Int[Tensor, "*B"], seeds: Int[Tensor, "*B"], stored: Int[Tensor, "*B"]
+    ) -> Int[Tensor, "*B"]:
+        """Where in the stream the j-th stored examples were."""
+        window = torch.tensor(self._windows, device=sizes.device)[sizes]
+        in_block = self.block_size // window
+        block = stored // in_block
+        of_task = self._firsts[block] // window + stored % in_block
+        place = self._places[sizes, seeds, self._tasks[block], of_task]
+        return block * self.block_size + place - self._firsts[block]
+
+    def passed(
+        self, seeds: Int[Tensor, "*B"], positions: Int[Tensor, "*B"]
+    ) -> tuple[Float[Tensor, "*B 784"], Int[Tensor, "*B"]]:
+        """The examples at these positions of the stream."""
+        block = positions // self.block_size
+        places = self._firsts[block] + positions % self.block_size
+        return self.streams.at(seeds, self._tasks[block], places)
+
+    def memory(
+        self, seed: int, size: int, passed: int
+    ) -> tuple[Float[Tensor, "N 784"], Int[Tensor, "N"]]:
+        """All that is stored once so many have passed, in order of time."""
+        stored = torch.arange(self.count(size, passed), device=self.streams.device)
+        seeds, sizes = torch.full_like(stored, seed), torch.full_like(stored, size)
+        return self.passed(seeds, self.positions(sizes, seeds, stored))

@@ -1,0 +1,272 @@
+"""All networks on their way through the stream, side by side."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from experiments.baselines import AGEM, EWC, Batch, DERPlusPlus, Learner, Rehearsing, Replay
+from experiments.experiment import Context
+from experiments.networks import Stack
+from experiments.permuted_mnist.config import PermutedMnistConfig, of_size
+from experiments.permuted_mnist.stream import (
+    CLASSES,
+    PIXELS,
+    Kept,
+    Streams,
+    blocks_of,
+    generator,
+    load_digits,
+)
+from experiments.results import Record
+
+TOLD = "EWC, told every switch"
+SAVE_EVERY = 30.0  # seconds, and after every task while it is quick
+QUICKLY_SAVED = 1 << 26  # bytes
+
+
+@dataclass(frozen=True)
+class Network:
+    """One of those that are trained side by side."""
+
+    seed: int
+    """Its place among the seeds."""
+    size: int | None = None
+    """The place of its buffer among the sizes of the memory."""
+
+
+@dataclass(eq=False)
+class Group:
+    """The networks of one method, and who trains them."""
+
+    method: str
+    networks: list[Network]
+    learner: Learner
+    logits: Float[Tensor, "S N 10"] | None = None
+    """What was said of each example of the stream when it passed; for `DER++`."""
+
+
+def make_groups(config: PermutedMnistConfig, context: Context, switches: bool) -> list[Group]:
+    """All that are trained. Networks of the same seed start alike."""
+    alone = [Network(seed) for seed in range(len(config.seeds))]
+    sized = [
+        Network(seed, size)
+        for size in range(len(config.memory_per_task))
+        for seed in range(len(config.seeds))
+    ]
+
+    def stack(networks: list[Network]) -> Stack:
+        seeds = [config.seeds[network.seed] for network in networks]
+        return Stack(seeds, (PIXELS, config.hidden, config.hidden, CLASSES), context.device)
+
+    def each(values: tuple[float, ...]) -> Float[Tensor, "S"]:
+        chosen = [of_size(values, network.size or 0) for network in sized]
+        return torch.tensor(chosen, device=context.device)
+
+    def ewc() -> EWC:
+        strength = torch.full((len(alone),), config.ewc_strength, device=context.device)
+        return EWC(stack(alone), config.lr, strength)
+
+    groups = [
+        Group("MLP", alone, Learner(stack(alone), config.lr)),
+        Group("EWC", alone, ewc()),
+    ]
+    if switches:
+        groups.append(Group(TOLD, alone, ewc()))
+    groups.append(Group("replay", sized, Replay(stack(sized), config.lr)))
+    if not switches:
+        der = DERPlusPlus(stack(sized), config.lr, each(config.der_alpha), each(config.der_beta))
+        length = config.tasks * config.examples
+        seen = torch.zeros(len(sized), length, CLASSES, device=context.device)
+        groups.append(Group("DER++", sized, der, seen))
+        groups.append(Group("A-GEM", sized, AGEM(stack(sized), config.lr)))
+    return groups
+
+
+class Training:
+    """All networks on their way through the stream; can be stopped after any block."""
+
+    def __init__(
+        self,
+        config: PermutedMnistConfig,
+        context: Context,
+        switches: bool = False,
+        groups: list[Group] | None = None,
+    ) -> None:
+        self.config, self.context, self.switches = config, context, switches
+        self.streams = Streams(config, load_digits(config, context))
+        self.blocks = blocks_of(config, switches)
+        self.blocks_a_task = len(self.blocks) // config.tasks
+        self.groups = make_groups(config, context, switches) if groups is None else groups
+        self.kept = Kept(self.streams, self.blocks)
+        self.done = 0
+        """Blocks that have been learnt."""
+        self.records: dict[int, list[Record]] = {seed: [] for seed in config.seeds}
+        self._name = "switching" if switches else "sequence"
+        self._saved = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the whole stream has been learnt."""
+        return self.done == len(self.blocks)
+
+    @property
+    def tasks_seen(self) -> int:
+        """Tasks of which something has been seen: those up to this number."""
+        return 1 + max(block.task for block in self.blocks[: self.done])
+
+    def learn_next(self) -> None:
+        """One more block, by every method."""
+        block = self.blocks[self.done]
+        images, labels = self.streams.examples(block.task)
+        here = slice(block.start, block.start + block.size)
+        for group in self.groups:
+            self._learn(group, images[:, here], labels[:, here])
+        self.done += 1
+        for group in self.groups:
+            if isinstance(group.learner, EWC):
+                self._consolidate(group, group.learner)
+
+    def _learn(
+        self, group: Group, images: Float[Tensor, "S E 784"], labels: Int[Tensor, "S E"]
+    ) -> None:
+        batch, passes, size = self.config.batch, self.config.epochs, images.shape[1]
+        device = images.device
+        orders = self._orders(size).to(device)
+        each_seed = torch.arange(len(images), device=device)[:, None]
+        seed_of = torch.tensor([network.seed for network in group.networks], device=device)
+        draws = self._draws(group, passes * size).to(device)
+        before = self.kept.starts[self.done]
+        for start in range(0, passes * size, batch):
+            rows = orders[:, start : start + batch]
+            inputs, answers = images[each_seed, rows][seed_of], labels[each_seed, rows][seed_of]
+            passed = start - (passes - 1) * size  # of the last pass over the block
+            if group.logits is not None and passed >= 0:
+                with torch.no_grad():
+                    at = slice(before + passed, before + passed + batch)
+                    group.logits[:, at] = group.learner.stack(inputs)
+            stored = self._stored(group, draws[..., start : start + batch], before + max(0, passed))
+            if stored and isinstance(group.learner, Rehearsing):
+                group.learner.rehearse(inputs, answers, stored)
+            else:
+                group.learner.learn(inputs, answers)
+
+    def _stored(
+        self, group: Group, draws: Float[Tensor, "J S B"], passed: int
+    ) -> tuple[Batch, ...]:
+        """Batches of what is stored once so many have passed, a row a network."""
+        networks = [(network.size or 0, network.seed) for network in group.networks]
+        counts = [self.kept.count(size, passed) for size, _ in networks]
+        if not len(draws) or not min(counts):
+            return ()
+        sizes, seeds = (
+            torch.tensor(networks, device=draws.device).T[..., None].expand(2, *draws.shape[1:])
+        )
+        batches = []
+        for uniform in draws:
+            count = torch.tensor(counts, device=draws.device)[:, None]
+            positions = self.kept.positions(sizes, seeds, (uniform * count).long())
+            logits = group.logits
+            if logits is not None:
+                logits = logits.gather(1, positions[..., None].expand(-1, -1, CLASSES))
+            batches.append(Batch(*self.kept.passed(seeds, positions), logits))
+        return tuple(batches)
+
+    def _orders(self, size: int) -> Int[Tensor, "S P"]:
+        """In which order the examples of a block are seen: shuffled, at last as they arrive."""
+        return torch.stack(
+            [
+                torch.cat(
+                    [
+                        torch.randperm(size, generator=generator(seed, "order", self.done, epoch))
+                        for epoch in range(1, self.config.epochs)
+                    ]
+                    + [torch.arange(size)]
+                )
+                for seed in self.config.seeds
+            ]
+        )
+
+    def _draws(self, group: Group, count: int) -> Float[Tensor, "J S P"]:
+        """Random numbers for as many batches at once as the method rehearses."""
+        if not isinstance(group.learner, Rehearsing):
+            return torch.empty(0, len(group.networks), count)
+        drawn = [
+            torch.rand(
+                group.learner.batches,
+                count,
+                generator=generator(
+                    self.config.seeds[network.seed], group.method, network.size, self.done
+                ),
+            )
+            for network in group.networks
+        ]
+        return torch.stack(drawn, 1)
+
+    def _consolidate(self, group: Group, learner: EWC) -> None:
+        """Tell EWC that a task is over. Where tasks change all the time it is not known when, and
+        one is taken to be as long as before; unless this one is told every time."""
+        told = group.method == TOLD
+        if not told and self.done % self.blocks_a_task:
+            return
+        span = (
+            self.kept.starts[self.done]
+            - self.kept.starts[self.done - (1 if told else self.blocks_a_task)]
+        )
+        count = min(span, self.config.fisher_images)
+        seeds = [self.config.seeds[network.seed] for network in group.networks]
+        ago = torch.stack(
+            [
+                torch.randperm(span, generator=generator(seed, "fisher", self.done))[:count]
+                for seed in seeds
+            ]
+        ).to(self.streams.device)
+        seed_of = torch.tensor([n.seed for n in group.networks], device=ago.device)[:, None]
+        inputs, _ = self.kept.passed(seed_of.expand_as(ago), self.kept.starts[self.done] - 1 - ago)
+        uniform = torch.stack(
+            [torch.rand(count, generator=generator(seed, "labels", self.done)) for seed in seeds]
+        )
+        learner.consolidate(inputs, uniform.to(inputs.device))
+
+    # Nothing is lost
+
+    def resume(self) -> None:
+        """Go on where an interrupted run was last saved, if it was."""
+        state = self.context.workspace.load(self._name)
+        if state is None:
+            return
+        self.done = state["done"]
+        self.records = {int(seed): found for seed, found in state["records"].items()}
+        for group in self.groups:
+            if group.method not in state:
+                continue  # the stream is over, and records are all that is asked for
+            group.learner.restore(state[group.method]["learner"])
+            if group.logits is not None:
+                group.logits.copy_(state[group.method]["logits"])
+
+    def save(self, keep_all: bool = False) -> None:
+        """Keep all there is, if that is quick or it is time.
+
+        Args:
+            keep_all: also keep the networks of a stream that is over.
+        """
+        states: dict[str, dict[str, Any]] = {}
+        size = 0
+        for group in () if self.is_over and not keep_all else self.groups:
+            state = group.learner.state()
+            size += sum(tensor.nbytes for tensor in state.values())
+            states[group.method] = {"learner": state}
+            if group.logits is not None:
+                size += group.logits.nbytes
+                states[group.method]["logits"] = group.logits
+        is_soon = time.monotonic() - self._saved < SAVE_EVERY
+        if size > QUICKLY_SAVED and is_soon and not self.is_over:
+            return
+        records = {str(seed): found for seed, found in self.records.items()}
+        self.context.workspace.save(self._name, {"done": self.done, "records": records, **states})
+        self._saved = time.monotonic()

@@ -1,0 +1,308 @@
+"""Pictures that a network is trained on and looks at: bytes on its device, or files.
+
+`Held` keeps small pictures where the network is. `Streamed` is for those that are too many: worker
+processes read and crop them as their turn comes. What is drawn for a batch does not depend on how
+many processes share it: everybody draws for all of it and takes a share.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+from torch.nn import functional
+
+from experiments.data.pictures import ImageFiles, cores
+
+AT_ONCE = 250  # streamed pictures in a batch that is only looked at; workers hold many of these
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every batch that one of several processes takes."""
+
+    rank: int = 0
+    count: int = 1
+    """Processes; they must divide a batch evenly."""
+
+    def part(self, batch: Tensor) -> Tensor:
+        """Its rows of a batch."""
+        return batch.chunk(self.count)[self.rank]
+
+
+WHOLE = Share()
+
+
+class Pictures(abc.ABC):
+    """Pictures of one size, and what they show."""
+
+    labels: Int[Tensor, "N"]
+    """On the device that pictures are wanted on."""
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Their height and width in pixels."""
+
+    @abc.abstractmethod
+    def chosen(self, rows: Int[Tensor, "n"]) -> Self:
+        """Some of them."""
+
+    @abc.abstractmethod
+    def to(self, device: torch.device) -> Self:
+        """The same, wanted on another device."""
+
+    @abc.abstractmethod
+    def in_order(self, most: int) -> Iterator[UInt8[Tensor, "B 3 H W"]]:
+        """All as they are, at most so many at a time."""
+
+    @abc.abstractmethod
+    def altered(
+        self,
+        order: Int[Tensor, "n"],
+        batch: int,
+        draws: torch.Generator,
+        *,
+        padding: int,
+        smallest_crop: float,
+        size: int,
+        share: Share = WHOLE,
+    ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
+        """A share of each batch, with its labels, every picture cropped and perhaps mirrored.
+
+        Args:
+            order: rows, on the CPU, a multiple of `batch`.
+            padding: by how many pixels held pictures are moved at most that are seen whole.
+            smallest_crop: the least share of its area that is seen of a picture.
+            size: pixels in which crops are seen; held pictures that are seen whole keep theirs.
+        """
+
+    def with_labels(self, labels: Int[Tensor, "N"]) -> Self:
+        """The same under other names."""
+        return replace(self, labels=labels)  # type: ignore[type-var]  # both kinds are dataclasses
+
+    def of_classes(self, classes: Int[Tensor, "C"]) -> Self:
+        """Those of some classes, numbered by their place among these."""
+        labels = placed(self.labels, classes)
+        rows = (labels >= 0).nonzero()[:, 0]
+        return self.chosen(rows).with_labels(labels[rows])
+
+
+def placed(labels: Int[Tensor, "N"], classes: Int[Tensor, "C"]) -> Int[Tensor, "N"]:
+    """The place of each label among the classes; -1 where it is none of them."""
+    highest = int(torch.maximum(labels.max(), classes.max()))
+    place = torch.full((highest + 1,), -1, device=labels.device)
+    place[classes] = torch.arange(len(classes), device=labels.device)
+    return place[labels]
+
+
+@dataclass(frozen=True, eq=False)
+class Held(Pictures):
+    """Pictures that lie on the device."""
+
+    images: UInt8[Tensor, "N 3 H W"]
+    labels: Int[Tensor, "N"]
+
+    @property
+    def size(self) -> int:
+        return self.images.shape[-1]
+
+    def chosen(self, rows: Int[Tensor, "n"]) -> Held:
+        rows = rows.to(self.labels.device)
+        return Held(self.images[rows], self.labels[rows])
+
+    def to(self, device: torch.device) -> Held:
+        return Held(self.images.to(device), self.labels.to(device))
+
+    def in_order(self, most: int) -> Iterator[UInt8[Tensor, "B 3 H W"]]:
+        return iter(self.images.split(most))
+
+    def enlarged(self, size: int) -> Held:
+        """The same, interpolated to this many pixels; as they are if they have as many."""
+        if size <= self.size:
+            return self
+        parts = [
+            functional.interpolate(part.float(), size=(size, size), mode="bilinear").round().byte()
+            for part in self.images.split(1000)
+        ]
+        return Held(torch.cat(parts), self.labels)
+
+    def altered(
+        self,
+        order: Int[Tensor, "n"],
+        batch: int,
+        draws: torch.Generator,
+        *,
+        padding: int,
+        smallest_crop: float,
+        size: int,
+        share: Share = WHOLE,
+    ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
+        for rows in order.to(self.labels.device).split(batch):
+            mine = share.part(rows)
+            found = self.images[mine]
+            if smallest_crop < 1:
+                found = cropped(found, smallest_crop, size, draws, share)
+            else:
+                found = moved(found, padding, draws, share)
+            yield found, self.labels[mine]
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed(Pictures):
+    """Pictures in files."""
+
+    files: ImageFiles
+    labels: Int[Tensor, "N"]
+    pixels: int
+
+    @property
+    def size(self) -> int:
+        return self.pixels
+
+    def chosen(self, rows: Int[Tensor, "n"]) -> Streamed:
+        return replace(
+            self, files=self.files.chosen(rows), labels=self.labels[rows.to(self.labels.device)]
+        )
+
+    def to(self, device: torch.device) -> Streamed:
+        return replace(self, labels=self.labels.to(device))
+
+    def in_order(self, most: int) -> Iterator[UInt8[Tensor, "B 3 H W"]]:
+        batches = torch.arange(len(self.labels)).split(min(most, AT_ONCE))
+        wanted = ((rows, None) for rows in batches)
+        for images in self.files.stream(wanted, self.pixels, pin=self.labels.is_cuda):
+            yield self._arrived(images)
+
+    def altered(
+        self,
+        order: Int[Tensor, "n"],
+        batch: int,
+        draws: torch.Generator,
+        *,
+        padding: int,
+        smallest_crop: float,
+        size: int,
+        share: Share = WHOLE,
+    ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
+        crops = torch.rand(len(order), 4, generator=draws)
+        crops[:, 0] = smallest_crop + (1 - smallest_crop) * crops[:, 0]
+        flips = torch.rand(len(order), generator=draws) < 0.5
+        rows, crops, flips = (
+            torch.cat([share.part(part) for part in whole.split(batch)])
+            for whole in (order, crops, flips)
+        )
+        batch //= share.count
+        labels, flips = self.labels[rows.to(self.labels.device)], flips.to(self.labels.device)
+        wanted = zip(rows.split(batch), crops.split(batch), strict=True)
+        processes = max(1, cores() // share.count)
+        arriving = self.files.stream(wanted, size, processes, pin=self.labels.is_cuda)
+        for images, known, mirrored in zip(
+            arriving, labels.split(batch), flips.split(batch), strict=True
+        ):
+            found = self._arrived(images)
+            yield torch.where(mirrored[:, None, None, None], found.flip(3), found), known
+
+    def _arrived(self, images: UInt8[Tensor, "B H W 3"]) -> UInt8[Tensor, "B 3 H W"]:
+        """On the device; a view whose channels come last."""
+        return images.to(self.labels.device, non_blocking=True).permute(0, 3, 1, 2)
+
+
+def normalised(images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B 3 H W"]:
+    """Numbers around zero, of the size of one."""
+    return (images.float() - 117.0) / 66.0
+
+
+def moved(
+    images: UInt8[Tensor, "b 3 H W"], padding: int, draws: torch.Generator, share: Share = WHOLE
+) -> UInt8[Tensor, "b 3 H W"]:
+    """Each image moved by up to `padding` pixels either way, its edges mirrored; half of them seen
+    in a mirror.
+
+    Args:
+        images: the share's of a batch.
+    """
+    count, (height, width), device = len(images) * share.count, images.shape[2:], images.device
+    drawn = torch.randint(2 * padding + 1, (2, count, 1), generator=draws)
+    mirrored = torch.randint(2, (1, count, 1), generator=draws)
+    all_drawn = torch.cat((drawn, mirrored)).transpose(0, 1)  # one tensor, one copy
+    down, right, mirrored = _sent(share.part(all_drawn), device).unbind(1)
+    rows = down + torch.arange(height, device=device)
+    columns = torch.arange(width, device=device)
+    columns = right + torch.where(mirrored == 1, columns.flip(0), columns)
+    padded = functional.pad(images.float(), (padding,) * 4, mode="reflect").to(images.dtype)
+    each = torch.arange(len(images), device=device)
+    found = padded.permute(0, 2, 3, 1)[each[:, None, None], rows[:, :, None], columns[:, None]]
+    return found.permute(0, 3, 1, 2)
+
+
+def cropped(
+    images: UInt8[Tensor, "b 3 H W"],
+    smallest: float,
+    size: int,
+    draws: torch.Generator,
+    share: Share = WHOLE,
+) -> UInt8[Tensor, "b 3 size size"]:
+    """Of each image a random part, brought to a size; half of them seen in a mirror.
+
+    Args:
+        images: the share's of a batch.
+        smallest: the least part of its area; sides are to each other as 3:4 to 4:3, or nearer where
+            the image has no room for that.
+    """
+    drawn = torch.rand(len(images) * share.count, 5, generator=draws)
+    area, shape, right, down, mirror = _sent(share.part(drawn), images.device).unbind(1)
+    area, ratio = smallest + (1 - smallest) * area, (4 / 3) ** (2 * shape - 1)
+    width, height = ((area * by).sqrt().clamp(max=1) for by in (ratio, 1 / ratio))
+    affine = torch.zeros(len(images), 2, 3, device=images.device)
+    affine[:, 0, 0] = torch.where(mirror < 0.5, -width, width)
+    affine[:, 1, 1] = height
+    affine[:, 0, 2], affine[:, 1, 2] = (1 - width) * (2 * right - 1), (1 - height) * (2 * down - 1)
+    places = functional.affine_grid(affine, [*images.shape[:2], size, size], align_corners=False)
+    found = functional.grid_sample(
+        images.float(), places, padding_mode="border", align_corners=False
+    )
+    return found.round().to(images.dtype)
+
+
+def recoloured(
+    inputs: Float[Tensor, "b 3 H W"], most: float, draws: torch.Generator, share: Share = WHOLE
+) -> Float[Tensor, "b 3 H W"]:
+    """Contrast, brightness and saturation of each changed by up to this much.
+
+    Args:
+        inputs: the share's of a batch, normalised.
+    """
+    drawn = most * (2 * torch.rand(len(inputs) * share.count, 3, generator=draws) - 1)
+    mine = _sent(share.part(drawn), inputs.device)
+    contrast, light, colour = mine[..., None, None, None].unbind(1)
+    found = inputs * (1 + contrast) + light
+    grey = found.mean(1, keepdim=True)
+    return grey + (found - grey) * (1 + colour)
+
+
+def _sent(drawn: Tensor, device: torch.device) -> Tensor:
+    """What was drawn on the CPU, on the device; a GPU is not waited for, which has work enough."""
+    if device.type == "cuda":
+        return drawn.pin_memory().to(device, non_blocking=True)
+    return drawn.to(device)
+
+
+def patched(
+    inputs: Float[Tensor, "b 3 H W"], draws: torch.Generator
+) -> tuple[Float[Tensor, "b 3 H W"], float]:
+    """Each with a rectangle from the one before it (CutMix, Yun et al. 2019), the same for all; and
+    the share of an image that is still its own."""
+    height, width = inputs.shape[2:]
+    side, down, right = torch.rand(3, generator=draws).tolist()
+    side = side**0.5  # of the area, any share is as likely
+    top, bottom = (round(height * min(max(down + by * side, 0), 1)) for by in (-0.5, 0.5))
+    left, end = (round(width * min(max(right + by * side, 0), 1)) for by in (-0.5, 0.5))
+    found = inputs.clone()
+    found[:, :, top:bottom, left:end] = inputs.roll(1, 0)[:, :, top:bottom, left:end]
+    return found, 1 - (bottom - top) * (end - left) / (height * width)

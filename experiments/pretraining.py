@@ -1,0 +1,385 @@
+"""Training an image network and reading its features, on one device or, trained, on several.
+
+With CUDA the arithmetic is bfloat16 and channels come last. Several devices are as many processes
+that Lightning Fabric starts; each takes its share of every batch, gradients are averaged, batch
+normalisation sees its own share and is kept as the first process has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from experiments.errors import ExperimentError
+from experiments.experiment import Context
+from experiments.picture_sets import (
+    WHOLE,
+    Held,
+    Pictures,
+    Share,
+    normalised,
+    patched,
+    recoloured,
+)
+from experiments.resnet import DEPTHS, ResNet
+from experiments.workspace import Workspace
+from mbpa.errors import MissingExtraError
+
+SMALL = 64  # pixels: up to here the network keeps the size of the picture at first
+KEPT_AFTER = 60.0  # seconds, and the state of training is saved again
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """How the network is trained before anything new arrives."""
+
+    layers: int = 34
+    """Of the ResNet: 18, 34 or 50."""
+    width: int = 64
+    """Channels of its first stage."""
+    epochs: int = 70
+    batch: int = 256
+    lr: float = 0.2
+    """Of stochastic gradient descent with momentum 0.9, at its highest: after two epochs, from
+    where it falls as a half cosine."""
+    weight_decay: float = 1e-3
+    label_smoothing: float = 0.1
+    smallest_crop: float = 0.25
+    """The least share of a picture that is seen of it; 0.08 is usual for ImageNet."""
+    crop_side: float = 6 / 7
+    """Pixels across a crop, as a share of those across a whole picture. Fewer take less time, and
+    what a crop shows is then as large as it is in whole pictures (Touvron et al. 2019)."""
+    early_crop_side: float = 4 / 7
+    """The same for the first epochs, in which the network learns what needs no fine detail."""
+    early: float = 0.6
+    """Which share of the epochs these are."""
+    padding: int = 4
+    """Where all is seen of a picture of Tiny ImageNet: by how many pixels it may be moved."""
+    colour: float = 0.3
+    """By how much contrast, brightness and saturation may change."""
+    cutmix: float = 0.5
+    """How probably the pictures of a batch have a rectangle of another one each."""
+    devices: int = 1
+    """That share every batch: so many GPUs, or processes on the CPU. More than one want Lightning
+    Fabric: pip install 'mbpa[experiments]'."""
+
+    def __post_init__(self) -> None:
+        if self.layers not in DEPTHS:
+            raise ValueError(f"layers must be one of {tuple(DEPTHS)}, got {self.layers}")
+        if min(self.width, self.batch, self.devices) < 1 or min(self.epochs, self.padding) < 0:
+            raise ValueError(
+                f"width, batch and devices must be at least 1, none negative, got {self}"
+            )
+        if self.batch % self.devices:
+            raise ValueError(
+                f"batch must be a multiple of devices, got {self.batch} and {self.devices}"
+            )
+        if not (self.lr > 0 and self.weight_decay >= 0 and 0 <= self.label_smoothing < 1):
+            raise ValueError(
+                "lr must be positive, weight_decay not negative, label_smoothing in [0, 1), "
+                f"got {self.lr}, {self.weight_decay} and {self.label_smoothing}"
+            )
+        if not (0 <= self.cutmix <= 1 and 0 <= self.colour < 1):
+            raise ValueError(
+                f"cutmix and colour must be between 0 and 1, got {self.cutmix} and {self.colour}"
+            )
+        if not 0 <= self.early <= 1:
+            raise ValueError(f"early must be between 0 and 1, got {self.early}")
+        for name in ("smallest_crop", "crop_side", "early_crop_side"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
+
+    def pixels(self, pictures: Pictures, epoch: int) -> int:
+        """Across what is seen of a picture in an epoch of training."""
+        if self.smallest_crop == 1 and isinstance(pictures, Held):
+            return pictures.size  # moved, not cropped
+        is_early = epoch < round(self.early * self.epochs)
+        side = self.early_crop_side if is_early else self.crop_side
+        return max(1, round(side * pictures.size))
+
+
+def pretrained(
+    settings: Pretraining,
+    pictures: Pictures,
+    classes: int,
+    seed: int,
+    context: Context,
+    name: str,
+) -> ResNet:
+    """A network trained on these pictures; goes on where an interrupted run was last saved.
+
+    Args:
+        name: under which its state is kept.
+    """
+    job = _Job(settings, pictures, classes, seed, context, name)
+    if settings.devices > 1:
+        kept = context.workspace.load(name)
+        if (kept["epochs"] if kept else 0) < settings.epochs:
+            at_hand = replace(job, pictures=pictures.to(torch.device("cpu")))
+            work = functools.partial(_process, job=at_hand)  # Fabric would look into an argument
+            launch(work, settings.devices, context.device.type)
+        # They left the trained network there. Its time is being counted here already, so that it
+        # is looked at with other eyes.
+        other = replace(context, workspace=Workspace(context.workspace.folder), progress=False)
+        job = replace(job, context=other)
+    return _trained(job)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """What `pretrained` is asked for."""
+
+    settings: Pretraining
+    pictures: Pictures
+    classes: int
+    seed: int
+    context: Context
+    name: str
+
+
+def launch(work: Callable[[Any], None], devices: int, kind: str) -> None:
+    """Call `work` in so many new processes, each with its own `Fabric`.
+
+    Args:
+        work: can be pickled.
+        kind: of the devices, `cuda` or `cpu`.
+
+    Raises:
+        MissingExtraError: Lightning Fabric is not installed.
+        ExperimentError: there are not so many GPUs.
+    """
+    try:
+        from lightning_fabric import Fabric
+        from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+    except ImportError as error:
+        raise MissingExtraError("Lightning Fabric", extra="experiments") from error
+    if kind == "cuda" and devices > torch.cuda.device_count():
+        raise ExperimentError(
+            f"pretraining.devices asks for {devices} GPUs, there are {torch.cuda.device_count()}"
+        )
+    fabric = Fabric(
+        accelerator=kind,
+        devices=devices,
+        strategy="ddp_spawn",  # a forked process could not use the GPUs
+        plugins=[LightningEnvironment()],  # processes of this machine, whatever started this one
+    )
+    fabric.launch(work)
+
+
+def _process(fabric: Any, job: _Job) -> None:
+    """What each of several processes does; the first shows the progress and keeps the state."""
+    progress = job.context.progress and fabric.is_global_zero
+    context = replace(job.context, device=fabric.device, progress=progress)
+    _trained(replace(job, pictures=job.pictures.to(fabric.device), context=context), fabric)
+
+
+def _trained(job: _Job, fabric: Any = None) -> ResNet:
+    settings, context, name = job.settings, job.context, job.name
+    kept: dict[str, Any] = context.workspace.load(name) or {"epochs": 0}
+    done, learner, recorded = kept["epochs"], _learner(job, fabric, kept), 0
+    last_kept = time.monotonic()
+    bar_of_epochs = context.bar(settings.epochs, f"training {name}", "epochs", initial=done)
+    with _fastest_convolutions(), bar_of_epochs as bar:
+        for epoch in range(done, settings.epochs):
+            size = settings.pixels(job.pictures, epoch)
+            if learner.records and size != recorded:
+                if recorded:
+                    learner = _learner(job, fabric, learner.state(epoch))
+                    gc.collect()  # what is recorded is a part of itself, and holds its memory
+                _record(learner.own, settings.batch, size)
+                recorded = size
+            _epoch(learner, settings, job.pictures, job.seed, epoch)
+            bar.update()
+            due = epoch + 1 == settings.epochs or time.monotonic() - last_kept > KEPT_AFTER
+            if learner.share.rank == 0 and due:
+                context.workspace.save(name, learner.state(epoch + 1))
+                last_kept = time.monotonic()
+    trained = _placed(job)  # without the memory that recording took
+    trained.load_state_dict(learner.own.state_dict())
+    return trained.eval()
+
+
+def _learner(job: _Job, fabric: Any, kept: Mapping[str, Any]) -> Learner:
+    """One that goes on from a state; without one, from the beginning."""
+    network = _placed(job)
+    optimizer = torch.optim.SGD(
+        network.parameters(),
+        lr=job.settings.lr,
+        momentum=0.9,
+        weight_decay=job.settings.weight_decay,
+        nesterov=True,
+        fused=job.context.device.type == "cuda" or None,  # one pass over all parameters
+    )
+    if "network" in kept:
+        network.load_state_dict(kept["network"])
+        optimizer.load_state_dict(kept["optimizer"])
+    if fabric is None:
+        return Learner(network, network, optimizer, records=job.context.device.type == "cuda")
+    share = Share(fabric.global_rank, fabric.world_size)
+    # The wrapped network averages the gradients of all in `backward`.
+    return Learner(network, fabric.setup(network), optimizer, fabric.backward, share)
+
+
+def _placed(job: _Job) -> ResNet:
+    network = initial_network(job.settings, job.classes, job.pictures.size, job.seed)
+    network.to(job.context.device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # a combination that torch has and its stubs lack
+    return network
+
+
+def initial_network(settings: Pretraining, classes: int, size: int, seed: int) -> ResNet:
+    """Untrained; the caller's random numbers are left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ResNet(settings.layers, classes, small=size <= SMALL, width=settings.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """A network that learns from its share of every batch."""
+
+    own: ResNet
+    network: nn.Module
+    """As it is called; its parameters are the optimiser's."""
+    optimizer: torch.optim.Optimizer
+    backward: Callable[[Tensor], None] = Tensor.backward
+    share: Share = WHOLE
+    records: bool = False
+    """Whether its passes are recorded as CUDA graphs, anew for every size of pictures."""
+
+    def learn(self, loss: Float[Tensor, ""], rate: float) -> None:
+        """A step, with the mean gradient of all shares."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        self.backward(loss)
+        self.optimizer.step()
+
+    def state(self, epochs: int) -> dict[str, Any]:
+        """That `_learner` goes on from, after so many epochs."""
+        network, optimizer = self.own.state_dict(), self.optimizer.state_dict()
+        return {"epochs": epochs, "network": network, "optimizer": optimizer}
+
+
+def _record(network: ResNet, batch: int, size: int) -> None:
+    """Have its passes forward and backward as CUDA graphs, in place: a GPU is done with a layer of
+    small images sooner than Python has named the next one."""
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    sample = torch.zeros(batch, 3, size, size, device=network.fc.weight.device)
+    sample = sample.contiguous(memory_format=torch.channels_last)
+    network.train()
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # it is meant to be
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch's own thread, new
+        torch.cuda.make_graphed_callables(network, (sample,))
+    network.load_state_dict(before)  # recording moved what batch normalisation keeps
+
+
+def _epoch(
+    learner: Learner, settings: Pretraining, pictures: Pictures, seed: int, epoch: int
+) -> None:
+    """All pictures once, in batches of one size; the few that are left over wait for another."""
+    learner.network.train()
+    draws = torch.Generator().manual_seed(seed * 100_003 + epoch)
+    order = torch.randperm(len(pictures.labels), generator=draws)
+    batches = len(order) // settings.batch
+    arriving = pictures.altered(
+        order[: batches * settings.batch],
+        settings.batch,
+        draws,
+        padding=settings.padding,
+        smallest_crop=settings.smallest_crop,
+        size=settings.pixels(pictures, epoch),
+        share=learner.share,
+    )
+    for place, (images, labels) in enumerate(arriving):
+        inputs, own = normalised(images), 1.0
+        if settings.colour:
+            inputs = recoloured(inputs, settings.colour, draws, learner.share)
+        if settings.cutmix and float(torch.rand((), generator=draws)) < settings.cutmix:
+            inputs, own = patched(inputs, draws)
+        with in_half(images.device):
+            logits = learner.network(inputs.contiguous(memory_format=torch.channels_last)).float()
+        loss = own * functional.cross_entropy(
+            logits, labels, label_smoothing=settings.label_smoothing
+        )
+        if own < 1:
+            loss = loss + (1 - own) * functional.cross_entropy(
+                logits, labels.roll(1), label_smoothing=settings.label_smoothing
+            )
+        learner.learn(loss, settings.lr * _share(epoch + place / batches, settings.epochs))
+
+
+def _share(epoch: float, epochs: int) -> float:
+    """Of the highest rate: rising over two epochs (or a fifth), then a half cosine down."""
+    warm = min(2.0, epochs / 5)
+    if epoch < warm:
+        return max(epoch, 0.05) / warm
+    return 0.5 * (1 + math.cos(math.pi * (epoch - warm) / (epochs - warm)))
+
+
+@torch.no_grad()
+def features_of(
+    network: ResNet,
+    pictures: Pictures,
+    most: int = 1000,
+    tick: Callable[[int], object] = lambda count: None,
+    mirrored: bool = False,
+    shrunk: float = 1.0,
+) -> Float[Tensor, "N D"]:
+    """What the last layer sees of each picture, in float32.
+
+    Args:
+        most: pictures at a time.
+        tick: told how many are done, again and again.
+        mirrored: the mean of what it sees of the picture and of its mirror image.
+        shrunk: the mean over the picture and the picture shrunk to this share of its side.
+    """
+    device = pictures.labels.device
+    found = torch.empty(len(pictures.labels), network.feature_size, device=device)
+    done = 0
+    for part in pictures.in_order(most):
+        with in_half(device):
+            views = [normalised(part)]
+            if shrunk < 1:
+                side = max(1, round(shrunk * pictures.size))
+                views.append(functional.interpolate(views[0], (side, side), mode="bilinear"))
+            if mirrored:
+                views += [view.flip(3) for view in views]
+            seen = [
+                network.features(view.contiguous(memory_format=torch.channels_last))
+                for view in views
+            ]
+            found[done : done + len(part)] = torch.stack(seen).mean(0)
+        done += len(part)
+        tick(len(part))
+    return found
+
+
+@contextlib.contextmanager
+def _fastest_convolutions() -> Iterator[None]:
+    """Those of cuDNN that are fastest for the sizes at hand, found by trying."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+@contextlib.contextmanager
+def in_half(device: torch.device) -> Iterator[None]:
+    """bfloat16 where that is fast."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        yield

@@ -1,0 +1,112 @@
+"""Settings that searches chose: `experiments tune NAME --adopt` writes them, presets read them.
+
+`tuned.json` has, by experiment and preset, each setting that was settled: a dotted name and a
+value, or a list of them where a setting has one for each size of the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from experiments.errors import ExperimentError
+from experiments.results import TUNED, Result
+from mbpa.files import write_durably
+
+Config = TypeVar("Config")
+FILE = Path(__file__).with_name("tuned.json")
+_READERS: set[tuple[str, str]] = set()  # experiments and presets that take what is adopted
+
+
+def tuned(config: Config, experiment: str, preset: str) -> Config:
+    """A preset with the settings that were adopted for it; as it is, if none were."""
+    _READERS.add((experiment, preset))
+    return with_settings(config, _adopted().get(experiment, {}).get(preset, {}))
+
+
+def with_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """A config with what a search settled."""
+    for setting, value in settings.items():
+        config = _with(config, setting.split("."), value)
+    return config
+
+
+def chosen(result: Result) -> dict[str, Any]:
+    """Each setting that a search settled; a list where it settled one for each size."""
+    found: dict[str, Any] = {}
+    for record in result.metrics:
+        if record["name"] == "chosen":
+            name, value = str(record["setting"]), record["value"]
+            if record.get("memory_per_task") is None:
+                found[name] = value
+            else:
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def adoptable(experiment: str, label: str) -> str:
+    """The preset that a search, by the name of its file, was for.
+
+    Raises:
+        ExperimentError: it is for none, or for one whose settings are fixed.
+    """
+    preset = label.removeprefix(TUNED)
+    if preset.startswith("custom-"):
+        raise ExperimentError(
+            "only what is searched for with the settings of a preset can be adopted: "
+            "leave out --adopt, or the flags that change them"
+        )
+    if (experiment, preset) not in _READERS:
+        raise ExperimentError(
+            f"the settings of {experiment}'s preset {preset} are fixed: leave out --adopt, and "
+            "pass what is chosen as flags"
+        )
+    return preset
+
+
+def adopt(result: Result) -> None:
+    """Make what a search chose the settings of its preset, from the next start on.
+
+    Raises:
+        ExperimentError: it did not search for a preset, or the file cannot be written to.
+    """
+    preset, known = adoptable(result.experiment, result.preset), _read()
+    known.setdefault(result.experiment, {})[preset] = chosen(result)
+    try:
+        write_durably(FILE, _written(known).encode())
+    except OSError as error:
+        raise ExperimentError(f"cannot write {FILE} ({error.strerror or error})") from error
+
+
+@functools.cache
+def _adopted() -> dict[str, dict[str, dict[str, Any]]]:
+    return _read()
+
+
+def _read() -> dict[str, Any]:
+    return dict(json.loads(FILE.read_text("utf-8"))) if FILE.exists() else {}
+
+
+def _written(known: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """As JSON, a setting a line, so that a diff can be read."""
+    experiments = []
+    for experiment, presets in sorted(known.items()):
+        parts = []
+        for preset, settings in sorted(presets.items()):
+            lines = [f"   {json.dumps(n)}: {json.dumps(v)}" for n, v in sorted(settings.items())]
+            parts.append(f"  {json.dumps(preset)}: {{\n" + ",\n".join(lines) + "\n  }")
+        experiments.append(f" {json.dumps(experiment)}: {{\n" + ",\n".join(parts) + "\n }")
+    return "{\n" + ",\n".join(experiments) + "\n}\n"
+
+
+def _with(config: Any, names: list[str], value: Any) -> Any:
+    """The config with one field, or a field of a field, changed."""
+    name, *rest = names
+    if rest:
+        value = _with(getattr(config, name), rest, value)
+    elif isinstance(getattr(config, name), tuple):
+        value = tuple(value) if isinstance(value, list) else (value,)
+    return replace(config, **{name: value})

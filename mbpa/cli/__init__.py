@@ -1,0 +1,38 @@
+"""The command line, one module per group of commands: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+
+from mbpa.cli.command import Command, parse_command, run_command
+from mbpa.cli.demo import Demo
+from mbpa.cli.serve import Check, Explore, Serve
+from mbpa.cli.teach import Teach
+
+DESCRIPTION = """Memory-based Parameter Adaptation: an episodic memory that adapts a network, per
+query. `mbpa COMMAND --help` describes a command, `mbpa --version` prints the version."""
+
+COMMANDS: dict[str, type[Command]] = {
+    "teach": Teach,
+    "serve": Serve,
+    "explore": Explore,
+    "check": Check,
+    "demo": Demo,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 2 for errors of usage, 130 if interrupted."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments == ["--version"]:
+        from mbpa import __version__
+
+        print(f"mbpa {__version__}")
+        return 0
+
+    def parse() -> Command:
+        return parse_command(
+            COMMANDS, arguments or ["--help"], program="mbpa", description=DESCRIPTION
+        )
+
+    return run_command(parse, program="mbpa")

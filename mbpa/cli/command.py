@@ -1,0 +1,77 @@
+"""What all commands share: how one is described, parsed, run, and how its errors are printed.
+
+A command is a dataclass. Its fields are the options, the docstring under a field is the option's
+help, and `run` calls the library and prints. Slow imports belong in `run`.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import tyro
+
+from mbpa.errors import MissingExtraError, RunError
+
+
+class Command(abc.ABC):
+    """What every command can do once its options are parsed."""
+
+    after_interrupt: ClassVar[str] = ""
+    """What to tell somebody who interrupted it."""
+
+    @abc.abstractmethod
+    def run(self) -> int:
+        """Do it, print what came of it, and return the exit code."""
+
+
+def parse_command(
+    commands: Mapping[str, type[Command]], arguments: list[str], *, program: str, description: str
+) -> Command:
+    """Parse a command's name and its options."""
+    command: Command = tyro.extras.subcommand_cli_from_dict(
+        dict(commands), prog=program, description=description, args=arguments
+    )
+    return command
+
+
+def run_command(
+    parse: Callable[[], Command], *, program: str, errors: tuple[type[Exception], ...] = ()
+) -> int:
+    """Parse and run a command, and return its exit code: 2 for wrong usage, 130 if interrupted.
+
+    Args:
+        parse: returns the command; may print help and exit.
+        program: printed before error messages.
+        errors: further exceptions whose message is all that a user needs.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+    def fail(message: str, code: int) -> int:
+        print(f"{program}: {message}", file=sys.stderr)
+        return code
+
+    hint = ""
+    usual: tuple[type[Exception], ...] = (RunError, OSError, *errors)
+    try:
+        command = parse()
+        hint = command.after_interrupt
+        code = command.run()
+        sys.stdout.flush()  # here, where a failure is handled
+        return code
+    except SystemExit as done:  # tyro has printed help or an error
+        return done.code if isinstance(done.code, int) else 2
+    except MissingExtraError as error:
+        return fail(str(error), 1)
+    except BrokenPipeError:  # the reader of our output has stopped
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output flushed at exit
+        return 1
+    except usual as error:
+        return fail(str(error), 2)
+    except KeyboardInterrupt:
+        return fail(f"interrupted; {hint}" if hint else "interrupted", 130)

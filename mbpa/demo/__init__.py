@@ -1,0 +1,1 @@
+"""`mbpa demo`: a network that knows five digits meets all ten."""

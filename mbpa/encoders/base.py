@@ -1,0 +1,170 @@
+"""The interface of a frozen encoder, which turns texts or pictures into keys, and a cache on disk.
+
+`mbpa.encoders.text` and `mbpa.encoders.image` make encoders. The cache finds embeddings by content.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from mbpa import files
+from mbpa.errors import MissingExtraError
+
+AT_ONCE = 4096  # items that an interrupted run may have to embed again
+Item = TypeVar("Item", str, bytes)
+
+
+class Encoder(abc.ABC, Generic[Item]):
+    """From texts, or pictures as `mbpa.encoders.image.kept` gives them, to keys of unit norm."""
+
+    name: str
+    key_dim: int
+    takes: ClassVar[Literal["texts", "images"]]
+
+    @abc.abstractmethod
+    def __call__(self, items: Sequence[Item], /) -> Float[Tensor, "B D"]:
+        """Keys, in float32; an item's key does not depend on the others (to 1e-6)."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that keys depend on: encoders that share it may share a cache."""
+        return hashlib.sha256(self.name.encode()).hexdigest()
+
+
+def embedded(
+    encoder: Encoder[Item],
+    items: Sequence[Item],
+    cache: Path | None = None,
+    tick: Callable[[int], object] | None = None,
+) -> Float[Tensor, "N D"]:
+    """Keys of items, each embedded once and then found on disk by what it says or shows.
+
+    Any number of processes may use a cache at once; it can be deleted whenever nothing runs.
+
+    Args:
+        cache: a folder, made if needed; `None`: nothing is kept.
+        tick: told how many more are done.
+    """
+    digests = [hashlib.sha256(_bytes(item)).digest() for item in items]
+    content = dict(zip(digests, items, strict=True))
+    folder = None if cache is None else Path(cache) / f"{encoder.takes}-{encoder.fingerprint[:16]}"
+    known = {} if folder is None else _kept(folder, set(content), encoder.key_dim)
+    missing = [digest for digest in content if digest not in known]
+    if tick is not None:
+        tick(sum(digest in known for digest in digests))
+    for start in range(0, len(missing), AT_ONCE):
+        part = missing[start : start + AT_ONCE]
+        keys = encoder([content[digest] for digest in part]).cpu()
+        known |= dict(zip(part, keys, strict=True))
+        if folder is not None:
+            _keep(folder, part, keys)
+        if tick is not None:
+            done = set(part)
+            tick(sum(digest in done for digest in digests))
+    if not digests:
+        return torch.empty(0, encoder.key_dim)
+    return torch.stack([known[digest] for digest in digests])
+
+
+def _bytes(item: str | bytes) -> bytes:
+    return item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
+
+
+# Models of transformers. Nothing is fetched: a model is a directory, or in Hugging Face's cache.
+
+
+def local_model(name: str) -> Path:
+    """Where the files of a model are."""
+    if Path(name).is_dir():
+        return Path(name)
+    installed_transformers()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        raise ValueError(
+            "a directory, or a model in the cache of Hugging Face "
+            f"(`hf download NAME` puts one there), got {name!r}"
+        ) from error
+
+
+def installed_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("transformers", extra="text") from error
+    return transformers
+
+
+@contextlib.contextmanager
+def no_bars(transformers: Any) -> Iterator[None]:
+    """Loading takes no time worth a bar."""
+    logging = transformers.utils.logging
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def fingerprint_of(directory: Path, *, version: int) -> str:
+    """Of a model's files, and of the version of what is made of them."""
+    digest = hashlib.sha256(str(version).encode())
+    for path in sorted(directory.rglob("*")):
+        if path.suffix in {".json", ".safetensors", ".bin", ".txt", ".model"}:
+            name = path.relative_to(directory).as_posix()
+            with path.open("rb") as file:
+                told = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(f"{name}\0{told}\0".encode())
+    return digest.hexdigest()
+
+
+# The cache: files of digests and keys that are written once, whole, and never changed, so that
+# nobody has to wait for anybody. Two that embed the same at once write the same twice.
+
+
+def _kept(folder: Path, wanted: set[bytes], key_dim: int) -> dict[bytes, Tensor]:
+    """Keys of those that are there, by digest."""
+    found: dict[bytes, Tensor] = {}
+    for digests, keys in _shards(folder):
+        if keys.shape[1:] != (key_dim,) or len(digests) != len(keys):
+            continue
+        for digest, key in zip(digests, keys, strict=True):
+            if digest in wanted:
+                found.setdefault(digest, key)
+    return found
+
+
+def _shards(folder: Path) -> Iterator[tuple[list[bytes], Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors = load_file(path)
+            yield [bytes(row) for row in tensors["digests"].numpy()], tensors["keys"]
+        except FileNotFoundError:
+            continue  # somebody deleted it
+        except (SafetensorError, KeyError):
+            warnings.warn(f"{path} is damaged, what it held is embedded anew", stacklevel=4)
+            path.unlink(missing_ok=True)
+
+
+def _keep(folder: Path, digests: Sequence[bytes], keys: Float[Tensor, "N D"]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).reshape(-1, 32)
+    path = folder / f"{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}.safetensors"
+    files.replace_file(path, save({"digests": rows, "keys": keys.contiguous()}))

@@ -1,0 +1,55 @@
+"""Middleware that asks for a login before anything of the page is answered.
+
+Gradio asks on some of its routes and not on others, such as those of endless streams. Here every
+path is denied but those that the login page itself is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from starlette.requests import HTTPConnection
+
+from mbpa.serve.middleware import App, Receive, Scope, Send, refuse
+
+OPEN_PATHS = frozenset({"", "/", "/theme.css"})
+"""Paths below the page's that are answered without a login, to GET and HEAD."""
+OPEN_FOLDERS = ("/assets/", "/static/")
+"""Folders of Gradio's own scripts, styles and fonts, which say nothing of the run."""
+LOGIN_PATHS = frozenset({"/login", "/login/"})
+"""Paths that take a password, by POST."""
+
+
+class Guard:
+    """Refuses requests below a path with 401 unless the visitor has logged in.
+
+    Args:
+        path: of the page, without a slash at its end.
+        is_known: whether these cookies are those of a visitor who has logged in.
+    """
+
+    def __init__(self, app: App, path: str, is_known: Callable[[Mapping[str, str]], bool]) -> None:
+        self._app, self._path, self._is_known = app, path, is_known
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or self._may_pass(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "log in first"})
+        else:
+            await refuse(send, 401, f"log in at {self._path}")
+
+    def _may_pass(self, scope: Scope) -> bool:
+        path: str = scope["path"]
+        if path != self._path and not path.startswith(f"{self._path}/"):
+            return True
+        return _is_open(scope, path.removeprefix(self._path)) or self._is_known(
+            HTTPConnection(scope).cookies
+        )
+
+
+def _is_open(scope: Scope, path: str) -> bool:
+    method = scope.get("method")
+    if method == "POST":
+        return path in LOGIN_PATHS
+    return method in ("GET", "HEAD") and (path in OPEN_PATHS or path.startswith(OPEN_FOLDERS))

@@ -1,0 +1,109 @@
+"""Exact search on a GPU in two stages: half-precision scores choose groups, distances settle them.
+
+Of every group of keys the least `‖h̃‖² − 2q̃·h̃` is computed, with query and keys rounded to half
+precision; the keys of the groups with the least of these are compared as Σ(h−q)². What rounding
+may have hidden is bounded by the norms of what was rounded off, which are known,
+
+    |q·h − q̃·h̃| ≤ ‖q − q̃‖ ‖h‖ + ‖q̃‖ ‖h − h̃‖,
+
+so the answer comes with the distance that nothing left out falls short of.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mbpa.memory.neighbors import Candidates
+from mbpa.memory.ranking import smallest
+
+FEWEST_KEYS = 1 << 14  # below, one plain product is as fast
+MINIMA_BYTES = 1 << 30  # for as many queries as these suffice
+MOST_BITS = 50  # of a scale; the product of two must not overflow
+USUAL_BITS = 8  # the first keys are scaled to below 2 to this; float16 ends at the 16th
+
+
+class CoarseKeys:
+    """A copy of a memory's keys in half precision, or the keys themselves if they are.
+
+    Args:
+        keys: the memory's own, written to by the memory before `put` is called.
+    """
+
+    def __init__(self, keys: Float[Tensor, "N D"]) -> None:
+        self._keys = keys
+        self._is_copy = keys.dtype == torch.float32
+        self._rounded = torch.empty_like(keys, dtype=torch.float16) if self._is_copy else keys
+        self._scale: float | None = None if self._is_copy else 1.0
+        self._lost = 0.0  # the most that rounding took off any key, as a norm
+
+    def put(self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"]) -> None:
+        """Take note of keys that were written."""
+        if not self._is_copy or not len(keys):
+            return
+        if self._scale is None:
+            self._scale = float(_scales(keys.flatten()[None]))
+        rounded = (keys * self._scale).to(torch.float16)
+        self._rounded[slots] = rounded
+        lost = (keys - rounded.to(keys.dtype) / self._scale).norm(dim=1).amax()
+        self._lost = max(self._lost, float(lost.nan_to_num(nan=math.inf, posinf=math.inf)))
+
+    def drop(self, slots: Int[Tensor, "N"]) -> None:
+        """Forget the keys in these slots."""
+        if self._is_copy:
+            self._rounded[slots] = 0
+
+    def can_find(self, k: int, count: int) -> bool:
+        """Whether it is the faster way to `k` of `count` entries."""
+        return count >= FEWEST_KEYS and 64 * k <= count and math.isfinite(self._lost)
+
+    def nearest(
+        self, norms: Float[Tensor, "N"], queries: Float[Tensor, "B D"], k: int, count: int
+    ) -> Candidates:
+        """The nearest of the first `count` slots, by true distance, rising."""
+        rows = max(1, MINIMA_BYTES // (count // 4))
+        parts = [self._nearest(norms[:count], part, k) for part in queries.split(rows)]
+        if len(parts) == 1:
+            slots, beyond, distances, dots = parts[0]
+        else:
+            slots, beyond, distances, dots = map(torch.cat, zip(*parts, strict=True))
+        return Candidates(slots, beyond, (distances, dots))
+
+    def _nearest(
+        self, norms: Float[Tensor, "N"], queries: Float[Tensor, "B D"], k: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from mbpa.memory.search_kernels import GROUP, group_minima, member_distances, member_slots
+
+        count, size = len(norms), queries.shape[1]
+        scales = _scales(queries)
+        rounded = (queries * scales).to(self._rounded.dtype)
+        back = rounded.to(queries.dtype) / scales
+        assert self._scale is not None  # there are entries
+        minima = group_minima(
+            self._rounded[:count], norms, rounded, 2 / (scales[:, 0] * self._scale)
+        )
+        least, groups = smallest(minima, k + k // 2 + 16)
+        distances, dots = member_distances(self._keys[:count], norms, queries, groups)
+        distances, chosen = distances.topk(k, largest=False)
+        slots = member_slots(groups.gather(1, chosen // GROUP), chosen % GROUP)
+        slots = slots.masked_fill(distances == math.inf, -1)
+        # A key left out is no nearer than this; it is either as far as `bound`, or has a norm of
+        # at most ‖q‖ + √bound. The product's own sums are rounded too.
+        squares = queries.square().sum(1)
+        bound, norm = least[:, -1] + squares, squares.sqrt()
+        lost = (queries - back).norm(dim=1) + size * torch.finfo(torch.float32).eps * norm
+        radius = norm + bound.clamp(0, torch.finfo(bound.dtype).max).sqrt()
+        bound = bound - 2 * (lost * radius + (norm + lost) * self._lost)
+        bound = bound.nan_to_num(nan=-math.inf, posinf=math.inf)
+        beyond = torch.minimum(bound, distances[:, -1])
+        return slots, beyond, distances, dots.gather(1, chosen)
+
+
+def _scales(numbers: Float[Tensor, "B D"]) -> Float[Tensor, "B 1"]:
+    """Powers of two that bring each row to the usual size."""
+    largest = numbers.abs().amax(1, keepdim=True)
+    bits = (USUAL_BITS - largest.log2().ceil()).clamp(-MOST_BITS, MOST_BITS)
+    return torch.exp2(bits).where(largest > 0, 1.0)

@@ -1,0 +1,291 @@
+"""Middleware applied to every request: authentication, body size, concurrency limits, metrics.
+
+It is plain ASGI around the whole app, so a refused request costs next to nothing: its body is not
+parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.exceptions import HTTPException
+
+from mbpa.serve.settings import OPEN_PATHS, Settings
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BODY_TIMEOUT_S = 30
+MAX_DRAINED_BYTES = 1 << 26  # read of a body that is too large before it is refused
+WAITING_PATHS = ("/predict", "/explain")
+TOO_MANY_REQUESTS = "too many requests at once, try again"
+LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Metrics:
+    """Counted in a registry of its own, so that two apps in a process do not meet."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.requests = Counter(
+            "mbpa_requests", "Requests answered", ["path", "status"], registry=registry
+        )
+        self.seconds = Histogram(
+            "mbpa_seconds",
+            "Time to an answer",
+            ["path"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.shed = Counter("mbpa_shed", "Requests turned away with 429", registry=registry)
+        self.in_flight = Gauge("mbpa_in_flight", "Requests inside", registry=registry)
+        self.batch = Histogram(
+            "mbpa_batch", "Queries in a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=registry
+        )
+        self.page_requests = Gauge(
+            "mbpa_page_requests", "Open requests to pages, streams among them", registry=registry
+        )
+        self.examples = Gauge("mbpa_examples", "Examples in the memory", registry=registry)
+        self.labels = Gauge("mbpa_labels", "Labels", registry=registry)
+        self.read_only = Gauge("mbpa_read_only", "1 once a write has failed", registry=registry)
+
+
+class Middleware:
+    """An app that lets requests pass to another.
+
+    Args:
+        paths: counted by name.
+        estimate_wait_s: seconds that a request for one of `WAITING_PATHS` would have to wait.
+            Asked before a body is read: to parse hundreds of them only to refuse them would keep
+            those waiting that are not.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        settings: Settings,
+        metrics: Metrics,
+        paths: set[str],
+        estimate_wait_s: Callable[[], float],
+    ) -> None:
+        self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
+        self._estimate_wait_s = estimate_wait_s
+        self.inside = self.receiving = self.held_bytes = self._on_pages = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif self._is_of_page(scope["path"]):
+            await self._pass_to_page(scope, receive, send)
+        else:
+            await self._pass(scope, receive, send)
+
+    def _is_of_page(self, path: str) -> bool:
+        pages = self._settings.open_paths
+        return any(path == page or path.startswith(f"{page}/") for page in pages)
+
+    async def _pass_to_page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._on_pages >= self._settings.page_requests:
+            self._metrics.shed.inc()
+            await refuse(send, 429, "too many open requests, try again", retry_after=1)
+            return
+        self._on_pages += 1
+        self._metrics.page_requests.set(self._on_pages)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._on_pages -= 1
+            self._metrics.page_requests.set(self._on_pages)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, start, status = scope["path"], time.perf_counter(), 500
+        known = path if path in self._paths else "other"  # anybody can make up paths
+        visit = _Visit(self)
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                visit.leave()  # how fast the client reads is no matter of ours
+            await send(message)
+
+        try:
+            await self._pass_or_refuse(scope, path, visit, receive, sending)
+        finally:
+            visit.leave()
+            self._metrics.requests.labels(known, status).inc()
+            self._metrics.seconds.labels(known).observe(time.perf_counter() - start)
+
+    async def _pass_or_refuse(
+        self, scope: Scope, path: str, visit: _Visit, receive: Receive, send: Send
+    ) -> None:
+        settings = self._settings
+        headers = dict(scope["headers"])
+        has_body = b"transfer-encoding" in headers or _length(headers) > 0
+        is_full = (
+            self.inside >= settings.in_flight
+            or self.receiving >= settings.receiving
+            or self.held_bytes >= settings.held_bytes
+        )
+        wait_s = self._estimate_wait_s() if path in WAITING_PATHS else 0.0
+        if (is_full or wait_s > settings.wait_s) and path != "/health":
+            self._metrics.shed.inc()
+            await refuse(send, 429, TOO_MANY_REQUESTS, retry_after=wait_s - settings.wait_s)
+        elif not self._may_pass(path, headers):
+            text = "give the right token: Authorization: Bearer TOKEN"
+            await refuse(send, 401, text, extra=[(b"www-authenticate", b"Bearer")])
+        elif _length(headers) > settings.body_bytes:
+            visit.receive()
+            await _drained(receive, _patience())
+            await refuse(send, 413, f"a body must have at most {settings.body_bytes} bytes")
+        elif not has_body:
+            visit.enter()
+            await self._app(scope, receive, send)
+        else:
+            visit.receive()
+            await self._app(scope, self._admit_whole(receive, visit), send)
+
+    def _admit_whole(self, receive: Receive, visit: _Visit) -> Receive:
+        """Let a request in once its body has come, so that slow clients take nobody's place."""
+        counted = _counted(receive, self._settings.body_bytes)
+
+        async def receiving() -> Message:
+            message = await counted()
+            visit.hold(len(message.get("body", b"")))
+            is_last = message["type"] == "http.request" and not message.get("more_body", False)
+            if is_last and not visit.is_inside:
+                if self.inside >= self._settings.in_flight:
+                    self._metrics.shed.inc()
+                    raise HTTPException(429, TOO_MANY_REQUESTS, {"Retry-After": "1"})
+                visit.enter()
+            return message
+
+        return receiving
+
+    def count(self, change: int) -> None:
+        """Take note of requests that enter or leave."""
+        self.inside += change
+        self._metrics.in_flight.set(self.inside)
+
+    def _may_pass(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        token = self._settings.token
+        if token is None or path in OPEN_PATHS:
+            return True
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        is_right = secrets.compare_digest(given.strip(), token.encode())
+        return is_right and scheme.lower() == b"bearer"  # of which the case is nobody's business
+
+
+class _Visit:
+    """Where a request is: on its way, inside, or done; counted by the middleware."""
+
+    def __init__(self, gate: Middleware) -> None:
+        self._gate, self.is_inside = gate, False
+        self._is_receiving, self._held_bytes = False, 0
+
+    def receive(self) -> None:
+        """Take note that the body is on its way."""
+        self._is_receiving = True
+        self._gate.receiving += 1
+
+    def hold(self, size: int) -> None:
+        """Take note of so many bytes of the body."""
+        self._held_bytes += size
+        self._gate.held_bytes += size
+
+    def enter(self) -> None:
+        """Take note that the request has come in full."""
+        self._stop_receiving()
+        self.is_inside = True
+        self._gate.count(1)
+
+    def leave(self) -> None:
+        """Take note that the request is answered, or came to nothing; once or several times."""
+        self._stop_receiving()
+        self._gate.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+        if self.is_inside:
+            self.is_inside = False
+            self._gate.count(-1)
+
+    def _stop_receiving(self) -> None:
+        self._gate.receiving -= self._is_receiving
+        self._is_receiving = False
+
+
+async def refuse(
+    send: Send,
+    status: int,
+    why: str,
+    *,
+    retry_after: float | None = None,
+    extra: list[tuple[bytes, bytes]] | None = None,
+) -> None:
+    """An answer in JSON that says why there is no other."""
+    body = json.dumps({"error": why}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if retry_after is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))
+    start = {"type": "http.response.start", "status": status, "headers": headers + (extra or [])}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})
+
+
+def _length(headers: dict[bytes, bytes]) -> int:
+    try:
+        return int(headers.get(b"content-length", b"0"))
+    except ValueError:
+        return 0  # the server itself refuses such
+
+
+def _patience() -> float:
+    """The time of the loop at which a body is waited for no longer."""
+    return asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+
+
+async def _drained(receive: Receive, give_up: float) -> None:
+    """Read what is being sent: many clients look for no answer before they have sent it all."""
+    read, more = 0, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(give_up):
+            while more and read < MAX_DRAINED_BYTES:
+                message = await receive()
+                read += len(message.get("body", b""))
+                more = message["type"] == "http.request" and message.get("more_body", False)
+
+
+def _counted(receive: Receive, most: int) -> Receive:
+    """For bodies that do not say how long they are, or that take for ever to come."""
+    read, more = 0, True
+    give_up = _patience()
+
+    async def receiving() -> Message:
+        nonlocal read, more
+        if not more:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(give_up):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(408, f"a body must come within {BODY_TIMEOUT_S} seconds") from None
+        read += len(message.get("body", b""))
+        more = message.get("more_body", False)
+        if read > most:
+            if more:
+                await _drained(receive, give_up)
+            raise HTTPException(413, f"a body must have at most {most} bytes")
+        return message
+
+    return receiving

@@ -1,0 +1,166 @@
+"""A memory, and rows of a head, as a set would have them: by what is there, not by how it came.
+
+`ExactMemory` puts the newer of two equally near entries first, and rounds inner products by where
+it keeps them. Here equally near entries come in an order of their content, products are computed
+once that order stands, and labels are columns of the head as it is now: two memories with the same
+entries give the same neighbours, to the bit, whatever was written, deleted or moved before.
+
+Rows of taught labels come from sums of keys, and these are of whole numbers, which have no order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from mbpa.memory import ExactMemory, Neighbors, validation
+from mbpa.modules.new_rows import NewRows
+
+SPARE = 8  # neighbours read beyond those asked for, to see whether the last ones are tied
+AT_ONCE = 4096  # keys, so that their numbers take little room
+FINENESS = 2.0**40  # parts of 1 that keys are summed in; eight million ones fit 64 bits
+
+
+class TaughtMemory(ExactMemory):
+    """An `ExactMemory` whose neighbours depend on its content alone."""
+
+    columns: Int[Tensor, "L"] | None = None
+    """The head's column of each label that entries are written with; `None`: it is the label."""
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._digests = torch.zeros(self.capacity, dtype=torch.int64, device=self.device)
+
+    def _put(
+        self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]
+    ) -> None:
+        super()._put(slots, keys, values)
+        self._digests[slots] = _digests(keys)
+
+    def keys_of(self, ids: Iterable[int]) -> Float[Tensor, "N D"]:
+        """The keys of entries."""
+        with self.lock:
+            return self._keys_of(self._tensor(self._find(ids)))
+
+    def read(
+        self, queries: Float[Tensor, "B *D"], k: int, *, keys_for: int | None = None
+    ) -> Neighbors:
+        k = validation.count("k", k)
+        with self.lock:
+            reach = k + SPARE
+            found = super().read(queries, reach, keys_for=0)
+            while reach < len(self) and _is_cut(found.distances, k):
+                reach *= 4
+                found = super().read(queries, reach, keys_for=0)
+            columns = found.values if self.columns is None else self.columns[found.values]
+            order = _order(found.distances, self._digests[found.slots], columns)[:, :k]
+            slots = found.slots.gather(1, order)
+            keys = self._get_keys(slots.flatten()).reshape(*slots.shape, self.key_size)
+            dots = torch.bmm(queries.to(keys.dtype)[:, None], keys.mT)[:, 0]
+            return replace(
+                found,
+                values=columns.gather(1, order),
+                distances=found.distances.gather(1, order),
+                dots=dots,
+                mask=found.mask.gather(1, order),
+                ids=found.ids.gather(1, order),
+                slots=slots,
+                keys=keys[:, :keys_for],
+            )
+
+
+class TaughtRows:
+    """Rows of the head for labels by name, from the keys of their examples, of unit norm.
+
+    A key counts as whole numbers of a fixed fineness, far below its own: what was added in any
+    order gives the same sum, and what was taken off again has left nothing.
+    """
+
+    def __init__(self, made: NewRows) -> None:
+        self._made = replace(made, direction=made.direction.double(), weight=made.weight.double())
+        self._none = np.zeros(len(made.direction), np.int64)
+        self._sums: dict[str, Int[np.ndarray, "D"]] = {}
+        self._weights: dict[str, Float[Tensor, "D"]] = {}
+
+    @property
+    def bias(self) -> Float[Tensor, ""]:
+        """Of every row."""
+        return self._made.biases
+
+    def weight(self, label: str) -> Float[Tensor, "D"]:
+        """Computed when it is first asked for after a change, by itself: in a batch with others it
+        might be rounded otherwise."""
+        if label not in self._weights:
+            total = torch.from_numpy(self._sums.get(label, self._none)).double()
+            self._weights[label] = self._made.weights(total[None])[0].float()
+        return self._weights[label]
+
+    def add(self, labels: Sequence[str], keys: Float[Tensor, "N D"]) -> None:
+        """Examples of these labels have come."""
+        self._count(labels, keys, 1)
+
+    def remove(self, labels: Sequence[str], keys: Float[Tensor, "N D"]) -> None:
+        """Examples of these labels are gone."""
+        self._count(labels, keys, -1)
+
+    def _count(self, labels: Sequence[str], keys: Float[Tensor, "N D"], sign: int) -> None:
+        given = keys.cpu().numpy()  # torch would share so little work among threads, and wait
+        places = defaultdict(list)
+        for place, label in enumerate(labels):
+            places[label].append(place)
+        for label, rows in places.items():
+            total = self._sums.get(label, self._none)
+            for start in range(0, len(rows), AT_ONCE):
+                part = np.multiply(given[rows[start : start + AT_ONCE]], FINENESS, dtype=np.float64)
+                total = total + sign * part.round().astype(np.int64).sum(0)
+            if total.any():
+                self._sums[label] = total
+            else:
+                self._sums.pop(label, None)
+            self._weights.pop(label, None)
+
+
+def _is_cut(distances: Float[Tensor, "B R"], k: int) -> bool:
+    """Whether somewhere the k-th is as near as the last, so that more as near may be left out."""
+    return distances.shape[1] > k and bool((distances[:, k - 1] == distances[:, -1]).any())
+
+
+def _order(
+    distances: Float[Tensor, "B R"], digests: Int[Tensor, "B R"], columns: Int[Tensor, "B R"]
+) -> Int[Tensor, "B R"]:
+    """Positions by distance, which rises already; where that is equal by key, then by label."""
+    order = torch.arange(distances.shape[1], device=distances.device).expand(distances.shape)
+    rows = _tied(distances).any(1).nonzero()[:, 0]
+    if not len(rows):
+        return order
+    order = order.clone()
+    places = columns[rows].argsort(dim=1, stable=True)
+    for part in (digests[rows], distances[rows]):
+        places = places.gather(1, part.gather(1, places).argsort(dim=1, stable=True))
+    order[rows] = places
+    return order
+
+
+def _tied(distances: Float[Tensor, "B R"]) -> Bool[Tensor, "B S"]:
+    return distances[:, 1:] == distances[:, :-1]
+
+
+@cache
+def _factors(words: int, device: torch.device) -> Int[Tensor, "W"]:
+    limits = torch.iinfo(torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(limits.min, limits.max, (words,), generator=generator).to(device)
+
+
+def _digests(keys: Float[Tensor, "N D"]) -> Int[Tensor, "N"]:
+    """A number of 64 bits for each key: different keys have different ones, but for chance."""
+    halves = keys.contiguous().view(torch.int16).to(torch.int64)
+    digests: Tensor = (halves * _factors(halves.shape[1], keys.device)).sum(1)  # wraps around
+    return digests

@@ -1,0 +1,170 @@
+"""Where a run is written: it is there as a whole or not at all, and nothing is lost by it.
+
+A new run is made in a hidden directory beside its place and flushed; then it gets its name, or
+changes names with the run that it replaces, in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from mbpa import files
+from mbpa.errors import RunError
+from mbpa.serve.database import DamagedError, InUseError, JournalError
+from mbpa.serve.journal import Journal
+from mbpa.serve.run_info import JOURNAL, MODEL, RUN
+
+PARTS = {RUN, MODEL, *(JOURNAL + end for end in ("", "-wal", "-shm", "-journal", ".lock"))}
+"""What a run directory holds; anything else is somebody's, and never removed."""
+
+
+def require_free(out: Path, *, replace: bool) -> None:
+    """Raise `RunError` if nothing can be written there, or if anything would be lost by writing a
+    run; with `replace` a run may be, and nothing else."""
+    with writable(out):
+        place = _find_place(out)
+        _check_free(place, replace)
+        above = next(each for each in place.parents if each.exists())
+        if not above.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextmanager
+def writable(out: Path) -> Iterator[None]:
+    """Turn what the disk says of it into a line."""
+    try:
+        yield
+    except (OSError, JournalError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"{out} cannot be written ({why}): name another --out") from error
+
+
+@contextmanager
+def in_its_place(out: Path, *, replace: bool) -> Iterator[Path]:
+    """Give a new directory that takes the place of `out` if all goes well.
+
+    If `out` is a link, what it leads to is replaced, and the link stays.
+    """
+    require_free(out, replace=replace)
+    place = _find_place(out)
+    files.make_directory(place.parent)
+    _remove_leftovers(place)
+    new = _name_beside(place, "new")
+    new.mkdir()
+    try:
+        with _locked(new):
+            yield new
+            files.flush_directory(new)
+            old = _take_place(new, place, replace)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    files.flush_directory(place.parent)  # before anything of the old run is removed
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _find_place(out: Path) -> Path:
+    """Return where a path leads to, through links, whether anything is there or not."""
+    place = Path(os.path.realpath(out))
+    if place.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return place
+
+
+def _check_free(out: Path, replace: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise RunError(f"{out} is a file; --out must name a directory")
+    there = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    foreign = sorted(there - PARTS)
+    if foreign:
+        raise RunError(f"{out} holds {foreign[0]}, which is no part of a run: name another --out")
+    if there and RUN not in there:
+        raise RunError(f"{out} is not empty, and no run: name another --out")
+    if there and not replace:
+        raise RunError(f"{out} is a run: what was taught there would be lost; --again replaces it")
+    with _not_served(out):
+        pass
+
+
+@contextmanager
+def _not_served(out: Path) -> Iterator[None]:
+    """Keep others from serving a run: they would go on and acknowledge what nobody finds again."""
+    with ExitStack() as held:
+        if (out / JOURNAL).exists():
+            try:
+                held.enter_context(Journal(out / JOURNAL))
+            except InUseError as error:
+                raise RunError(str(error)) from error
+            except DamagedError:  # it cannot be served either
+                pass
+        yield
+
+
+def _take_place(new: Path, place: Path, replace: bool) -> Path | None:
+    """Give a run its name; returns where what had it before is now."""
+    _check_free(place, replace)  # again: others may have been here meanwhile
+    if not place.exists():
+        new.rename(place)
+        return None
+    # Closing a journal removes files by name, and by then the name is another's: only the lock of
+    # the old one is held while the names change.
+    lock = place / f"{JOURNAL}.lock"
+    with _locked(lock) if lock.exists() else contextlib.nullcontext():
+        return new if files.exchange(new, place) else _replace_in_two_steps(new, place)
+
+
+def _replace_in_two_steps(new: Path, place: Path) -> Path:
+    """Replace a directory where names cannot be exchanged; returns where the old one is now.
+
+    A power cut between the two steps leaves it there, and nothing in its place.
+    """
+    old = _name_beside(place, "old")
+    place.rename(old)
+    try:
+        new.rename(place)
+    except OSError:
+        old.rename(place)
+        raise
+    return old
+
+
+def _name_beside(place: Path, kind: str) -> Path:
+    return place.with_name(f".{place.name}.{uuid.uuid4().hex}.{kind}")
+
+
+def _remove_leftovers(place: Path) -> None:
+    """Remove what killed processes left beside a run; put back a run that was half replaced."""
+    ours = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{32}}\.(new|old)")
+    for found in [each for each in place.parent.iterdir() if ours.fullmatch(each.name)]:
+        if found.suffix == ".old" and not place.exists() and (found / RUN).exists():
+            found.rename(place)
+            files.flush_directory(place.parent)
+            continue
+        with contextlib.suppress(OSError), _locked(found):  # others may be at work in there
+            shutil.rmtree(found)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file or directory; `BlockingIOError` if another process does."""
+    if os.name == "nt":  # directories cannot be opened there
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        files.lock(descriptor)
+        yield
+    finally:
+        files.unlock(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,236 @@
+"""A run directory: what `mbpa teach` makes and a classifier starts from.
+
+RUN/run.json         what it is: encoder, trained labels, threshold
+RUN/model/           the trained head, the predictor, how rows of new labels are made; a checkpoint
+RUN/journal.sqlite   every example: those it was made from, and those taught since
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import mbpa
+from mbpa import files
+from mbpa.checkpoint import load_checkpoint, save_checkpoint
+from mbpa.encoders import image, text
+from mbpa.encoders.base import Encoder
+from mbpa.errors import CheckpointError, RunError
+from mbpa.modules.new_rows import NewRows, require_unit_norm
+from mbpa.serialization import build, describe
+from mbpa.serve.journal import Example, Journal
+
+FORMAT = 4
+EARLIER_FORMATS = (1, 2, 3)  # of texts, of pictures, with rows of new labels; without a check sum
+MOST_NORM = 1e15  # of a key
+RUN, MODEL, JOURNAL = "run.json", "model", "journal.sqlite"
+ROWS, MIDDLE = "rows", ("direction", "weight", "bias")  # in the checkpoint
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What `run.json` says."""
+
+    key_dim: int
+    labels: tuple[str, ...]
+    """Those the head was trained with, in the order of its rows."""
+    trained_examples: int
+    """Examples with ids up to this are what it was trained with."""
+    threshold: float
+    encoder: str | None
+    """`None`: it takes keys only."""
+    fingerprint: str | None = None
+    """Of the encoder."""
+    summary: dict[str, Any] | None = None
+    """How it was made and what it reached; for people to read."""
+    takes: Literal["texts", "images"] = "texts"
+    """What the encoder is of."""
+
+    def write(self, directory: Path) -> None:
+        """Write `run.json`, durably."""
+        content = {"format": FORMAT, "mbpa": mbpa.__version__, **vars(self)}
+        content["sha256"] = files.digest_json(content)
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        files.write_durably(directory / RUN, f"{text}\n".encode())
+
+    @classmethod
+    def read(cls, directory: Path) -> RunInfo:
+        """Read `run.json` and verify it.
+
+        Raises:
+            RunError: it is missing, damaged, or was written by a newer mbpa.
+        """
+        path = directory / RUN
+        try:
+            return cls._parse(json.loads(path.read_bytes().decode()))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise RunError(
+                f"{directory} is no run: there is no {RUN}; make one with `mbpa teach`"
+            ) from error
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}") from error
+        except _NewerFormat as error:
+            raise RunError(f"{path} was written by a newer mbpa: upgrade mbpa") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise RunError(f"{path} is damaged: {error}") from error
+
+    @classmethod
+    def _parse(cls, content: dict[str, Any]) -> RunInfo:
+        format = content["format"]
+        if type(format) is not int or format < 1:
+            raise ValueError(f"format must be a positive integer, got {format!r}")
+        if format > FORMAT:
+            raise _NewerFormat
+        if format not in EARLIER_FORMATS and content.pop("sha256") != files.digest_json(content):
+            raise ValueError("its check sum differs")
+        del content["format"], content["mbpa"]
+        info = cls(labels=tuple(content.pop("labels")), **content)
+        info._require_types()
+        return info
+
+    def _require_types(self) -> None:
+        """Raise `ValueError` for what no run has: earlier formats have no check sum."""
+        is_right = (
+            type(self.key_dim) is int
+            and self.key_dim > 0
+            and all(isinstance(label, str) and label for label in self.labels)
+            and len(set(self.labels)) == len(self.labels)
+            and type(self.trained_examples) is int
+            and self.trained_examples >= 0
+            and isinstance(self.threshold, int | float)
+            and 0 <= self.threshold <= 1
+            and isinstance(self.encoder, str | None)
+            and isinstance(self.fingerprint, str | None)
+            and isinstance(self.summary, dict | None)
+            and self.takes in ("texts", "images")
+        )
+        if not is_right:
+            raise ValueError("a field has a value that no run has")
+
+
+class _NewerFormat(Exception):
+    """The format is one that this version does not know."""
+
+
+def write_run(
+    directory: Path,
+    info: RunInfo,
+    head: nn.Linear,
+    predictor: mbpa.Predictor,
+    examples: Iterable[tuple[str, str | bytes | None]],
+    keys: Float[Tensor, "N D"],
+    rows: NewRows | None = None,
+) -> None:
+    """Make a run directory of a trained head and its examples, (label, text or picture) and
+    key each.
+
+    Args:
+        rows: how those of new labels are made, of keys of unit norm; by default they are zero.
+
+    Raises:
+        ValueError: with `rows`, a key has another norm.
+    """
+    if rows is not None:
+        require_unit_norm(keys)
+    files.make_directory(directory)
+    tensors = {"head": dict(head.state_dict())}
+    description = {"predictor": describe(predictor)}
+    if rows is not None:
+        tensors[ROWS] = {name: getattr(rows, name).detach() for name in MIDDLE}
+        description[ROWS] = {"scale": rows.scale, "offset": rows.offset}
+    save_checkpoint(directory / MODEL, tensors=tensors, description=description)
+    written = [
+        (label, said, as_bytes(key))
+        for (label, said), key in zip(examples, keys.cpu(), strict=True)
+    ]
+    with Journal(directory / JOURNAL) as journal:
+        journal.learn(written)
+    info.write(directory)
+
+
+class Model(NamedTuple):
+    """What is in `model/`."""
+
+    head: nn.Linear
+    """On the device that was asked for."""
+    predictor: mbpa.Predictor
+    rows: NewRows | None
+    """On the CPU; `None` in runs that were made before there were any."""
+
+
+def read_model(directory: Path, info: RunInfo, device: str | torch.device) -> Model:
+    """The model of a run."""
+    try:
+        saved = load_checkpoint(directory / MODEL)
+        shape, expected = saved.tensors["head"]["weight"].shape, (len(info.labels), info.key_dim)
+        if shape != expected:
+            raise ValueError(f"its head must have the shape {expected}, got {tuple(shape)}")
+        head = nn.Linear(info.key_dim, len(info.labels), device=device)
+        head.load_state_dict(saved.tensors["head"])
+        predictor = build(saved.description["predictor"])
+        if not isinstance(predictor, mbpa.Predictor):
+            raise ValueError(f"{predictor!r} is no predictor")
+        rows = None
+        if ROWS in saved.description:
+            direction, weight, bias = (saved.tensors[ROWS][name] for name in MIDDLE)
+            rows = NewRows(direction, weight, bias, **saved.description[ROWS])
+    except (CheckpointError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise RunError(f"the model in {directory} cannot be used: {error}") from error
+    return Model(head, predictor, rows)
+
+
+def read_encoder(info: RunInfo, device: str | torch.device) -> Encoder[Any] | None:
+    """The encoder that a run was made with; `None` if it takes keys only.
+
+    Raises:
+        ValueError: it is not on this machine.
+    """
+    if info.encoder is None:
+        return None
+    if info.takes == "images":
+        return image.encoder(info.encoder, device=device)
+    return text.encoder(info.encoder, device=device)
+
+
+def as_bytes(key: Float[Tensor, "D"]) -> bytes:
+    """A key on the CPU as the journal keeps it."""
+    return key.detach().numpy().astype("<f4").tobytes()
+
+
+def stack_keys(path: Path, examples: Iterable[Example], key_dim: int) -> Float[Tensor, "N D"]:
+    """Stack the keys of those examples of a journal that have one.
+
+    Raises:
+        RunError: a key has another size, or numbers that no key has; the message names it.
+    """
+    with_key = [each for each in examples if each.key is not None]
+    keys = np.empty((len(with_key), key_dim), np.float32)
+    for row, example in zip(keys, with_key, strict=True):
+        key = np.frombuffer(example.key or b"", "<f4")
+        if key.shape != row.shape:
+            raise _describe_bad_key(path, key_dim, example, f"has {len(key)} numbers")
+        row[:] = key
+    for place in np.flatnonzero(~(compute_norms(keys) < MOST_NORM)):
+        raise _describe_bad_key(path, key_dim, with_key[place], "has others")
+    return torch.from_numpy(keys)
+
+
+def compute_norms(rows: Float[np.ndarray, "B D"]) -> Float[np.ndarray, "B"]:
+    """Return the Euclidean norms, in double precision."""
+    norms: np.ndarray = np.sqrt(np.einsum("bd,bd->b", rows, rows, dtype=np.float64))
+    return norms
+
+
+def _describe_bad_key(path: Path, key_dim: int, example: Example, what: str) -> RunError:
+    return RunError(
+        f"{path}: keys must have {key_dim} finite numbers below {MOST_NORM:.0e}, "
+        f"that of example {example.id} {what}: restore the file from a copy"
+    )

@@ -1,0 +1,190 @@
+"""Head, labels and memory of a classifier, as the examples that are there want them.
+
+What it says is a function of these examples, not of their history: in what order they came, and
+what else has come and gone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import mbpa
+from mbpa.device import Throughput
+from mbpa.modules.new_rows import NewRows
+from mbpa.modules.split import grow
+from mbpa.serve.answers import NearExample
+from mbpa.serve.example_index import Counts, Held, Known
+from mbpa.serve.order_independent import TaughtMemory, TaughtRows
+
+# Fixed, not measured: another start must not choose another way to compute the same.
+RATES = Throughput(operations=2.0**36, bytes=2.0**33, call=2.0**-19)
+
+
+class TaughtModel:
+    """A trained head that grows and shrinks with the labels of examples, and adapts to them.
+
+    Nothing here keeps threads apart.
+
+    Args:
+        head: as it was trained, with a row for each of `trained_labels`.
+        rows: how those of other labels are made; `None`: they are zero.
+    """
+
+    def __init__(
+        self,
+        head: nn.Linear,
+        trained_labels: Sequence[str],
+        predictor: mbpa.Predictor,
+        rows: NewRows | None = None,
+    ) -> None:
+        self.known = Known()
+        """Which examples there are; for others to read."""
+        self._head, self._all_trained_labels = head, trained_labels
+        self._predictor = predictor
+        self._rows = None if rows is None else TaughtRows(rows)
+        self._engine = mbpa.Engine(store_bytes=0, rates=RATES)  # kept rows would tell of the past
+        self._device = head.weight.device
+        self._memory = TaughtMemory(1024, head.in_features, device=self._device)
+        self._trained_labels: tuple[str, ...] = ()
+        self._new_labels: tuple[str, ...] = ()
+        self._model: mbpa.MbPA | None = None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """In the order of the head's outputs."""
+        return self._trained_labels + self._new_labels
+
+    def counts(self, change: int) -> Counts:
+        """What there is after so many writes."""
+        return Counts(
+            labels={label: self.known.counts[label] for label in self.labels},
+            trained_labels=self._trained_labels,
+            examples=len(self.known.examples),
+            taught=self.known.taught,
+            change=change,
+        )
+
+    def entries(self) -> tuple[list[int], Float[Tensor, "M D"]]:
+        """Ids and keys of everything in the memory."""
+        held = self._memory.entries()
+        return [self.known.ids[entry] for entry in held.ids.tolist()], held.keys
+
+    # Answering
+
+    def __call__(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
+        """log p of each of the `labels`."""
+        return keys.new_empty(len(keys), 0) if self._model is None else self._model(keys=keys)
+
+    def explain(self, keys: Float[Tensor, "B D"]) -> mbpa.Explanation | None:
+        """The same, with what it comes from; `None` where there are no labels."""
+        return None if self._model is None else self._model.explain(keys=keys)
+
+    def sources(self, why: mbpa.Explanation) -> tuple[tuple[NearExample, ...], float]:
+        """Of the explanation of one query: the examples, and how far the parameters moved."""
+        if why.neighbors is None or why.weights is None:
+            return (), 0.0
+        rows = zip(
+            why.neighbors.ids[0].tolist(),
+            why.weights[0].tolist(),
+            why.neighbors.distances[0].sqrt().tolist(),
+            strict=True,
+        )
+        near = []
+        for entry, weight, distance in rows:
+            id = self.known.ids[entry]
+            known = self.known.examples[id]
+            near.append(NearExample(id, known.label, known.text, weight, distance))
+        return tuple(near), 0.0 if why.change is None else float(why.change[0])
+
+    # Learning
+
+    def make_room(self, examples: int) -> None:
+        """For so many more: nothing is ever overwritten."""
+        held = len(self.known.examples)
+        if held + examples > self._memory.capacity:
+            self._memory.resize(2 * (held + examples))
+
+    def add(
+        self,
+        ids: Sequence[int],
+        named: Sequence[tuple[str, str | None]],
+        keys: Float[Tensor, "N D"],
+        trained: Collection[int],
+    ) -> None:
+        """Examples have come, for which there is room.
+
+        Args:
+            named: label and text of each.
+            trained: ids of those that the head was trained with.
+        """
+        numbers = [self.known.number(label) for label, _ in named]
+        entries = self._memory.write(keys, torch.tensor(numbers, dtype=torch.int64)).tolist()
+        for id, (label, text), entry in zip(ids, named, entries, strict=True):
+            self.known.add(id, Held(label, text, entry, id in trained))
+        labels = [label for label, _ in named]
+        if self._rows is not None:
+            self._rows.add(labels, keys)
+        self._rebind(labels)
+
+    def remove(self, ids: Iterable[int]) -> None:
+        """Examples are gone."""
+        here = [id for id in ids if id in self.known.examples]
+        labels = [self.known.examples[id].label for id in here]
+        entries = [self.known.remove(id) for id in here]
+        if self._rows is not None:
+            self._rows.remove(labels, self._memory.keys_of(entries))
+        self._memory.delete(entries)
+        self._rebind(labels)
+
+    def _rebind(self, changed: Iterable[str]) -> None:
+        """Head, labels and columns as the examples that are there want them.
+
+        Args:
+            changed: labels that have other examples than before.
+        """
+        trained, new = self.known.split(self._all_trained_labels)
+        if (trained, new) != (self._trained_labels, self._new_labels):
+            self._trained_labels, self._new_labels = trained, new
+            self._model = self._bound()
+        elif self._model is not None:
+            self._put_rows(self._model.head, changed)
+        self._memory.columns = self.known.columns(self.labels).to(self._device)
+
+    def _bound(self) -> mbpa.MbPA | None:
+        """The memory with a head for the labels there are; `None` if there are none."""
+        if not self.labels:
+            return None
+        head = grow(self._trained_head(), len(self.labels)).requires_grad_(False)
+        self._put_rows(head, self._new_labels)
+        return mbpa.MbPA(
+            head=head, memory=self._memory, predictor=self._predictor, engine=self._engine
+        )
+
+    def _put_rows(self, head: nn.Module, labels: Iterable[str]) -> None:
+        """Of those of these labels that the head was not trained with, as their examples say."""
+        rows, new = self._rows, set(self._new_labels)
+        here = sorted(new.intersection(labels))
+        if rows is None or not here:
+            return
+        assert isinstance(head, nn.Linear)
+        first = len(self._trained_labels)
+        places = torch.tensor([first + bisect_left(self._new_labels, label) for label in here])
+        with torch.no_grad():
+            weights = torch.stack([rows.weight(label) for label in here])
+            head.weight[places] = weights.to(self._device)
+            head.bias[places] = rows.bias.to(self._device)
+
+    def _trained_head(self) -> nn.Linear:
+        """The rows that were trained, for the labels that are left; a row of zeros if none is."""
+        places = {label: row for row, label in enumerate(self._all_trained_labels)}
+        rows = [places[label] for label in self._trained_labels]
+        head = nn.Linear(self._head.in_features, max(1, len(rows)), device=self._device)
+        with torch.no_grad():
+            for own, trained in ((head.weight, self._head.weight), (head.bias, self._head.bias)):
+                own.zero_()[: len(rows)] = trained[torch.tensor(rows, dtype=torch.int64)]
+        return head

@@ -1,0 +1,41 @@
+"""Whether a run is as it was written: `mbpa check`."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from mbpa.errors import RunError
+from mbpa.serve.journal import Journal, JournalError
+from mbpa.serve.run_info import JOURNAL, RunInfo, read_model, stack_keys
+
+EXAMPLES_PER_PART = 1000
+
+
+def check_run(directory: Path) -> list[tuple[str, str]]:
+    """Verify every check sum of a run, and that its parts fit each other; changes nothing.
+
+    Returns:
+        What was verified, as names and a few words each.
+
+    Raises:
+        RunError: something is missing, damaged, or in use; the message names the file.
+    """
+    RunInfo.read(directory)  # what is no run is told first
+    try:
+        journal = Journal(directory / JOURNAL, create=False, writable=False)
+    except JournalError as error:
+        raise RunError(str(error)) from error
+    with journal:  # its lock keeps others from replacing the run meanwhile
+        info = RunInfo.read(directory)
+        model = read_model(directory, info, "cpu")
+        examples = journal.examples(with_pictures=False)
+        while part := list(islice(examples, EXAMPLES_PER_PART)):
+            stack_keys(journal.path, part, info.key_dim)
+        labels, count, change = journal.labels(), len(journal), journal.change
+    rows = "with" if model.rows is not None else "without"
+    return [
+        ("run.json", f"{len(info.labels)} trained labels, keys of {info.key_dim} numbers"),
+        ("model", f"the head, {rows} rows for new labels"),
+        ("journal", f"{count} examples of {len(labels)} labels after {change} changes"),
+    ]

@@ -1,0 +1,153 @@
+"""The command line as a user meets it: in a process of its own, or `main` where that suffices."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mbpa
+from mbpa import cli
+
+ROOT = Path(mbpa.__file__).parents[1]
+RUN = "import sys; from mbpa.cli import main; sys.exit(main())"
+
+
+def call(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """Run `mbpa` with these arguments, after the statements in `before`."""
+    command = [sys.executable, "-c", before + RUN, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_help_names_the_commands(capsys):
+    assert cli.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "usage: mbpa [-h] {teach,serve,explore,check,demo}" in printed
+    assert "mbpa --version" in printed
+
+
+def test_help_of_demo_describes_its_options(capsys):
+    assert cli.main(["demo", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for option in ("--out", "--seeds", "--progress"):
+        assert option in printed
+    assert "Directory for the files" in printed
+
+
+def test_help_of_serve_says_what_the_token_is_for(capsys):
+    assert cli.main(["serve", "--help"]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "`Authorization: Bearer TOKEN`, all but those for /health and /docs" in printed
+    assert "environment variable MBPA_TOKEN" in printed
+
+
+@pytest.mark.parametrize("command", ["serve", "explore"])
+def test_an_empty_token_is_refused(command, tmp_path, capsys):
+    assert cli.main([command, str(tmp_path), "--token", ""]) == 2
+    assert "--token must not be empty" in capsys.readouterr().err
+
+
+def test_a_file_is_no_run(tmp_path, capsys):
+    (tmp_path / "intents.csv").write_text("text,label\n")
+    assert cli.main(["serve", str(tmp_path / "intents.csv")]) == 2
+    assert "intents.csv is no run" in capsys.readouterr().err
+
+
+def test_help_imports_neither_images_nor_plots_nor_experiments():
+    calls = "".join(f"main([{word!r}, '--help']); " for word in cli.COMMANDS)
+    check = "assert not {'sklearn', 'matplotlib', 'PIL', 'experiments'} & set(sys.modules)"
+    code = f"import sys; from mbpa.cli import main; {calls}{check}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_is_that_of_the_package():
+    done = call("--version")
+    assert (done.returncode, done.stdout) == (0, f"mbpa {mbpa.__version__}\n")
+
+
+def test_no_arguments_print_help(capsys):
+    assert cli.main([]) == 0
+    assert "usage: mbpa" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", cli.COMMANDS)
+def test_every_command_has_help(word, capsys):
+    assert cli.main([word, "--help"]) == 0
+    assert f"usage: mbpa {word}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_an_error_that_names_the_known_ones(capsys):
+    assert cli.main(["dream"]) == 2
+    printed = capsys.readouterr()
+    assert "dream" in printed.err
+    assert "demo" in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize("seeds", ["0", "101"])
+def test_seeds_out_of_range_are_an_error(seeds, capsys):
+    assert cli.main(["demo", "--seeds", seeds]) == 2
+    assert f"seeds must be between 1 and 100, got {seeds}" in capsys.readouterr().err
+
+
+def test_demo_prints_a_table_and_says_where_its_files_are(tmp_path):
+    out = tmp_path / "new" / "directory"
+    done = call("demo", "--out", str(out), "--seeds", "1")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "kernel vote" in done.stdout
+    assert lines[-2:] == [f"figure  {out / 'demo.png'}", f"records {out / 'demo.json'}"]
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "demo.json").read_text())["config"]["seeds"] == [0]
+    assert "8000" not in done.stderr
+    assert "400/400" in done.stderr
+
+
+def test_an_out_that_is_a_file_is_one_clear_line(tmp_path, capsys):
+    (tmp_path / "demo").write_text("mine")
+    assert cli.main(["demo", "--out", str(tmp_path / "demo")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [
+        "mbpa: out must be a directory that can be written to, "
+        f"got {tmp_path / 'demo'}: File exists"
+    ]
+    assert (tmp_path / "demo").read_text() == "mine"
+
+
+def test_an_out_below_a_file_is_one_clear_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert cli.main(["demo", "--out", str(tmp_path / "file" / "demo")]) == 2
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1
+    assert "out must be a directory that can be written to" in printed
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")]
+)
+def test_a_missing_package_is_one_line_that_names_the_extra(module, package, tmp_path):
+    hide = f"import sys; sys.modules[{module!r}] = None; "
+    done = call("demo", "--out", str(tmp_path), "--no-progress", before=hide)
+    assert done.returncode == 1
+    assert done.stderr == f"mbpa: {package} is not installed: pip install 'mbpa[demo]'\n"
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupted(self: cli.Demo) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.Demo, "run", interrupted)
+    assert cli.main(["demo"]) == 130
+    assert capsys.readouterr().err == "mbpa: interrupted\n"
+
+
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "mbpa.cli", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1

@@ -1,0 +1,574 @@
+"""Pictures: what is read and how it is kept, what is refused, and the keys that encoders give."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import random
+import struct
+import sys
+import tracemalloc
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Float
+from picture_files import chunk, file_of, png, png_of
+from torch import Tensor
+
+from mbpa.encoders import image
+from mbpa.encoders.base import embedded
+from mbpa.encoders.image import Edges, ImageEncoder, PictureError, encoder, kept, require_kept
+from mbpa.errors import MissingExtraError
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def opened(data: bytes):
+    return Image.open(io.BytesIO(data))
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (5, 9, 3), (128, 128, 3), (1, 1)])
+def test_of_a_small_picture_nothing_is_lost(shape):
+    pixels = noise(*shape)
+    first = kept(file_of(Image.fromarray(pixels)))
+    assert np.array_equal(np.asarray(opened(first)), pixels)
+    assert kept(first) == first
+    assert image.media_type(first) == "image/png"
+    assert image.thumbnail(first, side=200) == first
+
+
+def test_a_large_picture_is_kept_small_and_looks_the_same():
+    across, down = np.meshgrid(np.linspace(0, 255, 1500), np.linspace(0, 255, 900))
+    drawn = Image.fromarray(np.stack([across, down, 255 - across], axis=2).astype(np.uint8))
+    found = opened(kept(file_of(drawn)))
+    assert (found.format, found.size) == ("JPEG", (512, 307))
+    expected = drawn.resize(found.size, Image.Resampling.LANCZOS)
+    off = np.abs(np.asarray(found, float) - np.asarray(expected, float))
+    assert off.mean() < 3
+    assert max(opened(image.thumbnail(kept(file_of(drawn)))).size) == 96
+
+
+def test_what_a_camera_wrote_beside_it_is_used_once_and_dropped():
+    pixels = np.zeros((20, 40, 3), np.uint8)
+    pixels[:, :20] = 250
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    exif[0x010E] = "at my home"
+    data = file_of(Image.fromarray(pixels), "JPEG", exif=exif, quality=95)
+    assert b"at my home" in data
+    found = kept(data)
+    assert b"at my home" not in found
+    upright = np.asarray(opened(found))
+    assert upright.shape[:2] == (40, 20)
+    assert upright[:15].min() > 200
+    assert upright[25:].max() < 50
+
+
+def picture_in(mode: str):
+    """Of two pixels: the first black or see-through, the second white."""
+    if mode == "I;16":
+        return Image.fromarray(np.array([[0, 65535]], np.uint16))
+    grey = Image.fromarray(np.array([[0, 255]], np.uint8))
+    if mode == "RGBA":
+        return Image.fromarray(np.array([[[0, 0, 0, 0], [255, 255, 255, 255]]], np.uint8))
+    if mode == "LA":
+        return Image.fromarray(np.array([[[0, 0, 0, 0], [255, 255, 255, 255]]], np.uint8)).convert(
+            "LA"
+        )
+    return grey.convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "format"),
+    [
+        ("1", "PNG"),
+        ("L", "PNG"),
+        ("P", "GIF"),
+        ("RGB", "BMP"),
+        ("I;16", "PNG"),
+        ("RGBA", "PNG"),
+        ("LA", "PNG"),
+        ("RGBA", "WEBP"),
+        ("CMYK", "JPEG"),
+    ],
+)
+def test_pictures_of_all_kinds_are_read(mode, format):
+    options = {"lossless": True} if format == "WEBP" else {}
+    found = opened(kept(file_of(picture_in(mode), format, **options))).convert("L")
+    first, second = np.asarray(found)[0].tolist()
+    see_through = mode in ("RGBA", "LA")
+    assert second >= 250
+    assert first >= 250 if see_through else first <= (60 if mode == "CMYK" else 5)
+
+
+@pytest.mark.parametrize(
+    ("format", "mode"),
+    [
+        *(("PNG", mode) for mode in ("1", "L", "P", "RGB", "RGBA", "LA", "I;16")),
+        *(("JPEG", mode) for mode in ("L", "RGB", "CMYK")),
+        *(("WEBP", mode) for mode in ("L", "RGB", "RGBA")),
+    ],
+)
+def test_pictures_of_all_kinds_are_turned_upright(mode, format):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter, so that the left end comes to the top
+    data = file_of(picture_in(mode).resize((30, 10), 0), format, exif=exif)
+    found = opened(kept(data)).convert("L")
+    assert found.size == (10, 30)
+    assert found.getpixel((5, 25)) >= 250
+    is_see_through = mode in ("RGBA", "LA")
+    assert found.getpixel((5, 4)) >= 250 if is_see_through else found.getpixel((5, 4)) <= 60
+
+
+@pytest.mark.parametrize(
+    ("bits", "colours", "row", "colour"),
+    [
+        (2, 0, bytes([0b0100_0000]), (1,)),
+        (4, 0, bytes([0x50]), (5,)),
+        (8, 0, bytes([95, 0]), (95,)),
+        (16, 0, struct.pack(">2H", 0x1234, 0), (0x1234,)),
+        (8, 2, bytes([95, 40, 30, 0, 0, 0]), (95, 40, 30)),
+        (16, 2, struct.pack(">6H", 0x1234, 0x2345, 0x3456, 0, 0, 0), (0x1234, 0x2345, 0x3456)),
+    ],
+)
+def test_a_transparent_colour_becomes_white_at_any_depth(bits, colours, row, colour):
+    transparent = chunk(b"tRNS", struct.pack(f">{len(colour)}H", *colour))
+    found = opened(kept(png((2, 1), bits, colours, b"\0" + row, transparent))).convert("L")
+    assert [found.getpixel((0, 0)), found.getpixel((1, 0))] == [255, 0]
+
+
+def test_of_a_moving_picture_the_first_counts():
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    data = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert opened(kept(data)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("side", "why"),
+    [
+        *((side, "at most 32,000,000 pixels") for side in (6_000, 10_000, 100_000)),
+        (
+            2**31 - 1,
+            "at most 32,000,000 pixels|cannot be read",
+        ),  # of which Pillow may say so itself
+    ],
+)
+def test_a_bomb_is_refused_before_it_bursts(side, why):
+    with pytest.raises(PictureError, match=why):
+        kept(png_of(side, side))
+    assert image.pixels_of(png_of(6_000, 6_000)) == 36_000_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"hello",
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+        b"%PDF-1.7",
+        b"II*\0" + b"\0" * 99,
+    ],
+    ids=["nothing", "text", "SVG", "PDF", "TIFF"],
+)
+def test_what_is_no_picture_is_refused_in_a_line(data):
+    with pytest.raises(PictureError, match="must be a PNG, JPEG, WEBP, GIF or BMP file"):
+        kept(data)
+    assert image.pixels_of(data) == 0
+
+
+@pytest.mark.parametrize("format", image.FORMATS)
+def test_damage_is_refused_or_survived_and_nothing_else(format):
+    chance, whole = random.Random(0), file_of(Image.fromarray(noise(40, 30, 3)), format)
+    damaged = [whole[: len(whole) * part // 20] for part in range(20)]
+    for _ in range(60):
+        bent = bytearray(whole)
+        for _ in range(chance.randrange(1, 6)):
+            bent[chance.randrange(min(len(bent), 400))] = chance.randrange(256)
+        damaged.append(bytes(bent))
+    refusals = []
+    for data in damaged:
+        try:
+            assert opened(kept(data)).size
+        except PictureError as error:
+            refusals.append(str(error))
+    assert len(refusals) >= 15
+    assert not any("\n" in why for why in refusals)
+
+
+# What is as it is kept
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_kept_is_as_it_is_kept(seed):
+    chance = np.random.default_rng(seed)
+    width, height = chance.choice([1, 2, 7, 31, 100, 128, 129, 300, 512, 700], 2).tolist()
+    mode = chance.choice(["1", "L", "P", "RGB", "RGBA", "LA", "CMYK"]).item()
+    contrast = chance.choice([0, 3, 256]).item()  # of one colour, nearly so, and noise
+    pixels = (chance.integers(0, 256, (height, width, 3)) % max(1, contrast)).astype(np.uint8)
+    picture = Image.fromarray(pixels).convert(mode)
+    small = kept(file_of(picture, "JPEG" if mode == "CMYK" else "PNG"))
+    require_kept(small)
+    require_kept(kept(small))
+
+
+def tampered_files() -> dict[str, bytes]:
+    """Files that hold a picture, and are not as `kept` gives them."""
+    from PIL import PngImagePlugin
+
+    grey, icon, photo = noise(20, 30), noise(20, 30, 3), noise(200, 300, 3)
+    small, large = kept(file_of(Image.fromarray(icon))), kept(file_of(Image.fromarray(photo)))
+    rows = b"".join(b"\0" + row.tobytes() for row in icon)
+    ending = chunk(b"IEND", b"")
+    start, middle = large.index(b"\xff\xda") + 14, len(large) // 2
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Author", "somebody")
+    exif = Image.Exif()
+    exif[0x0110] = "a camera"
+
+    def png_with(data: bytes) -> bytes:
+        return small[:33] + chunk(b"IDAT", data) + ending
+
+    def photo_as(**options) -> bytes:
+        return file_of(Image.fromarray(photo), "JPEG", **{"quality": 90, **options})
+
+    def icon_as(mode: str, **options) -> bytes:
+        return file_of(Image.fromarray(icon).convert(mode), "PNG", **options)
+
+    return {
+        "PNG, bytes after the end": small + b"secret",
+        "PNG, half": small[: len(small) // 2],
+        "PNG, no end": small[: -len(ending)],
+        "PNG, a wrong checksum": small[:-20] + bytes([small[-20] ^ 1]) + small[-19:],
+        "PNG, a private chunk": small[:33] + chunk(b"prVt", b"secret") + small[33:],
+        "PNG, a private chunk after the pixels": small[:-12] + chunk(b"prVt", b"x") + ending,
+        "PNG, a text": icon_as("RGB", pnginfo=text),
+        "PNG, a place in the world": icon_as("RGB", exif=exif),
+        "PNG, a resolution": icon_as("RGB", dpi=(72, 72)),
+        "PNG, bytes after the compressed pixels": png_with(zlib.compress(rows) + b"secret"),
+        "PNG, one row too many": png_with(zlib.compress(rows + rows[:91])),
+        "PNG, one row too few": png_with(zlib.compress(rows[91:])),
+        "PNG, an unknown filter": png_with(zlib.compress(b"\5" + rows[1:])),
+        "PNG, no pixels": small[:33] + ending,
+        "PNG, pixels not compressed": png_with(rows),
+        "PNG, transparent": icon_as("RGBA"),
+        "PNG, grey and transparent": file_of(Image.fromarray(grey).convert("LA")),
+        "PNG, a palette": icon_as("P"),
+        "PNG, black and white": icon_as("1"),
+        "PNG, a transparent colour": icon_as("RGB", transparency=(0, 0, 0)),
+        "PNG, 16 bits, grey": file_of(Image.fromarray(grey.astype(np.uint16))),
+        "PNG, 16 bits": png((1, 1), 16, 2, b"\0" * 7),
+        "PNG, 4 bits": png((2, 1), 4, 0, b"\0" * 2),
+        "PNG, too large for one": file_of(Image.fromarray(photo)),
+        "PNG, moving": icon_as("RGB", save_all=True, append_images=[Image.new("RGB", (30, 20))]),
+        "JPEG, bytes after the end": large + b"secret",
+        "JPEG, two": large + large,
+        "JPEG, half": large[:middle],
+        "JPEG, half, with an end": large[:middle].rstrip(b"\xff") + b"\xff\xd9",
+        "JPEG, no end": large[:-2],
+        "JPEG, bytes before the end": large[:-2] + b"a secret place" + large[-2:],
+        "JPEG, without its last bytes": large[:-8] + large[-2:],
+        "JPEG, a marker among the pixels": large[:middle] + b"\xff\xd0" + large[middle:],
+        "JPEG, a comment among the pixels": large[:-2] + b"\xff\xfe\0\6text" + large[-2:],
+        "JPEG, no pixels": large[:start] + large[-2:],
+        "JPEG, no scan": large[: start - 14] + large[-2:],
+        "JPEG, a comment": photo_as(comment=b"holiday"),
+        "JPEG, a place in the world": photo_as(exif=exif),
+        "JPEG, a colour profile": photo_as(icc_profile=b"profile"),
+        "JPEG, a resolution": photo_as(dpi=(72, 72)),
+        "JPEG, a segment of anybody's": large[:2] + b"\xff\xe5\0\x08secret" + large[2:],
+        "JPEG, a second header": large[:20] + large[2:],
+        "JPEG, no header": large[:2] + large[20:],
+        "JPEG, bytes between segments": large[:20] + b"\xff" + large[20:],
+        "JPEG, a table more": large[:89] + large[20:],
+        "JPEG, progressive": photo_as(progressive=True),
+        "JPEG, tables of its own": photo_as(optimize=True),
+        "JPEG, with restarts": photo_as(restart_marker_rows=1),
+        "JPEG, four inks": file_of(Image.fromarray(photo).convert("CMYK"), "JPEG"),
+        "JPEG, small enough for PNG": file_of(Image.fromarray(icon), "JPEG"),
+        "JPEG, too wide": file_of(Image.new("RGB", (513, 100)), "JPEG"),
+        "GIF": file_of(Image.fromarray(icon), "GIF"),
+        "WEBP": file_of(Image.fromarray(icon), "WEBP"),
+        "nothing": b"",
+        "a text": b"hello",
+    }
+
+
+@pytest.mark.parametrize("what", list(tampered_files()))
+def test_what_is_not_as_it_is_kept_is_refused_in_a_line(what, monkeypatch):
+    from PIL import ImageFile
+
+    file = tampered_files()[what]
+    for is_lax in (False, True):  # a switch of Pillow's that other libraries set
+        monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", is_lax)
+        with pytest.raises(
+            PictureError, match=r"^a picture must be as mbpa\.image\.kept gives it, "
+        ):
+            require_kept(file)
+
+
+def test_a_picture_that_is_kept_is_so_whatever_pillow_is_set_to(monkeypatch):
+    from PIL import ImageFile
+
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    for shape in ((20, 30, 3), (200, 300, 3), (200, 300)):
+        require_kept(kept(file_of(Image.fromarray(noise(*shape)))))
+
+
+# Keys
+
+
+def slow_key(grey: np.ndarray) -> np.ndarray:
+    """Of a picture of 32 by 32 pixels, pixel by pixel, from the definition."""
+    light, sums = grey / 255.0, np.zeros((8, 8, 8))
+    for row in range(32):
+        for column in range(32):
+            above, below = max(row - 1, 0), min(row + 1, 31)
+            left, right = max(column - 1, 0), min(column + 1, 31)
+            down = (light[below, column] - light[above, column]) / (below - above)
+            across = (light[row, right] - light[row, left]) / (right - left)
+            turn = (math.degrees(math.atan2(down, across)) % 360) / 45
+            for p, q in itertools.product(range(8), repeat=2):
+                weight = max(0, 1 - abs(row - (4 * p + 1.5)) / 4)
+                weight *= max(0, 1 - abs(column - (4 * q + 1.5)) / 4)
+                weight *= math.hypot(down, across)
+                sums[int(turn) % 8, p, q] += weight * (1 - turn % 1)
+                sums[(int(turn) + 1) % 8, p, q] += weight * (turn % 1)
+    key = np.concatenate([np.sqrt(sums / (1 + sums.sum())).flatten(), np.zeros(128), [0.01]])
+    return key / np.linalg.norm(key)
+
+
+def test_edges_are_what_their_definition_says():
+    grey = np.asarray(Image.fromarray(noise(8, 8)).resize((32, 32)))
+    found = encoder()([kept(file_of(Image.fromarray(grey)))])
+    # Pillow may round light to the next whole number.
+    np.testing.assert_allclose(found[0].numpy(), slow_key(grey), atol=3e-3)
+
+
+def test_it_does_not_matter_how_bright_a_picture_is_or_that_it_moved_a_little():
+    drawn = np.zeros((32, 32), np.uint8)
+    drawn[8:24, 12:16] = 150
+    pictures = [drawn, drawn + 80, np.roll(drawn, 1, 1), drawn.T]
+    keys = Edges()([kept(file_of(Image.fromarray(each))) for each in pictures])
+    brighter, moved, turned = (keys[1:] @ keys[0]).tolist()
+    assert brighter > 0.999
+    assert brighter > moved > 0.8 > 0.6 > turned
+
+
+def test_colours_are_told_apart_and_a_blank_picture_is_known():
+    named = ("red", "blue", "black", "white", "grey")
+    keys = Edges()([kept(file_of(Image.new("RGB", (9, 9), colour))) for colour in named])
+    torch.testing.assert_close(keys.norm(dim=1), torch.ones(5))
+    assert keys[0] @ keys[1] < 0.5
+    for blank in keys[3:]:
+        torch.testing.assert_close(blank, keys[2])
+
+
+def test_a_picture_has_the_same_key_in_any_company():
+    files = [kept(file_of(Image.fromarray(noise(30, 20 + n, 3, seed=n)))) for n in range(5)]
+    together = Edges()(files)
+    torch.testing.assert_close(together, torch.cat([Edges()([file]) for file in files]))
+    assert Edges()([]).shape == (0, Edges.key_dim)
+
+
+class Counting(ImageEncoder):
+    name, key_dim = "counting", 2
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, pictures: Sequence[bytes], /) -> Float[Tensor, "B D"]:
+        self.asked += len(pictures)
+        sums = torch.tensor([[float(sum(each)), 1.0] for each in pictures])
+        return torch.nn.functional.normalize(sums, dim=1)
+
+
+def test_a_picture_is_embedded_once_and_then_found_by_what_it_shows(tmp_path):
+    files = [b"a", b"b", b"a"]
+    first, second = Counting(), Counting()
+    expected = embedded(first, files, tmp_path)
+    assert torch.equal(embedded(second, files, tmp_path), expected)
+    assert (first.asked, second.asked) == (2, 0)
+
+
+def tiny_model(kind: str, folder: Path) -> torch.nn.Module:
+    """Of random weights, saved as Hugging Face does."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    patches = {"hidden_size": 16, "image_size": 32, "patch_size": 8, **sizes}
+    if kind == "vit":
+        model = transformers.ViTModel(transformers.ViTConfig(**patches))
+    elif kind == "resnet":
+        config = transformers.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"
+        )
+        model = transformers.ResNetModel(config)
+    elif kind == "swin":
+        config = transformers.SwinConfig(
+            image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4
+        )
+        model = transformers.SwinModel(config)
+    else:
+        words = {"vocab_size": 50, "hidden_size": 16, **sizes}
+        config = transformers.CLIPConfig(
+            text_config=words, vision_config=patches, projection_dim=12
+        )
+        model = transformers.CLIPModel(config)
+    model.save_pretrained(folder)
+    settings = {
+        "image_processor_type": "ViTImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.5, 0.6, 0.7],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return model.eval()
+
+
+SHORTEST = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 224},
+    "crop_size": {"height": 32, "width": 32},
+}
+
+
+def prepared(folder: Path, **settings: object) -> None:
+    """Let its pictures be prepared otherwise."""
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+def expected_keys(kind: str, model: torch.nn.Module, pictures) -> Tensor:
+    scaled = np.stack(
+        [np.asarray(each.resize((32, 32), Image.Resampling.BILINEAR)) for each in pictures]
+    )
+    mean, deviation = np.array([0.5, 0.4, 0.3]), np.array([0.5, 0.6, 0.7])
+    inputs = torch.tensor((scaled / 255 - mean) / deviation).float().permute(0, 3, 1, 2)
+    with torch.no_grad():
+        if kind == "clip":
+            pooled = model.vision_model(inputs).pooler_output
+            return model.visual_projection(pooled)
+        states = model(inputs).last_hidden_state
+    return {"vit": lambda: states[:, 0], "swin": lambda: states.mean(1)}.get(
+        kind, lambda: states.mean((2, 3))
+    )()
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet", "swin", "clip"])
+def test_a_vision_model_gives_the_keys_that_it_gives_by_itself(kind, tmp_path):
+    model = tiny_model(kind, tmp_path)
+    pictures = [Image.fromarray(noise(40, 50, 3, seed=n)) for n in range(3)]
+    found = encoder(str(tmp_path))
+    keys = found([kept(file_of(each)) for each in pictures])
+    expected = torch.nn.functional.normalize(expected_keys(kind, model, pictures), dim=1)
+    torch.testing.assert_close(keys, expected, atol=1e-4, rtol=0)
+    assert keys.shape == (3, found.key_dim)
+    before = found.fingerprint
+    with (tmp_path / "preprocessor_config.json").open("a") as file:
+        file.write(" ")
+    assert encoder(found.name).fingerprint != before, "of the files"
+
+
+@pytest.mark.parametrize("shape", [(1, 512, 3), (512, 1, 3)])
+def test_a_slim_picture_costs_a_model_no_more_than_others(shape, tmp_path):
+    tiny_model("vit", tmp_path)
+    prepared(tmp_path, **SHORTEST)
+    found = encoder(str(tmp_path))
+    slim = noise(*shape)
+    wide = np.full([max(side, 128) for side in shape[:2]] + [3], 255, np.uint8)
+    wide[tuple(slice(63, 64) if side == 1 else slice(None) for side in shape[:2])] = slim
+    (expected,) = found([file_of(Image.fromarray(wide))])
+    tracemalloc.start()
+    try:
+        (key,) = found([kept(file_of(Image.fromarray(slim)))])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 30_000_000, "scaled to 224 a side it would have 77 million numbers"
+    torch.testing.assert_close(key, expected)
+
+
+def test_of_three_rows_none_is_taken_for_a_colour(tmp_path):
+    model = tiny_model("vit", tmp_path)
+    for shape in ((3, 9, 3), (9, 3, 3), (3, 3, 3)):
+        picture = Image.fromarray(noise(*shape))
+        expected = torch.nn.functional.normalize(expected_keys("vit", model, [picture]), dim=1)
+        found = encoder(str(tmp_path))([kept(file_of(picture))])
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def unprepared(folder: Path) -> None:
+    """Pictures of two shapes become no batch."""
+    tiny_model("resnet", folder)
+    prepared(folder, **SHORTEST, do_center_crop=False)
+
+
+def with_words(folder: Path) -> None:
+    """Of words, as its model wants them, but prepared as pictures."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    prepared(folder, **SHORTEST)
+
+
+def with_parts_of_another_size(folder: Path) -> None:
+    tiny_model("vit", folder)
+    prepared(folder, **(SHORTEST | {"crop_size": {"height": 24, "width": 40}}))
+
+
+@pytest.mark.parametrize("make", [unprepared, with_words, with_parts_of_another_size])
+def test_a_model_that_cannot_be_used_is_refused_in_a_line(make, tmp_path):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=r"is no model of pictures that can be used: .") as refused:
+        encoder(str(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
+def test_what_a_model_lacks_is_told_in_a_line(error, tmp_path, monkeypatch):
+    """As one whose way of preparing pictures wants a library that is not there."""
+    transformers = pytest.importorskip("transformers")
+    tiny_model("vit", tmp_path)
+
+    def lacking(*_: object, **__: object) -> object:
+        raise error("it\n  requires\nanother")
+
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", lacking)
+    with pytest.raises(ValueError, match="can be used: it requires another"):
+        encoder(str(tmp_path))
+
+
+def test_the_kinds_of_files_are_those_that_are_read():
+    Image.init()
+    assert {Image.EXTENSION[suffix] for suffix in image.SUFFIXES} == set(image.FORMATS)
+
+
+def test_what_is_no_encoder_of_pictures_is_named(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"must be 'edges', a directory, .* 'nobody/has-it'"):
+        encoder("nobody/has-it")
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is no model of pictures that can be used"):
+        encoder(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtraError, match=r"Pillow is not .* 'mbpa\[images\]'"):
+        encoder()

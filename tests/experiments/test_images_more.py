@@ -1,0 +1,630 @@
+"""New image classes: the search, sensitivities, the long run, neighbourhoods; without a network.
+
+Features are drawn at random around a point for each class, so nothing has to be trained.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mbpa
+from experiments import data
+from experiments.experiment import Context
+from experiments.images import (
+    INCREMENTAL,
+    NEIGHBOURHOODS,
+    SENSITIVITY,
+    UNBALANCED,
+    neighbourhoods,
+    sensitivity,
+    tune,
+    tuning,
+)
+from experiments.images import task as task_module
+from experiments.images.config import ImagesConfig
+from experiments.images.incremental import (
+    compared,
+    moments,
+    run_split,
+    situation_of,
+)
+from experiments.images.methods import WITH_SETTINGS, Kept, Local, Method, Mixed, Vote
+from experiments.images.neighbourhood_figures import shown_in
+from experiments.images.neighbourhoods import NeighbourhoodsConfig, chosen, numbers
+from experiments.images.presets import PAPER, PRESETS, SMOKE, fields_of
+from experiments.images.sensitivity import Study, corrections
+from experiments.images.task import Task
+from experiments.results import Record, Result
+from experiments.running import Run, execute
+from experiments.workspace import Workspace
+
+ROOT = Path(__file__).parents[2]
+CLASSES, OLD, TRAIN, HELD, TEST, SIZE = 6, 3, 60, 20, 30, 16
+NAMES = tuple(f"thing {number}, of some kind" for number in range(200))
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    draws = torch.Generator().manual_seed(3)
+    centres = 2 * torch.rand(CLASSES, SIZE, generator=draws)
+    classes = torch.tensor([40, 7, 12, 99, 3, 150])
+
+    def part(each: int, more: int = 0) -> tuple[Tensor, Tensor]:
+        counts = each + torch.arange(CLASSES) % (more + 1)
+        labels = classes.argsort().repeat_interleave(counts)  # in the data set's order of classes
+        noise = torch.randn(len(labels), SIZE, generator=draws)
+        return (centres[labels] + 0.9 * noise).relu(), labels  # no feature is negative
+
+    train, validation, test = part(TRAIN, 2), part(HELD), part(TEST)
+    known = torch.nn.Linear(SIZE, OLD)
+    with torch.no_grad():
+        known.weight.copy_(centres[:OLD])
+        known.bias.copy_(-centres[:OLD].square().sum(1) / 2)
+    weight, bias = known.weight.detach(), known.bias.detach()
+    return Task(OLD, classes, *train, *validation, *test, weight, bias, 0.5)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context(torch.device("cpu"), tmp_path, Workspace(tmp_path / "work"), False, tmp_path)
+
+
+@pytest.fixture
+def _given(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a network would be trained, there is the task."""
+    for module in (tuning, sensitivity, neighbourhoods):
+        monkeypatch.setattr(module, "make_task", lambda config, context, seed: task)
+
+
+def of(records: list[Record], **fields: object) -> list[Record]:
+    return [r for r in records if all(r.get(name) == value for name, value in fields.items())]
+
+
+def result(name: str, config: Any, records: list[Record], seed: int = 1) -> Result:
+    told = json.loads(json.dumps(vars(config), default=vars))
+    return Result(name, "smoke", seed, told, {}, 1.0, f"python -m experiments run {name}", records)
+
+
+def drawn(section: Any) -> Iterator[Any]:
+    figures = pytest.importorskip("matplotlib.figure")
+    for figure in section.figures:
+        canvas = figures.Figure(figsize=figure.size, layout="constrained")
+        figure.draw(canvas)
+        canvas.canvas.draw()
+        yield canvas
+
+
+# The search
+
+
+NEAR = {"k": (3, 8), "bandwidth": (0.0, 0.5)}
+STEPS = {"lr": (0.01, 1.0), "initial_square": (0.0, 1.0)}
+FEW = {
+    "memory only": Method("", "vote", (NEAR,)),
+    "mixture": Method("", "mixture", (NEAR, {"weight": (0.5, 0.3, 0.7)})),
+    "MbPA (RMSprop)": Method("", "rmsprop", (STEPS, {"decay": (0.0, 0.1)})),
+    "MbPA (gradient)": Method("", "gradient", ({"lr": (0.3, 3.0)}, {"steps": (1, 2)})),
+    "MbPA (kept)": Method(
+        "", "kept", ({"k": (5, 20), "offset": (-9.0, 0.0, 2.0)},), keeps_old=True
+    ),
+}
+SEARCHED = replace(SMOKE, scored=40, rmsprop=Local("rmsprop", steps=2, k=8))
+
+
+@pytest.fixture
+def _small_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "WITH_SETTINGS", FEW)
+    monkeypatch.setattr(tuning, "LAYER_RATES", (0.03, 0.3))
+    monkeypatch.setattr(tuning, "POINTS", (0.2, 0.4))
+    monkeypatch.setattr(tuning, "AIMED", 0.2)
+
+
+@pytest.mark.usefixtures("_given", "_small_search")
+def test_the_search_takes_what_did_best_on_images_that_were_held_out(
+    task: Task, context: Context
+) -> None:
+    records = tune(SEARCHED, context)[None]
+    settled = {str(r["setting"]): r["value"] for r in of(records, name="chosen")}
+    assert {"lr", "vote.k", "mixture.weight", "rmsprop.initial_square", "gradient.steps"} <= set(
+        settled
+    )
+    assert "gradient.initial_square" not in settled  # nothing was tried
+    assert {r["initial_square"] for r in of(records, method="MbPA (RMSprop)")} == {0.0, 1.0}
+    config = replace(tuning.searched(SEARCHED), lr=float(settled["lr"] or 0))
+    rows = torch.randperm(len(task.validation), generator=torch.Generator().manual_seed(0))
+    queries, truth = task.validation[rows[: config.scored]], task.validation_labels[rows]
+    for method, kind, names in (
+        ("memory only", Vote, ("k", "bandwidth")),
+        ("mixture", Mixed, ("k", "bandwidth", "weight")),  # it changes with the layer
+    ):
+        tried = of(records, name="top1", method=method)
+        best = max(tried, key=lambda record: float(record["value"] or 0))
+        field = WITH_SETTINGS[method].settings
+        assert all(settled[f"{field}.{name}"] == best[name] for name in names)
+        values = []
+        for moment in moments(task, config, tuning.SPLIT):
+            model = kind(**{name: best[name] for name in names}).model(situation_of(moment, task))
+            right = compared({"": model}, queries, truth[: config.scored])
+            values.append(100 * float(right[""].double().mean()))
+        assert best["value"] == pytest.approx(sum(values) / len(values))
+
+
+@pytest.mark.usefixtures("_given", "_small_search")
+def test_a_search_that_is_interrupted_anywhere_ends_with_the_same_records(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "POINTS", (0.2,))
+    judged, left = [0], [-1]
+    real = tuning.Snapshot.score
+
+    def score(snapshot: tuning.Snapshot, settings: Any) -> tuning.Score:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        judged[0] += 1
+        return real(snapshot, settings)
+
+    monkeypatch.setattr(tuning.Snapshot, "score", score)
+    expected = tune(SEARCHED, context)[None]
+    total = judged[0]
+    for stop in (*random.sample(range(total), 3), total - 2):  # the last of them are of kept
+        folder = tmp_path / f"interrupted-{stop}"
+        left[0] = stop
+        with pytest.raises(KeyboardInterrupt):
+            tune(SEARCHED, replace(context, workspace=Workspace(folder)))
+        judged[0], left[0] = 0, -1
+        assert tune(SEARCHED, replace(context, workspace=Workspace(folder)))[None] == expected
+        assert total - stop <= judged[0] <= total
+        assert stop < 2 or judged[0] < total  # the layer's rates at least were kept
+
+
+@pytest.mark.usefixtures("_given", "_small_search")
+@pytest.mark.parametrize("is_layer_good", [True, False])
+def test_what_is_to_keep_the_old_classes_is_judged_by_new_ones_unless_it_loses_too_much(
+    is_layer_good: bool, task: Task, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "SCORED", 30)  # not where it is aimed at
+    if not is_layer_good:  # then vote or mixture sets the floor
+        task = replace(task, weight=torch.zeros_like(task.weight))
+        monkeypatch.setattr(tuning, "make_task", lambda config, context, seed: task)
+    records = tune(SEARCHED, context)[None]
+    settled = {str(r["setting"]): r["value"] for r in of(records, name="chosen")}
+    tried = {
+        (r["k"], r["offset"]): (str(r["name"]), str(r["subset"]), float(r["value"] or 0))
+        for r in of(records, method="MbPA (kept)")
+    }
+    lr = float(settled["lr"] or 0)
+    config = replace(tuning.searched(SEARCHED), lr=lr, points=(tuning.AIMED,))
+    rows = torch.randperm(len(task.validation), generator=torch.Generator().manual_seed(0))[:40]
+    queries, truth = task.validation[rows], task.validation_labels[rows]
+    vote = Vote(int(settled["vote.k"] or 0), float(settled["vote.bandwidth"] or 0))
+    mixed = Mixed(*(settled[f"mixture.{name}"] for name in ("k", "bandwidth", "weight")))
+    (moment,) = moments(task, config, tuning.SPLIT)
+    situation = situation_of(moment, task)
+    models = {"vote": vote.model(situation), "mixture": mixed.model(situation)}
+    models |= {(k, offset): Kept(k=k, offset=offset).model(situation) for k, offset in tried}
+    right = compared(models, queries, truth)
+    right["layer"] = moment.head(queries).argmax(1) == truth
+    is_old = truth < task.old
+    old = {name: 100 * float(hits[is_old].double().mean()) for name, hits in right.items()}
+    new = {name: 100 * float(hits[~is_old].double().mean()) for name, hits in right.items()}
+    floor = max(old["vote"], old["mixture"], old["layer"]) - tuning.MOST_LOST
+    lacking = {each for each in tried if old[each] < floor}
+    assert len(lacking) not in (0, len(tried)) or not is_layer_good
+    for each, (name, subset, value) in tried.items():
+        if each in lacking:
+            assert (name, subset) == ("shortfall", "pre-trained")
+            assert value == pytest.approx(floor - old[each])
+        else:
+            assert (name, subset) == ("top1", "novel")
+            assert value == pytest.approx(new[each])
+    best = max(tried, key=lambda each: old[each] - floor if each in lacking else new[each])
+    assert (settled["kept.k"], settled["kept.offset"]) == best
+
+
+def test_the_search_says_what_it_ran_with_and_forgets_what_was_chosen_before() -> None:
+    tuned = replace(PAPER, lr=0.7, gradient=Local(lr=9.0), seeds=(3,))
+    asked = Run(INCREMENTAL, "paper", tuned, Path("results"), "tune").settings
+    assert asked == tuning.searched(PAPER) == tuning.searched(asked)
+    assert (asked.part, asked.seeds, asked.points) == ("validation", (0,), tuning.POINTS)
+    assert asked.gradient == ImagesConfig().gradient
+
+
+def test_the_paper_preset_is_what_the_search_chose() -> None:
+    path = ROOT / "results" / "incremental-images" / "tune-paper.json"
+    if not path.exists():
+        pytest.skip(
+            "the search has not been run: experiments tune incremental-images --preset paper"
+        )
+    checked = 0
+    for record in json.loads(path.read_text("utf-8"))["metrics"]:
+        if record["name"] == "chosen":
+            value: object = PRESETS["paper"]
+            for part in record["setting"].split("."):
+                value = getattr(value, part)
+            assert value == record["value"], record
+            checked += 1
+    assert checked > 10
+
+
+def test_all_experiments_have_the_settings_of_the_comparison() -> None:
+    fields = ["lr", "momentum", *(method.settings for method in WITH_SETTINGS.values())]
+    for experiment in (UNBALANCED, SENSITIVITY, NEIGHBOURHOODS):
+        for name, config in experiment.presets.items():
+            for field in fields:
+                assert getattr(config, field) == getattr(PRESETS[name], field)
+
+
+def test_images_that_are_stored_twice_do_not_change_the_scale(task: Task) -> None:
+    config = replace(SMOKE, points=(1.0, 3.0), capacity=10_000)
+    for moment in moments(task, config, 1):
+        keys, situation = task.train[moment.passed.unique()], situation_of(moment, task)
+        for each, scale in ((keys, situation.scale), (keys.sqrt(), situation.roots.scale)):
+            distances = torch.cdist(each, each).fill_diagonal_(torch.inf)
+            near = float(distances.amin(1).mean())
+            assert scale.near == pytest.approx(near, rel=0.02)  # of 1,000 entries
+    assert len(moment.memory) > 2 * len(task.train)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("_given", "_small_search")
+def test_all_of_it_runs_on_a_gpu_and_says_the_same(
+    task: Task, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on(device: str) -> list[list[Record]]:
+        where = torch.device(device)
+        told = {n: v.to(where) if isinstance(v, Tensor) else v for n, v in vars(task).items()}
+        there, place = Task(**told), Workspace(tmp_path / device)
+        for module in (tuning, neighbourhoods):
+            monkeypatch.setattr(module, "make_task", lambda config, context, seed: there)
+        monkeypatch.setattr(neighbourhoods, "class_names", lambda config, context: NAMES)
+        own = replace(context, device=where, workspace=place)
+        found = [tune(SEARCHED, own)[None], run_split(there, SMOKE, 1)]
+        return [*found, Study(there, SENSITIVE, 1).stream(), neighbourhoods.run(SHOWN, own)[1]]
+
+    for ours, theirs in zip(on("cuda"), on("cpu"), strict=True):
+        named = [{**record, "value": None} for record in ours if record["name"] != "chosen"]
+        assert len(named) == sum(record["name"] != "chosen" for record in theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            if mine["name"] == "top1":
+                assert mine["value"] == pytest.approx(other["value"], abs=3)  # few queries
+
+
+# Sensitivities and the long run
+
+SENSITIVE = replace(
+    sensitivity.PRESETS["smoke"],
+    at=(0.5,),
+    capacities=(0.1, 0.4),
+    counts=(1, 10, 1000),
+    long=(0.5, 3.0),
+    points=(0.1, 0.3),
+    scored=60,
+    explained=20,
+    vote=Vote(8),
+    mixture=Mixed(8),
+    rmsprop=Local("rmsprop", lr=0.01, steps=2, k=8),
+    gradient=Local(lr=1.0, steps=3, k=8),
+)
+
+
+@pytest.fixture(scope="module")
+def records(task: Task) -> list[Record]:
+    return Study(task, SENSITIVE, 1).stream()
+
+
+def test_a_smaller_memory_holds_the_last_of_the_stream(task: Task, records: list[Record]) -> None:
+    moment = next(iter(moments(task, replace(SENSITIVE, points=(0.5,)), 1)))
+    sizes = dict.fromkeys(r["capacity"] for r in of(records, epochs=0.5) if "capacity" in r)
+    assert list(sizes) == [37, 146, 192]  # a tenth, two fifths, and all that has passed
+    small = moment.with_capacity(37)
+    rows = moment.passed[-37:]
+    assert torch.equal(small.memory.entries().keys, task.train[rows])
+    assert torch.equal(small.rows_of(small.memory.ids), rows)
+    study = Study(task, SENSITIVE, 1)
+    predictor = SENSITIVE.vote.predictor(situation_of(small, task).scale)
+    memory = mbpa.ExactMemory(37, SIZE)
+    memory.write(task.train[rows], task.train_labels[rows])
+    said = mbpa.MbPA(head=moment.head, memory=memory, predictor=predictor)(study.queries)
+    right = 100 * float((said.argmax(1) == study.answers).double().mean())
+    (found,) = of(records, capacity=37, epochs=0.5, method="memory only", subset="all")
+    assert found["value"] == pytest.approx(right)
+
+
+def test_only_the_sizes_of_the_memory_go_beyond_its_capacity(task: Task) -> None:
+    config = replace(SENSITIVE, capacity=40, at=(0.5,), long=(0.5,), counts=(10,))
+    found = Study(task, config, 1).stream()
+    assert {r["capacity"] for r in found if "capacity" in r} == {37, 146}
+    (small,) = of(found, method="memory only", subset="all", name="top1", k=10)
+    moment = next(iter(moments(task, replace(config, points=(0.5,)), 1)))
+    assert len(moment.memory) == 40
+    study = Study(task, config, 1)
+    model = mbpa.MbPA(
+        head=moment.head,
+        memory=moment.memory,
+        predictor=replace(config.vote, k=10).predictor(situation_of(moment, task).scale),
+    )
+    right = 100 * float((model(study.queries).argmax(1) == study.answers).double().mean())
+    assert small["value"] == pytest.approx(right)
+
+
+def test_one_retrieval_serves_all_numbers_of_neighbours(task: Task, records: list[Record]) -> None:
+    moment = next(iter(moments(task, replace(SENSITIVE, points=(0.5,)), 1)))
+    study, situation = Study(task, SENSITIVE, 1), situation_of(moment, task)
+    for method in WITH_SETTINGS:
+        settings: Any = SENSITIVE.settings(method)
+        for k in (1, 10) if hasattr(settings, "k") else ():
+            model = replace(settings, k=k).model(situation)
+            said = model(study.queries)
+            right = 100 * float((said.argmax(1) == study.answers).double().mean())
+            (found,) = of(records, method=method, k=k, epochs=0.5, subset="all")
+            assert found["value"] == pytest.approx(right, abs=1)
+    assert not of(records, k=1000)  # there are not as many
+
+
+def test_the_long_run_measures_how_far_things_move(task: Task, records: list[Record]) -> None:
+    long = [r for r in records if not {"k", "capacity", "lr"} & set(r)]
+    assert {r["epochs"] for r in long} == {0.5, 3.0}
+    methods = {r["method"] for r in of(long, name="change")}
+    assert methods == {"MbPA (RMSprop)", "MbPA (gradient)"}
+    moment = next(iter(moments(task, replace(SENSITIVE, points=(0.5,)), 1)))
+    study, local = Study(task, SENSITIVE, 1), SENSITIVE.gradient
+    model = mbpa.MbPA(
+        head=moment.head,
+        memory=moment.memory,
+        predictor=local.predictor(situation_of(moment, task).scale),
+    )
+    found = corrections(model, study.queries[:5])
+    for query, change, divergence, other in zip(study.queries[:5], *found.values(), strict=True):
+        head = torch.nn.Linear(SIZE, CLASSES)
+        head.load_state_dict(moment.head.state_dict())
+        start = [p.detach().clone() for p in head.parameters()]
+        near = moment.memory.read(query[None], local.k)
+        weights = 1 / (near.distances[0] + 1e-3)
+        optimizer = torch.optim.SGD(head.parameters(), model.predictor.rule.lr)
+        for _ in range(local.steps):
+            losses = torch.nn.functional.cross_entropy(
+                head(near.keys[0]), near.values[0], reduction="none"
+            )
+            optimizer.zero_grad()
+            (weights / weights.sum() * losses).sum().backward()
+            optimizer.step()
+        moved = [p.detach() - s for p, s in zip(head.parameters(), start, strict=True)]
+        assert change == pytest.approx(float(sum(m.square().sum() for m in moved)) ** 0.5, rel=1e-3)
+        p, q = (each(query).detach().softmax(0) for each in (head, moment.head))
+        assert divergence == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-2, abs=1e-5)
+        assert other == 100 * (p.argmax() != q.argmax())
+
+
+@pytest.mark.usefixtures("_given")
+def test_a_pass_that_is_done_is_not_done_again(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(SENSITIVE, at=(0.2,), capacities=(0.1,), long=(0.2,), points=(0.2,))
+    done: list[float] = []
+    real = Study.rate
+
+    def rate(study: Study, lr: float) -> list[Record]:
+        if len(done) == 1:
+            raise KeyboardInterrupt
+        done.append(lr)
+        return real(study, lr)
+
+    elsewhere = replace(context, workspace=Workspace(context.cache / "elsewhere"))
+    expected = sensitivity.run(config, elsewhere)
+    monkeypatch.setattr(Study, "rate", rate)
+    with pytest.raises(KeyboardInterrupt):
+        sensitivity.run(config, context)
+    monkeypatch.setattr(Study, "rate", real)
+    monkeypatch.setattr(Study, "stream", None)
+    assert sensitivity.run(config, context) == expected
+    assert {r.get("lr") for r in expected[1]} == {None, *config.rates}
+
+
+def test_the_report_of_sensitivities_says_when_the_layer_catches_up(
+    task: Task, records: list[Record]
+) -> None:
+    study = Study(task, SENSITIVE, 1)
+    records = [*records, *(r for lr in SENSITIVE.rates for r in study.rate(lr))]
+    higher = [{**r, "value": float(r["value"] or 0) + 2.0} for r in records]
+    results = [
+        result("image-sensitivity", SENSITIVE, found, seed)
+        for seed, found in ((1, records), (2, higher))
+    ]
+    sections = SENSITIVITY.sections(results)
+    caught, shrinks = sections[-1].tables
+    mean = {
+        (method, epochs): float(
+            of(
+                records,
+                method=method,
+                subset="all",
+                epochs=epochs,
+                name="top1",
+                **dict.fromkeys(("capacity", "k", "lr")),
+            )[0]["value"]
+            or 0
+        )
+        for method in ("parametric", "memory only")
+        for epochs in SENSITIVE.long
+    }
+    behind = [e for e in SENSITIVE.long if mean["memory only", e] > mean["parametric", e]]
+    later = [e for e in SENSITIVE.long if e > max(behind, default=0)]
+    row = next(row for row in caught.rows if row[0] == "memory only")
+    assert row[3] == (f"{later[0]:g}" if later else "not within 3")
+    (first,) = of(records, name="change", method="MbPA (gradient)", subset="novel", epochs=0.5)
+    wanted = ["MbPA (gradient)", "change of the layer", "new classes"]
+    row = next(row for row in shrinks.rows if row[:3] == wanted)
+    assert row[3] == f"{float(first['value'] or 0) + 1:.3g}"
+    assert [len(section.figures) for section in sections] == [1, 1, 1, 2]
+    for section in sections:
+        for canvas in drawn(section):
+            assert all(axis.lines for axis in canvas.axes)
+            assert canvas.legends
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"at": ()}, r"at must be positive and rising, got \(\)"),
+        ({"counts": (5, 1)}, r"counts must be positive and rising, got \(5, 1\)"),
+        ({"explained": 0}, "explained must be at least 1, got 0"),
+        ({"points": (1.0, 0.1)}, "points must be positive and rising"),
+    ],
+)
+def test_sensitivities_of_nothing_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SENSITIVE, **change)
+
+
+# Neighbourhoods
+
+SHOWN = NeighbourhoodsConfig(
+    **fields_of(SMOKE)
+    | {"points": (0.2,), "held_out": HELD, "scored": 180, "vote": Vote(60), "mixture": Mixed(60)}
+    | {"rmsprop": Local("rmsprop", lr=0.01, steps=10, k=15)},
+    queries=4,
+    shown=5,
+)
+
+
+def test_queries_are_chosen_by_rule() -> None:
+    draws = torch.Generator().manual_seed(0)
+    for count in (1, 3, 50):
+        gains = torch.rand(200, generator=draws)
+        answers = torch.randint(0, 8, (200,), generator=draws)
+        eligible = torch.rand(200, generator=draws) < 0.3
+        of_class = {
+            label: [q for q in range(200) if eligible[q] and answers[q] == label]
+            for label in range(8)
+        }
+        best = [max(found, key=lambda q: gains[q]) for found in of_class.values() if found]
+        expected = sorted(best, key=lambda q: -gains[q])[:count]
+        assert chosen(gains, answers, eligible, count) == expected
+
+
+def test_images_are_named_as_the_data_set_counts(task: Task) -> None:
+    counts = TRAIN + HELD + torch.arange(CLASSES) % 3
+    everything = task.classes.sort().values.repeat_interleave(counts)
+    kept, held = task_module.parts_of(everything, HELD)
+    for part, rows in (("train", kept), ("validation", held)):
+        labels = getattr(task, f"{part}_labels")
+        for row, number in enumerate(numbers(task, part).tolist()):
+            of_class = (everything == task.classes[labels[row]]).nonzero()[:, 0]
+            assert of_class[number] == rows[row]
+    expected = [number for _ in range(CLASSES) for number in range(TEST)]
+    assert numbers(task, "test").tolist() == expected
+
+
+@pytest.fixture
+def gallery(task: Task) -> list[Record]:
+    *_, moment = moments(task, SHOWN, 1)
+    return neighbourhoods.Gallery(task, SHOWN, 1, moment, NAMES).records()
+
+
+def test_what_is_shown_only_mbpa_got_right(task: Task, gallery: list[Record]) -> None:
+    shown = shown_in(result("image-neighbourhoods", SHOWN, gallery))
+    assert 1 <= len(shown) <= 4
+    gains = [float(each.query["value"] or 0) for each in shown]
+    assert gains == sorted(gains, reverse=True)
+    assert len({each.query["class"] for each in shown}) == len(shown)
+    for each in shown:
+        truth = each.query["label"]
+        assert truth == f"thing {each.query['class']}"
+        assert each.answer("MbPA (RMSprop)") == truth
+        assert each.answer("parametric") != truth
+        before, after = (each.probability(m, truth) for m in ("parametric", "MbPA (RMSprop)"))
+        gain = torch.tensor(after / before).log()
+        assert each.query["value"] == pytest.approx(float(gain), rel=1e-4)
+        weights = [float(r["value"] or 0) for r in each.neighbours]
+        assert len(weights) == 5
+        assert weights == sorted(weights, reverse=True)  # the kernel falls with the distance
+        assert sum(weights) < 1
+
+
+def test_neighbours_are_the_images_that_were_stored(task: Task, gallery: list[Record]) -> None:
+    *_, moment = moments(task, SHOWN, 1)
+    numbered = {part: numbers(task, part).tolist() for part in ("train", "test")}
+
+    def row_of(part: str, record: Record) -> int:
+        labels = getattr(task, f"{part}_labels").tolist()
+        (found,) = (
+            row
+            for row, (label, number) in enumerate(zip(labels, numbered[part], strict=True))
+            if (int(task.classes[label]), number) == (record["class"], record["image"])
+        )
+        return found
+
+    for each in shown_in(result("image-neighbourhoods", SHOWN, gallery)):
+        query = task.test[row_of("test", each.query)]
+        stored = task.train[moment.passed]
+        nearest = (stored - query).square().sum(1).argsort()[:5]
+        expected = moment.passed[nearest].tolist()
+        assert [row_of("train", r) for r in each.neighbours] == expected
+        near = moment.passed[(stored - query).square().sum(1).argsort()[:15]]
+        assert each.near["value"] == len(task.train_labels[near].unique())
+
+
+def test_neighbourhoods_are_drawn_with_images_where_there_are_some(
+    gallery: list[Record], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    results = [result("image-neighbourhoods", SHOWN, gallery)]
+    (section,) = NEIGHBOURHOODS.sections(results)
+    shown = shown_in(results[0])
+    assert len(section.tables[0].rows) == len(shown)
+    monkeypatch.setenv("MBPA_DATA", str(tmp_path))
+    (canvas,) = drawn(section)
+    assert len(canvas.axes) == len(shown) * 7  # the query, five neighbours, the bars
+    assert not any(axis.images for axis in canvas.axes)
+    words = {text.get_text().replace("\n", " ") for axis in canvas.axes for text in axis.texts}
+    assert {str(r["label"]) for each in shown for r in each.neighbours} <= words
+
+    pixels = torch.randint(0, 256, (1200, 3, 4, 4), dtype=torch.uint8)
+    labels = torch.arange(200).repeat_interleave(6)
+    images = data.Images(pixels.repeat(20, 1, 1, 1), labels.repeat(20))
+    monkeypatch.setattr(data, "tiny_imagenet", lambda **_: data.ImageSet(images, images, NAMES, ""))
+    (canvas,) = drawn(section)
+    assert sum(bool(axis.images) for axis in canvas.axes) == len(shown) * 6
+    query = shown[0].query
+    expected = images.images[images.labels == query["class"]][int(query["image"] or 0)]
+    assert (canvas.axes[0].images[0].get_array() == expected.permute(1, 2, 0).numpy()).all()
+
+
+def test_where_nothing_can_be_shown_the_report_says_so_in_words(gallery: list[Record]) -> None:
+    nothing = [r for r in gallery if str(r["name"]).endswith("_alone")]
+    (section,) = NEIGHBOURHOODS.sections([result("image-neighbourhoods", SHOWN, nothing)])
+    assert not section.figures
+    assert "alone is right about" in section.text[0]
+
+
+def test_only_an_adaptation_can_be_shown() -> None:
+    with pytest.raises(ValueError, match="adapting must be one of"):
+        replace(SHOWN, adapting="mixture")
+    with pytest.raises(ValueError, match="queries and shown must be at least 1"):
+        replace(SHOWN, queries=0)
+
+
+@pytest.mark.usefixtures("_given")
+@pytest.mark.parametrize("experiment", [SENSITIVITY, NEIGHBOURHOODS], ids=lambda e: e.name)
+def test_smoke_presets_run(
+    experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = data.Images(torch.zeros(0, 3, 40, 40, dtype=torch.uint8), torch.zeros(0).long())
+    named = data.ImageSet(nothing, nothing, NAMES, "")
+    monkeypatch.setattr(data, "tiny_imagenet", lambda *_, **__: named)
+    config = replace(experiment.presets["smoke"], held_out=HELD, scored=60)
+    run = Run(experiment, "smoke", config, tmp_path)
+    (found,) = execute(run, device=torch.device("cpu"), progress=False, say=lambda line: None)
+    assert found.metrics
+    for section in experiment.sections([found]):
+        list(drawn(section))

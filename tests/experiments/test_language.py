@@ -1,0 +1,1127 @@
+"""Language modelling, what is made of a network's states: methods, mixtures, search, report.
+
+Everything is compared with a slow obvious version, on a slice of Penn Treebank and a tiny network.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import itertools
+import json
+import math
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mbpa
+from experiments import running
+from experiments.data import Corpus
+from experiments.errors import ExperimentError
+from experiments.experiment import Context, find
+from experiments.language import (
+    dynamic_tuning,
+    evaluation,
+    figures,
+    ledger,
+    passage,
+    recording,
+    tuning,
+)
+from experiments.language.config import (
+    PRESETS,
+    Cache,
+    Dynamic,
+    LanguageConfig,
+    Local,
+    Search,
+)
+from experiments.language.corpus import frequencies, read_corpus
+from experiments.language.dynamic import (
+    AdamUpdate,
+    DynamicEvaluation,
+    Params,
+    RMSUpdate,
+    Update,
+    gradient_scale,
+)
+from experiments.language.evaluation import METHODS, Text, evaluated, first_word, loop_scores
+from experiments.language.figures import sections
+from experiments.language.network import LanguageModel
+from experiments.language.passage import (
+    Passage,
+    adapted_scores,
+    cache_scores,
+    mixed,
+    perplexity,
+    read_passage,
+    retrieved,
+    solved_weights,
+    vote_scores,
+)
+from experiments.language.training import trained
+from experiments.language.words import examples, improvements
+from experiments.report import drawn, shown
+from experiments.results import Record, Result
+from experiments.workspace import Workspace
+from tests.oracle import adapt_one
+
+ROOT = Path(__file__).parents[2]
+DYNAMIC_GRIDS = {
+    name: getattr(dynamic_tuning, name) for name in ("RATES", "DECAYS", "AROUND", "ADAM_RATES")
+}
+WINDOW, TOKENS = 40, 130
+CONFIG = replace(
+    PRESETS["smoke"],
+    tokens=2_000,
+    scored_tokens=TOKENS,
+    memory=WINDOW,
+    cache=Cache(scale=0.5),
+    mbpa=Local(lr=0.5, steps=3, k=8, decay=0.05),
+    combined=Local(lr=2.0, steps=1, k=12),
+    dynamic=Dynamic(
+        lr=1e-3,
+        decay=0.02,
+        epsilon=1e-3,
+        statistics=8,
+        statistics_batch=4,
+        mbpa=Local(lr=0.5, steps=2, k=6),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("language")
+
+
+def context_in(folder: Path, name: str, workspace: type[Workspace] = Workspace) -> Context:
+    data = Path(os.environ.get("MBPA_DATA") or ROOT.parent / "shared" / "data")
+    if not (data / "ptb").is_dir():
+        pytest.skip("needs Penn Treebank: python -m experiments data fetch ptb, or MBPA_DATA")
+    return Context(torch.device("cpu"), data, workspace(folder / name), False, folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def corpus(folder: Path) -> Corpus:
+    return read_corpus(CONFIG, context_in(folder, "corpus"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, corpus: Corpus) -> LanguageModel:
+    context = context_in(folder, "training")
+    with context.workspace.alone():
+        return trained(CONFIG, corpus, context, 0)
+
+
+@pytest.fixture(scope="module")
+def text(model: LanguageModel, corpus: Corpus) -> Passage:
+    return read_passage(model, corpus.valid, first_word(corpus))
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=tolerance)
+
+
+# One pass of states, and the methods on it
+
+
+def test_the_pass_of_states_is_what_the_network_says_word_by_word(
+    model: LanguageModel, corpus: Corpus, text: Passage
+) -> None:
+    state, before = model.initial_state(1), first_word(corpus)
+    assert corpus.words[before] == "<eos>"
+    with torch.no_grad():
+        for place, word in enumerate(corpus.valid.tolist()[:20]):
+            logits, state = model(torch.tensor([[before]]), state)
+            close(text.own[place], logits[0, 0].log_softmax(0)[word])
+            before = word
+    assert torch.equal(text.targets, corpus.valid)
+    close(text.own, model.decoder(text.keys).log_softmax(1)[range(TOKENS), text.targets].detach())
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        Local(lr=2.0, steps=1, k=8),
+        Local(lr=0.5, steps=3, k=64, decay=0.1),
+        Local(lr=0.5, steps=2, k=5, kernel="gaussian", kernel_scale=0.7),
+        Local(rule="map", prior=0.2, k=5),
+    ],
+)
+def test_mixtures_of_vectors_equal_the_librarys_stream(
+    model: LanguageModel, text: Passage, local: Local
+) -> None:
+    predictor = local.predictor(WINDOW)
+    weights = (0.5, 0.3, 0.2)
+    library = mbpa.MbPA(
+        head=model.decoder,
+        memory=mbpa.ExactMemory(WINDOW, text.keys.shape[1]),
+        predictor=mbpa.Mixture(
+            mbpa.Parametric(),
+            predictor,
+            mbpa.NeighborVote(mbpa.exp_dot(0.5), k=WINDOW),
+            weights=weights,
+        ),
+    )
+    expected = mbpa.score_stream(library, text.keys, text.targets, block=11)
+    positions = range(len(text))
+    retrieval = retrieved(text, WINDOW, 64)
+    adapted = adapted_scores(model.decoder, retrieval, predictor, positions, mbpa.Engine())
+    cache = cache_scores(text, WINDOW, (0.1, 0.5), positions)[1]
+    found = mixed(torch.stack([text.own, adapted, cache]), torch.tensor(weights))
+    close(found, expected, 1e-3 if local.rule == "map" else 2e-5)  # to its tolerance
+
+
+def test_memory_only_is_the_librarys_smoothed_vote(model: LanguageModel, text: Passage) -> None:
+    local = Local(k=8)
+    smooth = mbpa.NeighborVote(local.weighting, k=8, smoothing=0.1)
+    memory = mbpa.ExactMemory(WINDOW, text.keys.shape[1])
+    library = mbpa.MbPA(head=model.decoder, memory=memory, predictor=smooth)
+    vote = vote_scores(retrieved(text, WINDOW, 8), local.weighting, 8, range(len(text)))
+    even = torch.full_like(vote, -math.log(model.decoder.out_features))
+    even[0] = text.own[0]
+    found = mixed(torch.stack([vote, even]), torch.tensor([0.9, 0.1]))
+    close(found, mbpa.score_stream(library, text.keys, text.targets))
+
+
+def test_adaptation_is_what_a_loop_of_autograd_does_for_each_token(
+    model: LanguageModel, text: Passage
+) -> None:
+    local = CONFIG.mbpa
+    predictor, positions = local.predictor(WINDOW), range(90, 110, 3)
+    retrieval = retrieved(text, WINDOW, 8)
+    found = adapted_scores(model.decoder, retrieval, predictor, positions, mbpa.Engine())
+    expected = []
+    for place in positions:
+        keys, values = (part[place - WINDOW : place] for part in (text.keys, text.targets))
+        distances = (keys - text.keys[place]).square().sum(1)
+        near = distances.argsort()[: local.k]
+        weights = 1 / (1e-3 + distances[near])
+        head = adapt_one(
+            model.decoder,
+            predictor.rule,
+            "cross_entropy",
+            None,
+            keys[near],
+            values[near],
+            weights / weights.sum(),
+        )
+        expected.append(head(text.keys[place]).log_softmax(0)[text.targets[place]].detach())
+    close(found, torch.stack(expected), 1e-4)
+    close(loop_scores(model.decoder, retrieval, local, positions), found, 1e-4)
+
+
+def test_some_tokens_have_the_scores_that_they_have_among_all(
+    model: LanguageModel, text: Passage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retrieval, predictor = retrieved(text, WINDOW, 12), CONFIG.combined.predictor(WINDOW)
+    everything, some = range(len(text)), range(4, len(text), 5)
+    monkeypatch.setattr(passage, "SPANS", (32, 32))  # several blocks, the windows of which overlap
+    engine = mbpa.Engine(path="one step")  # which it takes only from rows that were kept
+    for scores in (
+        lambda positions: adapted_scores(model.decoder, retrieval, predictor, positions, engine),
+        lambda positions: cache_scores(text, WINDOW, (0.3,), positions)[0],
+        lambda positions: vote_scores(retrieval, mbpa.inverse_distance(), 12, positions),
+    ):
+        close(scores(some), scores(everything)[4::5])
+
+
+def test_no_score_depends_on_what_comes_later(
+    model: LanguageModel, corpus: Corpus, folder: Path
+) -> None:
+    until = 71
+    other = corpus.test.clone()
+    other[until:] = corpus.test[until:].flip(0) + 1
+    changed = replace(corpus, test=other % len(corpus.words))
+    parts = tuple(dict.fromkeys(itertools.chain(*METHODS.values())))
+    found = []
+    for name, each in (("causal", corpus), ("changed", changed)):
+        context = context_in(folder, name)
+        with context.workspace.alone():
+            found.append(Text(model, each, CONFIG, context, 0, "test").parts(parts))
+    same = (found[0] - found[1]).nan_to_num(0).abs() < 1e-6
+    assert same[:, :until].all()
+    later = dict(zip(parts, (~same[:, until:]).any(1).tolist(), strict=True))
+    assert [name for name in parts if not later[name]] == ["uniform"]
+
+
+# Mixtures
+
+
+def test_solved_weights_are_a_share_each_and_beat_a_grid() -> None:
+    logs = torch.randn(3, 400).sub_(3)
+    weights = solved_weights(logs)
+    assert float(weights.min()) >= 0
+    assert float(weights.sum()) == pytest.approx(1, abs=1e-12)
+    best = perplexity(mixed(logs, weights))
+    grid = [(a / 20, b / 20) for a in range(21) for b in range(21 - a)]
+    others = [perplexity(mixed(logs, torch.tensor([a, b, 1 - a - b]).clamp(0))) for a, b in grid]
+    assert best <= min(others)
+    assert min(others) < 1.001 * best  # and it is the same hill
+    for _ in range(3_000):  # expectation maximisation comes to the same place
+        pulls = (logs.double() - mixed(logs, weights)).exp().mean(1)
+        torch.testing.assert_close(weights * pulls, weights, atol=1e-8, rtol=0)
+        weights = weights * pulls
+
+
+def test_what_blows_up_is_infinitely_bad_and_nothing_worse(
+    model: LanguageModel, corpus: Corpus, text: Passage, folder: Path
+) -> None:
+    assert perplexity(torch.tensor([math.nan, -1.0])) == math.inf
+    assert perplexity(torch.full((3,), -1e5)) == math.inf
+    wild = mbpa.Adapted(mbpa.Gradient(lr=1e38, steps=3), k=5)
+    positions = range(len(text))
+    found = adapted_scores(
+        model.decoder, retrieved(text, WINDOW, 5), wild, positions, mbpa.Engine()
+    )
+    assert not found.isnan().any()
+    logs = torch.stack([text.own, found])
+    assert perplexity(mixed(logs, solved_weights(logs))) <= perplexity(text.own) + 1e-6
+    config = replace(CONFIG, dynamic=replace(CONFIG.dynamic, lr=1e30))
+    context = context_in(folder, "wild")
+    with context.workspace.alone():
+        parts = Text(model, corpus, config, context, 0, "valid").parts(METHODS[evaluation.ALL])
+    assert perplexity(mixed(parts, solved_weights(parts))) == math.inf
+    assert perplexity(parts[0]) == math.inf
+    assert float(solved_weights(torch.full((2, 3), -math.inf)).sum()) == 1
+
+
+def test_what_only_harms_gets_no_weight_and_twins_share() -> None:
+    good = torch.randn(300).sub_(3)
+    close(solved_weights(torch.stack([good - 2, good, good - 1])), torch.tensor([0.0, 1.0, 0.0]))
+    twins = solved_weights(torch.stack([good, good]))
+    assert float(twins.sum()) == pytest.approx(1)
+    never = solved_weights(torch.stack([good, torch.full_like(good, -math.inf)]))
+    close(never, torch.tensor([1.0, 0.0]))
+
+
+# Dynamic evaluation
+
+
+def naive_scale(model: LanguageModel, tokens: Tensor, settings: Dynamic) -> list[Tensor]:
+    model = copy.deepcopy(model)
+    places = tokens[: len(tokens) // 4 * 4].view(4, -1)
+    state, squares = model.initial_state(4), [0.0 * p.detach() for p in model.parameters()]
+    for step in range(settings.statistics):
+        part = places[:, 5 * step : 5 * step + 6]
+        model.zero_grad()
+        logits, state = model(part[:, :-1], (state[0].detach(), state[1].detach()))
+        loss = -logits.log_softmax(2).gather(2, part[:, 1:, None]).mean()
+        loss.backward()
+        squares = [s + p.grad**2 for s, p in zip(squares, model.parameters(), strict=True)]
+    return [(square / settings.statistics) ** 0.5 for square in squares]
+
+
+def test_dynamic_evaluation_is_the_published_rule_and_leaves_the_network_alone(
+    model: LanguageModel, corpus: Corpus
+) -> None:
+    settings, start = CONFIG.dynamic, copy.deepcopy(model.state_dict())
+    scale = gradient_scale(model, corpus.train, settings)
+    for found, expected in zip(scale, naive_scale(model, corpus.train, settings), strict=True):
+        torch.testing.assert_close(found, expected)
+    tokens = corpus.valid[:43]
+    inputs = torch.cat([torch.tensor([first_word(corpus)]), tokens[:-1]])
+    found = DynamicEvaluation(model, lambda p: RMSUpdate(p, scale, settings), settings, None).read(
+        inputs, tokens
+    )
+
+    learner = copy.deepcopy(model)
+    trained_weights = [p.detach().clone() for p in learner.parameters()]
+    mean = torch.cat([s.flatten() for s in scale]).mean()
+    state, expected = learner.initial_state(1), []
+    for begin in range(0, 43, 5):
+        part = slice(begin, begin + 5)
+        logits, state = learner(inputs[None, part], state)
+        state = state[0].detach(), state[1].detach()
+        logs = logits[0].log_softmax(1)[range(len(tokens[part])), tokens[part]]
+        expected.append(logs.detach())
+        learner.zero_grad()
+        (-logs.mean()).backward()
+        for p, was, rms in zip(learner.parameters(), trained_weights, scale, strict=True):
+            step = settings.lr * p.grad / (rms + settings.epsilon)
+            pull = (settings.decay * rms / mean).clamp(max=1) * (was - p.data)
+            p.data = p.data - step + pull
+    close(found.own, torch.cat(expected))
+    plain = read_passage(model, tokens, first_word(corpus)).own
+    close(found.own[:5], plain[:5])  # scored before anything is learnt
+    assert (found.own[5:] - plain[5:]).abs().max() > 1e-3
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, start[name])
+
+
+@pytest.mark.parametrize(("tokens", "segment"), [(20, 5), (20, 50), (11, 5), (1, 5)])
+def test_the_shortest_training_text_gives_a_rule_without_nan(
+    model: LanguageModel, corpus: Corpus, tokens: int, segment: int
+) -> None:
+    settings = replace(CONFIG.dynamic, segment=segment, statistics_batch=100)
+    scale = gradient_scale(model, corpus.train[:tokens], settings)
+    assert all(bool(part.isfinite().all()) for part in scale)
+    assert (float(scale[0].max()) > 0) == (tokens > 1)
+    params = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    RMSUpdate(params, scale, settings).step()
+    assert all(bool(p.isfinite().all()) for p in params)
+
+
+def test_mbpa_on_top_adapts_the_layer_as_it_is_to_keys_as_they_were(
+    model: LanguageModel, corpus: Corpus
+) -> None:
+    local = Local(lr=0.5, steps=2, k=6)
+    settings = replace(CONFIG.dynamic, adam_lr=5e-3)
+    tokens = corpus.valid[:30]
+    inputs = torch.cat([torch.tensor([first_word(corpus)]), tokens[:-1]])
+    heads: list[Any] = []
+
+    class Watched(AdamUpdate):
+        def step(self) -> None:
+            heads.append(copy.deepcopy(network._model.decoder))  # as it was for this segment
+            super().step()
+
+    network = DynamicEvaluation(model, lambda p: Watched(p, 5e-3, None), settings, local, 12)
+    found = network.read(inputs, tokens)
+    for place in range(7, 30):
+        keys, values = (part[max(0, place - 12) : place] for part in (found.keys, tokens))
+        distances = (keys - found.keys[place]).square().sum(1)
+        near = distances.argsort()[:6]
+        weights = 1 / (1e-3 + distances[near])
+        rule, weights = mbpa.Gradient(0.5, 2), weights / weights.sum()
+        head = adapt_one(
+            heads[place // 5], rule, "cross_entropy", None, keys[near], values[near], weights
+        )
+        close(found.adapted[place], head(found.keys[place]).log_softmax(0)[tokens[place]], 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", ["rms", "adam", "adam with moments"])
+@pytest.mark.parametrize("on_top", [None, Local(lr=0.5, steps=2, k=6)])
+def test_what_is_recorded_learns_as_what_is_not(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, rule: str, on_top: Local | None
+) -> None:
+    torch.manual_seed(0)
+    model, settings = LanguageModel(len(corpus.words), 24, 16).cuda(), CONFIG.dynamic
+    scale = gradient_scale(model, corpus.train.cuda(), settings)
+    tokens = corpus.valid[:113].cuda()  # the last segment is not whole
+    inputs = torch.cat([torch.tensor([first_word(corpus)], device="cuda"), tokens[:-1]])
+    trainer = torch.optim.Adam([p.detach().cpu().requires_grad_() for p in model.parameters()])
+    for p in trainer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    trainer.step()
+    moments = trainer.state_dict() if rule == "adam with moments" else None
+
+    def make(params: Params) -> Update:
+        if rule == "rms":
+            return RMSUpdate(params, scale, replace(settings, lr=1e-3))
+        return AdamUpdate(params, 1e-3, moments)
+
+    found = []
+    for first in (10**9, 3):
+        monkeypatch.setattr(recording, "FIRST", first)
+        network = DynamicEvaluation(model, make, settings, on_top, 12)
+        begun = network.read(inputs[:50], tokens[:50])  # ten segments, six of them replayed
+        again = DynamicEvaluation(model, make, settings, on_top, 12)
+        again.resume(network.state(), Passage(begun.keys, tokens[:50], begun.own))
+        ended = again.read(inputs[50:], tokens[50:])
+        found.append([torch.cat([getattr(r, n) for r in (begun, ended)]) for n in vars(begun)])
+    plain = read_passage(model, tokens, first_word(corpus)).own
+    for slowly, recorded in zip(*found, strict=True):
+        torch.testing.assert_close(recorded, slowly, rtol=1e-3, atol=1e-4)
+    assert (found[1][1][50:] - plain[50:]).abs().max() > 1e-3  # it has learnt
+
+
+def test_a_network_that_has_been_evaluated_is_gone_with_its_last_reference(
+    model: LanguageModel, corpus: Corpus
+) -> None:
+    settings = CONFIG.dynamic
+    network = DynamicEvaluation(model, lambda p: AdamUpdate(p, 1e-3, None), settings, None)
+    network.read(corpus.valid[:12], corpus.valid[1:13])
+    gone, learner = weakref.ref(network), weakref.ref(network._model)
+    gc.disable()  # which would find it in a cycle, too, but when it pleases
+    try:
+        del network
+        assert gone() is None
+        assert learner() is None
+    finally:
+        gc.enable()
+
+
+def test_adam_goes_on_with_the_moments_of_training(model: LanguageModel, corpus: Corpus) -> None:
+    params = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    trainer = torch.optim.Adam(params, lr=0.1, betas=(0.0, 0.9), weight_decay=0.5)
+    for p in params:
+        p.grad = torch.full_like(p, 4.0)
+    trainer.step()
+    kept = copy.deepcopy(trainer.state_dict())
+    before = [p.detach().clone() for p in params]
+    update = AdamUpdate(params, 1e-3, trainer.state_dict())
+    for p in params:
+        p.grad = torch.ones_like(p)
+    update.step()
+    for place, (p, was) in enumerate(zip(params, before, strict=True)):
+        square = (0.9 * kept["state"][place]["exp_avg_sq"] + 0.1) / (1 - 0.9**2)
+        close(p.detach(), was - 1e-3 / square.sqrt(), 1e-6)  # no weight decay
+    assert trainer.state_dict()["state"][0]["step"] == kept["state"][0]["step"]
+
+
+# Whole evaluations, interrupted and not
+
+
+class Killed(BaseException):
+    """Not an `Exception`: nothing may catch it."""
+
+
+class Fragile(Workspace):
+    """Dies at every third save or so, once it is done."""
+
+    saves, every = 0, 3
+
+    def save(self, name: str, state: Any) -> None:
+        super().save(name, state)
+        Fragile.saves += 1
+        if Fragile.saves % Fragile.every == 0:
+            raise Killed
+
+
+def until_it_ends(work: Any) -> tuple[Any, int]:
+    """What comes of it, and how often it was killed."""
+    for deaths in itertools.count():
+        try:
+            return work(), deaths
+        except Killed:
+            pass
+    raise AssertionError
+
+
+def untimed(records: list[Record]) -> list[Record]:
+    return [r for r in records if r["name"] != "seconds"]
+
+
+@pytest.fixture(scope="module")
+def records(model: LanguageModel, corpus: Corpus, folder: Path) -> list[Record]:
+    context = context_in(folder, "whole")
+    with context.workspace.alone():
+        return evaluated(model, corpus, CONFIG, context, 0)
+
+
+def test_all_methods_are_scored_on_both_texts_with_weights_of_the_first(
+    model: LanguageModel, corpus: Corpus, records: list[Record], folder: Path
+) -> None:
+    found = {(r["method"], r["split"]): r["value"] for r in records if r["name"] == "perplexity"}
+    assert set(found) == set(itertools.product(METHODS, ("valid", "test")))
+    assert all(r["corpus"] == "ptb" for r in records)
+    first = first_word(corpus)
+    valid, test = (read_passage(model, tokens, first) for tokens in (corpus.valid, corpus.test))
+    assert found["LSTM", "test"] == pytest.approx(math.exp(-test.own.double().mean()), rel=1e-6)
+    caches = [cache_scores(t, WINDOW, (0.5,), range(TOKENS))[0] for t in (valid, test)]
+    weights = solved_weights(torch.stack([valid.own, caches[0]]))
+    expected = perplexity(mixed(torch.stack([test.own, caches[1]]), weights))
+    assert found["LSTM + cache", "test"] == pytest.approx(expected, rel=1e-6)
+    assert found["LSTM + MbPA + cache", "valid"] <= found["LSTM + cache", "valid"] + 1e-9
+    last = [r["method"] for r in records if r["name"] != "weight"][-5:-1]  # and one of Adam's
+    assert set(last) == {evaluation.DYNAMIC, evaluation.ALL}
+    timed = {r["method"] for r in records if r["name"] == "seconds"}
+    assert {"LSTM", "LSTM + cache", "LSTM + MbPA", evaluation.LOOP} == timed
+
+
+def test_what_takes_long_can_be_left_out(
+    model: LanguageModel, corpus: Corpus, folder: Path
+) -> None:
+    assert PRESETS["paper"].dynamic.on_top
+    assert not PRESETS["paper-wikitext-2"].dynamic.on_top
+    dynamic = replace(CONFIG.dynamic, on_top=False, adam_lr=0.0)
+    short = replace(corpus, valid=corpus.valid[:3], test=corpus.test[:2])
+    context = context_in(folder, "less")
+    with context.workspace.alone():
+        found = evaluated(model, short, replace(CONFIG, dynamic=dynamic), context, 0)
+    assert {r["method"] for r in found if r["name"] == "perplexity"} == {
+        "LSTM",
+        "LSTM + cache",
+        "LSTM + MbPA",
+        "LSTM + MbPA + cache",
+        "memory only",
+        "LSTM + dynamic evaluation",
+    }
+
+
+def test_an_evaluation_that_is_killed_again_and_again_ends_with_the_same(
+    model: LanguageModel,
+    corpus: Corpus,
+    records: list[Record],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluation, "PIECE", 45)
+
+    def work() -> list[Record]:
+        context = context_in(folder, "killed", Fragile)
+        with context.workspace.alone():
+            return evaluated(model, corpus, CONFIG, context, 0)
+
+    found, deaths = until_it_ends(work)
+    assert deaths > 5
+    for one, other in zip(untimed(found), untimed(records), strict=True):
+        assert one.pop("value") == pytest.approx(other["value"], rel=1e-5)
+        assert one.items() <= other.items()
+
+
+# Words
+
+
+def test_words_are_put_into_equal_buckets_from_frequent_to_rare(corpus: Corpus) -> None:
+    before, after = -torch.rand(2, TOKENS).double() - 1
+    found = improvements(corpus, corpus.test, before, after)
+    means = [r for r in found if r["name"] == "improvement"]
+    sizes = [int(str(r["words"])) for r in means]
+    assert len(sizes) == 5
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == len(corpus.test.unique())
+    assert sum(int(str(r["tokens"])) for r in means) == TOKENS
+    for one, next_one in itertools.pairwise(means):
+        assert one["least_frequent"] >= next_one["most_frequent"]
+
+    counts, words = frequencies(corpus), sorted(set(corpus.test.tolist()))
+    words.sort(key=lambda word: -int(counts[word]))  # stable, as it should be
+    falls = []
+    for word in words[: sizes[0]]:
+        own = [math.exp(-float(logs[corpus.test == word].mean())) for logs in (before, after)]
+        falls.append(100 * (1 - own[1] / own[0]))
+    assert means[0]["value"] == pytest.approx(sum(falls) / len(falls))
+    inside = torch.isin(corpus.test, torch.tensor(words[: sizes[0]]))
+    ratio = math.exp(float(-after[inside].mean())) / math.exp(float(-before[inside].mean()))
+    overall = next(r["value"] for r in found if r["name"] == "improvement_of_tokens")
+    assert overall == pytest.approx(100 * (1 - ratio))
+
+
+def test_examples_are_the_largest_gains_with_memories_from_before(
+    corpus: Corpus, text: Passage
+) -> None:
+    after, before = -torch.rand(2, TOKENS).double() - 1
+    retrieval = retrieved(text, WINDOW, 8)
+    found = examples(corpus, retrieval, Local(k=8), before, after)
+    gains = (after - before).tolist()
+    assert found[0]["value"] == pytest.approx(max(gains))
+    words = [str(record["word"]) for record in found]
+    assert len(set(words)) == len(words) == 8
+    for record in found:
+        place = int(str(record["position"]))
+        assert corpus.words[text.targets[place]] == record["word"]
+        own = [corpus.words[word] for word in text.targets[max(0, place - 8) : place]]
+        assert record["context"] == " ".join(own)
+        for memory in filter(None, str(record["memories"]).split("; ")):
+            told, came = memory.rsplit(" (", 1)[0].split("→")
+            seen = " ".join(
+                corpus.words[w] for w in text.targets[max(0, place - WINDOW - 4) : place]
+            )
+            assert f"{told.strip()} {came.strip()}".strip() in seen
+    raised = 0
+    for record in found:  # first what has the word itself
+        place = int(str(record["position"]))
+        near = retrieval.neighbors(range(place, place + 1), 8, WINDOW + 1).ids[0]
+        words = [corpus.words[word] for word in text.targets[near[near >= 0]]]
+        assert record["with_the_word"] == words.count(str(record["word"]))
+        if record["word"] in words:
+            raised += 1
+            assert f"→ {record['word']} (" in str(record["memories"]).split("; ")[0]
+    assert raised > 0
+
+
+# The search
+
+
+SEARCHED = replace(CONFIG, search=Search(tokens=12, dynamic_tokens=15, seconds=0.6))
+
+
+@pytest.fixture(scope="module")
+def small_grids() -> Iterator[None]:
+    grids = {
+        "WINDOWS": (30, 60),
+        "PAPER_WINDOWS": (30, 60),
+        "PAPER_COUNTS": (16,),
+        "PAPER_RATES": (0.1, 1.0),
+        "SCALES": (0.1, 0.5),
+        "RATES": (0.5, 2.0),
+        "STEPS": (3,),
+        "ONE_STEP_RATES": (0.5, 2.0),
+        "COUNTS": (4, 20),
+        "OPTIMUM_COUNT": 4,
+        "PRIORS": (0.1,),
+        "BANDWIDTHS": (1.0,),
+        "FACTORS": (0.2,),
+        "DECAYS": (0.05,),
+        "AROUND": ((0.7, 1.0), (1.0, 1.5)),
+        "FIRST": Local(lr=1.0, steps=3, k=8),
+    }
+    dynamic_grids = {
+        "RATES": {2e-3: (5e-4, 1e-3), 2e-4: (6e-5,)},
+        "DECAYS": (0.0,),
+        "AROUND": (2.0,),
+        "ADAM_RATES": (1e-4,),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for module, values in ((tuning, grids), (dynamic_tuning, dynamic_grids)):
+            for name, grid in values.items():
+                patch.setattr(module, name, grid)
+        yield
+
+
+def searched_records(config: LanguageConfig, corpus: Corpus, context: Context) -> list[Record]:
+    with context.workspace.alone():
+        return tuning.search(tuning.searched(config), context, corpus)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Corpus, folder: Path, small_grids: None) -> list[Record]:
+    return searched_records(SEARCHED, corpus, context_in(folder, "search"))
+
+
+def test_a_search_tries_everything_once_and_chooses_fields_that_there_are(
+    model: LanguageModel,
+    corpus: Corpus,
+    text: Passage,
+    folder: Path,
+    whole: list[Record],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Fragile, "every", 12)
+    monkeypatch.setattr(ledger, "SAVE_EVERY", 0.0)
+    killed, deaths = until_it_ends(
+        lambda: searched_records(SEARCHED, corpus, context_in(folder, "killed search", Fragile))
+    )
+    assert deaths > 1
+    assert killed == whole
+
+    tried = [r for r in whole if r["name"] == "perplexity"]
+    told = [tuple((key, r[key]) for key in r if key != "value") for r in tried]
+    assert len(set(told)) == len(told)
+    assert {r["split"] for r in tried} == {"valid"}
+    assert {r.get("rule") for r in tried} == {None, "gradient", "map"}
+    chosen = {str(r["setting"]): r["value"] for r in whole if r["name"] == "chosen"}
+    parts: dict[str, dict[str, Any]] = {}
+    fields: dict[str, Any] = {}
+    for setting, value in chosen.items():
+        within, _, name = setting.rpartition(".")
+        (parts.setdefault(within, {}) if within else fields)[name] = value
+    on_top = replace(SEARCHED.dynamic.mbpa, **parts.pop("dynamic.mbpa"))
+    parts["dynamic"]["mbpa"] = on_top
+    for within, values in parts.items():
+        fields[within] = replace(getattr(SEARCHED, within), **values)
+    settled = replace(SEARCHED, **fields)
+    assert settled.mbpa != SEARCHED.mbpa
+
+    best = min(r["value"] for r in tried if r["method"] == "LSTM + MbPA" and r["tokens"] == TOKENS)
+    predictor = settled.mbpa.predictor(settled.memory)
+    retrieval = retrieved(text, settled.memory, settled.mbpa.k)
+    adapted = adapted_scores(model.decoder, retrieval, predictor, range(TOKENS), mbpa.Engine())
+    logs = torch.stack([text.own, adapted])
+    assert perplexity(mixed(logs, solved_weights(logs))) == pytest.approx(best, rel=1e-4)
+    assert {r["tokens"] for r in tried if r.get("rule") == "map"} <= {4, TOKENS}  # of 13, or all
+    assert any(r["tokens"] == 4 and r["rule"] == "map" for r in tried if "rule" in r)
+    order = [str(r.get("setting", r.get("rule"))) for r in whole]
+    assert order.index("mbpa.k") < order.index("map")  # which is for comparison alone
+
+
+def test_rates_and_pulls_of_dynamic_evaluation_are_compared_on_the_longer_text(
+    whole: list[Record],
+) -> None:
+    tried = [r for r in whole if r["name"] == "perplexity"]
+    dynamic = [r for r in tried if "epsilon" in r]
+    by = {
+        n: {(r["lr"], r["epsilon"], r["decay"]): r["value"] for r in dynamic if r["tokens"] == n}
+        for n in (15, 60)
+    }
+    assert len(by[15]) == 4
+    wanted = sorted(by[15], key=by[15].__getitem__)[:3]
+    best = min(wanted, key=by[60].__getitem__)
+    wanted.append((*best[:2], 0.0))
+    lr, epsilon, decay = min((best, wanted[-1]), key=by[60].__getitem__)
+    wanted.append((2 * lr, epsilon, decay))  # around the best, with the best pull
+    assert {setting[2] for setting in wanted} == {0.0, dynamic_tuning.DECAY}
+    assert set(by[60]) == set(wanted)
+    assert {r["adam_lr"] for r in tried if "adam_lr" in r and r["tokens"] == 60} == {1e-4}
+    chosen = {r["setting"]: r["value"] for r in whole if r["name"] == "chosen"}
+    found = tuple(chosen[f"dynamic.{name}"] for name in ("lr", "epsilon", "decay"))
+    assert found == min(by[60], key=by[60].__getitem__)
+    alone = {r["tokens"]: r["value"] for r in tried if r["method"] == "LSTM"}
+    assert {15, 60, TOKENS} < set(alone)
+
+
+@pytest.mark.parametrize(
+    ("affords", "rate", "left_out"),
+    [("all", 5e-4, 0), ("not the rates around", 5e-4, 1), ("none", 4e-3, 0)],
+)
+def test_a_rate_that_helps_at_first_and_leads_astray_is_not_chosen(
+    model: LanguageModel,
+    text: Passage,
+    folder: Path,
+    small_grids: None,
+    monkeypatch: pytest.MonkeyPatch,
+    affords: str,
+    rate: float,
+    left_out: int,
+) -> None:
+    """By a table in place of readings: the higher the better, on the shorter text alone."""
+    if left_out:  # what the search has not met otherwise
+        monkeypatch.setattr(dynamic_tuning, "AROUND", (3.0,))
+    read: list[tuple[float, int]] = []
+
+    def table(self: object, method: str, settings: Dynamic, tokens: int) -> tuple[float]:
+        read.append((settings.lr, tokens))
+        astray = settings.lr > 5e-4 and tokens > 15
+        return (math.inf if astray else 100 - 1e4 * settings.lr + 10 * settings.decay,)
+
+    monkeypatch.setattr(dynamic_tuning.DynamicTrials, "_read", table)
+    config = replace(SEARCHED, dynamic=replace(SEARCHED.dynamic, adam_lr=0.0))
+    context = context_in(folder, f"astray {affords}")
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        books = ledger.Ledger(context, "ptb", 1e3, bar)
+        trials = dynamic_tuning.DynamicTrials(config, model, text, 0, [], None, books)
+        short, long = (trials._cost(config.dynamic, tokens) for tokens in (15, 60))
+        most = {"not the rates around": 4 * short + 4.75 * long, "none": 4 * short + 1.5 * long}
+        books.allowance = most.get(affords, books.allowance)
+        trials.choose()
+    chosen = {r["setting"]: r["value"] for r in books.records if r["name"] == "chosen"}
+    assert chosen["dynamic.decay"] == 0.0
+    assert chosen["dynamic.lr"] == rate
+    assert {tokens for _, tokens in read} == ({15} if affords == "none" else {15, 60})
+    assert books.left_out == left_out
+    assert len(set(map(str, books.records))) == len(books.records)
+
+
+@pytest.mark.parametrize(("preset", "priors"), [("paper", 3), ("paper-wikitext-2", 1)])
+def test_after_mbpa_there_is_time_for_all_that_dynamic_evaluation_is_to_try(
+    preset: str, priors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for so many optima. With costs of the real networks; by a table in place of readings."""
+    config = PRESETS[preset]
+    words = {"ptb": 10_000, "wikitext-2": 33_278}[config.corpus]
+    with torch.device("meta"):
+        model = LanguageModel(words, **vars(config.network))
+    tokens = torch.zeros(200_000, dtype=torch.long)
+    text = Passage(torch.zeros(len(tokens), 1), tokens, torch.zeros(len(tokens)))
+    read: list[tuple[str, Dynamic, int]] = []
+
+    def table(self: object, *key: Any) -> tuple[float]:
+        read.append(key)
+        return (key[1].decay - key[1].lr,)  # so that a rate beyond the grid is tried
+
+    for name, grid in DYNAMIC_GRIDS.items():  # which `small_grids` changed
+        monkeypatch.setattr(dynamic_tuning, name, grid)
+    monkeypatch.setattr(dynamic_tuning.DynamicTrials, "_read", table)
+    context = context_in(tmp_path, "costs")
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        books = ledger.Ledger(context, config.corpus, config.search.seconds, bar)
+        assert books.affords(None, tuning.FINISHING * books.allowance)
+        searched = tuning.searched(config)
+        dynamic_tuning.DynamicTrials(searched, model, text, 0, [], None, books).choose()
+    assert books.left_out == 0
+    long = [key[0] for key in read if key[2] == 4 * config.search.dynamic_tokens]
+    assert long.count("LSTM + dynamic evaluation") == 9  # rates, pulls, and rates around the best
+    assert long.count("LSTM + dynamic evaluation (Adam)") == (3 if config.dynamic.adam_lr else 0)
+    optimum = tuning.estimated_seconds(
+        config.search.tokens // 4, 32, tuning.OPTIMUM_STEPS, len(model.decoder.bias)
+    )
+    assert books.affords(None, priors * optimum)
+
+
+def test_a_search_that_would_end_in_nothing_is_refused_before_a_network_is_trained(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    config = replace(SEARCHED, search=replace(SEARCHED.search, scoring_seconds=1e-3))
+    context = context_in(tmp_path, "refused")
+    scored, words = len(corpus.valid) + len(corpus.test), len(corpus.words)
+    enough = 20 * tuning.estimated_seconds(scored, tuning.FIRST.k, 1, words)
+    wanted = f"and may take 0.001: pass --search.scoring-seconds {enough:.3g}"
+    with pytest.raises(ExperimentError, match=re.escape(wanted) + "$"):
+        searched_records(config, corpus, context)
+    assert not context.cache.exists()
+
+
+def test_what_only_a_search_depends_on_makes_no_other_run() -> None:
+    experiment, usual = find("language"), PRESETS["smoke"]
+    other = replace(usual, search=Search(tokens=7))
+    assert running.Run(experiment, "smoke", other, ROOT).label == "smoke"
+    assert "custom" in running.Run(experiment, "smoke", other, ROOT, "tune").label
+    assert "custom" in running.Run(experiment, "smoke", replace(other, memory=7), ROOT).label
+    for preset in ("paper", "paper-wikitext-2"):  # their searches have had less time
+        run = running.Run(experiment, preset, PRESETS[preset], ROOT / "results")
+        assert list(running._present(run)) == [0]
+
+
+def test_a_search_that_can_afford_little_chooses_only_what_it_tried(
+    corpus: Corpus, folder: Path, whole: list[Record]
+) -> None:
+    dynamic = replace(SEARCHED.dynamic, segment=1)
+    allowance = Search(tokens=12, dynamic_tokens=TOKENS, seconds=0.06)
+    less = replace(SEARCHED, search=allowance, dynamic=dynamic)
+    few = searched_records(less, corpus, context_in(folder, "small search"))
+    assert len(few) < len(whole)
+    left_out = next(r["value"] for r in few if r["name"] == "settings_left_out")
+    tried = {
+        tuple(r[key] for key in r if key not in ("value", "tokens", "name"))
+        for r in (*whole, *few)
+        if r["name"] == "perplexity" and r["method"] != "LSTM + MbPA + cache"
+    }
+    assert 0 < float(left_out) < len(tried)
+    assert not any("dynamic" in str(r.get("method")) for r in few)
+    chosen = {str(r["setting"]) for r in few if r["name"] == "chosen"}
+    assert {"memory", "mbpa.lr", "cache.scale"} < chosen
+    assert not chosen & {"dynamic.lr", "dynamic.decay", "dynamic.epsilon", "dynamic.adam_lr"}
+
+
+def test_a_setting_is_left_out_once_and_no_more_when_it_is_tried_later(folder: Path) -> None:
+    context = context_in(folder, "books")
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        books = ledger.Ledger(context, "ptb", 1.0, bar)
+        for _ in range(2):
+            assert not books.affords("dear", 0.7, 0.6)
+            assert not books.affords("dearer", 2.0)
+        assert not books.affords(None, 3.0)
+        assert books.left_out == 2
+        assert books.affords("dear", 0.7)
+        assert books.left_out == 1
+
+
+def test_a_rate_at_the_edge_of_its_grid_is_gone_beyond() -> None:
+    grid = (0.1, 0.25, 1.0, 4.0)
+    assert dynamic_tuning.beyond(0.1, grid) == [0.04]
+    assert dynamic_tuning.beyond(4.0, grid) == [16.0]
+    assert [dynamic_tuning.beyond(rate, grid) for rate in (0.25, 7.0)] == [[], []]
+    assert dynamic_tuning.beyond(1.0, (1.0,)) == []
+
+
+@pytest.fixture
+def make_trials(
+    model: LanguageModel, text: Passage, tmp_path: Path
+) -> Iterator[Callable[..., tuning.Trials]]:
+    """Of a search that may spend a hundred seconds and has not begun."""
+    context = context_in(tmp_path, "trials")
+
+    def make(**search: float) -> tuning.Trials:
+        config = replace(SEARCHED, search=replace(SEARCHED.search, **search))
+        books = ledger.Ledger(context, "ptb", 100.0, bar)
+        return tuning.Trials(config, model, text, books, 2 * TOKENS)
+
+    with context.workspace.alone(), context.bar(1, "", "") as bar:
+        yield make
+
+
+def test_what_is_judged_by_a_quarter_is_compared_by_the_same_tokens(
+    make_trials: Callable[..., tuning.Trials],
+) -> None:
+    trials = make_trials()
+    good, dear = (tuning.Trial(60, Local(lr=lr, steps=2, k=4)) for lr in (0.5, 1.0))
+    trials._try([good], 1.0, 1.0)
+    found = trials._by_quarter(dear)
+    whole, *parts = (
+        trials.judge(good, trials.sample),
+        trials.judge(dear, trials.quarter),
+        trials.judge(good, trials.quarter),
+    )
+    assert list(trials.quarter) == list(trials.sample)[::4]
+    for mixture in (0, 1):
+        ratio = parts[0][mixture] / parts[1][mixture]
+        assert found[mixture] == pytest.approx(whole[mixture] * ratio)
+
+
+def test_of_what_does_as_well_the_quickest_is_chosen_and_nothing_that_takes_too_long(
+    model: LanguageModel,
+    make_trials: Callable[..., tuning.Trials],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow, quick, worse = (
+        tuning.Trial(60, Local(steps=steps, k=k)) for steps, k in ((40, 60), (20, 60), (5, 8))
+    )
+    most = tuning.estimated_seconds(2 * TOKENS, 60, 20, model.decoder.out_features)
+    trials = make_trials(scoring_seconds=1.01 * most)
+    trials._explore([slow, quick, worse])
+    trials._vary(lambda best: [slow])
+    assert set(trials._tried) == {quick, worse}
+    assert trials.ledger.left_out == 1
+    trials._try([slow], 1.0, 1.0)  # for comparison
+    assert slow in trials._tried
+
+    other = quick._replace(local=replace(quick.local, lr=0.5))  # as quick, and a little better
+    trials = make_trials(scoring_seconds=1.01 * most)
+    final = {quick: tuning.Judged(50.0, 40.0), other: tuning.Judged(50.02, 39.9)}
+    assert trials._quickest(final) == (other, other)
+    assert trials._quickest(dict(reversed(final.items()))) == (other, other)
+
+    s, q, w = (trials._cost(trial, trials._scored) for trial in (slow, quick, worse))
+    for of_slow, of_quick, of_worse, seconds, alone, beside in (
+        ((50.0, 40.0), (50.04, 41.0), (51.0, 42.0), s + q, slow, slow),  # sooner than two
+        ((50.0, 40.0), (50.04, 40.03), (51.0, 42.0), s + q, quick, quick),  # does as well
+        ((50.0, 40.0), (50.04, 41.0), (51.0, 42.0), q, quick, quick),  # slow takes too long
+        ((70.0, 70.0), (50.0, 45.0), (60.0, 40.0), q + w, quick, worse),
+        ((70.0, 70.0), (50.0, 45.0), (60.0, 40.0), 0.98 * (q + w), quick, quick),
+        ((70.0, 70.0), (50.0, 44.0), (50.5, 43.0), 0.98 * (q + w), worse, worse),
+    ):
+        final = {slow: of_slow, quick: of_quick, worse: of_worse}
+        judged = {trial: tuning.Judged(*final[trial]) for trial in final}
+        trials = make_trials(scoring_seconds=1.01 * seconds)
+        monkeypatch.setattr(trials, "_finalists", lambda judged=judged: judged)
+        trials.choose_mbpa()
+        chosen = {str(r["setting"]): r["value"] for r in trials.ledger.records}
+        assert chosen["mbpa.steps"] == alone.local.steps
+        assert chosen["combined.steps"] == beside.local.steps
+
+
+def test_the_memory_is_the_one_with_which_both_mixtures_do_best(
+    make_trials: Callable[..., tuning.Trials],
+) -> None:
+    trials = make_trials()
+    small, *large = (
+        tuning.Trial(window, Local(steps=1, k=4, lr=lr))
+        for window, lr in ((30, 1.0), (60, 1.0), (60, 2.0))
+    )
+    trials._tried = {
+        small: tuning.Judged(50.0, 40.0),
+        large[0]: tuning.Judged(50.5, 45.0),
+        large[1]: tuning.Judged(60.0, 39.0),
+    }
+    assert set(trials._finalists()) == set(large)  # 50.5 × 39 is less than 50 × 40
+
+
+def test_a_search_looks_at_nothing_that_it_is_to_choose() -> None:
+    changed = replace(CONFIG, memory=7, mbpa=Local(lr=3.0), cache=Cache(scale=9.0))
+    changed = replace(changed, dynamic=replace(CONFIG.dynamic, lr=0.5, mbpa=Local(k=3)))
+    assert tuning.searched(changed) == tuning.searched(CONFIG)
+    assert tuning.searched(tuning.searched(changed)) == tuning.searched(changed)
+    for kept in ({"segment": 7}, {"on_top": False}, {"statistics": 9}, {"adam_lr": 0.0}):
+        dynamic = replace(CONFIG.dynamic, **kept)
+        found = dataclasses.asdict(tuning.searched(replace(CONFIG, dynamic=dynamic)).dynamic)
+        assert kept.items() <= found.items()
+    assert tuning.searched(changed).network == CONFIG.network
+
+
+def test_the_whole_search_of_a_corpus_is_meant_to_take_minutes() -> None:
+    one = tuning.estimated_seconds(12_000, 128, 1, 10_000)
+    many = tuning.estimated_seconds(12_000, 128, 20, 10_000)
+    assert one < 0.05
+    assert 1.2 < many < 2  # as measured: 1.2 µs and 107 µs a token
+    assert tuning.estimated_seconds(12_000, 128, 20, 40_000) == pytest.approx(4 * many, rel=0.01)
+    for k, share in ((100, 1.0), (64, 0.5), (33, 0.5), (5, 0.125)):
+        found = tuning.estimated_seconds(12_000, k, 20, 10_000)
+        assert found == pytest.approx(share * many, rel=0.03)
+    assert tuning.estimated_seconds(12_000, 128, 20, 10_000, True) > 1.3 * many
+    # Measured: 20 and 120 seconds.
+    assert 20 < tuning.estimated_seconds(12_293, 256, 40, 10_000) < 30
+    assert 120 < tuning.estimated_seconds(12_293, 512, 40, 10_000) < 180
+
+
+# The report
+
+
+def told_of(config: LanguageConfig) -> dict[str, Any]:
+    """A config as a file of results has it."""
+    told: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return told
+
+
+def test_the_report_has_the_papers_numbers_beside_ours(records: list[Record]) -> None:
+    config = told_of(replace(CONFIG, tokens=0, scored_tokens=0, cache=Cache(window=1_500)))
+    curve: list[Record] = [
+        {"name": f"training_{split}_perplexity", "epochs": epoch, "value": 200.0 / epoch}
+        for epoch in (1, 2)
+        for split in ("train", "valid")
+    ]
+    result = Result("language", "smoke", 0, config, {}, 1.0, "mbpa", records + curve)
+    main, words = sections([result, replace(result, seed=1)])
+    table = main.tables[0]
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["LSTM + MbPA"][3:] == ["54.8", "54.3", "−5.3"]
+    cited = "AWD-LSTM + dynamic evaluation (Krause et al., 2017)"
+    assert rows[cited] == ["", "", "", "51.6", "51.1", "−6.6"]
+    test = next(
+        r["value"]
+        for r in records
+        if (r["name"], r["method"], r["split"]) == ("perplexity", "LSTM + MbPA", "test")
+    )
+    assert rows["LSTM + MbPA"][1] == f"{test:.1f} ± 0.0"
+    assert [len(words.tables[0].rows), len(words.tables[1].rows)] == [5, 8]
+    for figure in (*main.figures, *words.figures):
+        assert drawn(figure)["svg"].startswith(b"<?xml")
+    assert "The cache has a window of its own: 1,500 tokens." in main.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_paper"),
+    [({"tokens": 0, "scored_tokens": 0}, True), ({"tokens": 0}, False), ({}, False)],
+)
+def test_a_part_of_a_corpus_does_not_stand_beside_the_papers_numbers(
+    records: list[Record], changes: dict[str, int], has_paper: bool
+) -> None:
+    config = told_of(replace(CONFIG, **changes))
+    table = sections([Result("language", "x", 0, config, {}, 1.0, "mbpa", records)])[0].tables[0]
+    assert (len(table.columns), len(table.rows)) == ((7, 16) if has_paper else (4, 8))
+    assert ("Not to be compared" in table.note) == (not has_paper)
+    assert table.note.startswith("Ours: one network." if has_paper else "One network.")
+
+
+def test_the_loop_is_timed_for_gradients_where_mbpa_solves_for_the_optimum(
+    model: LanguageModel, corpus: Corpus, folder: Path
+) -> None:
+    config = replace(CONFIG, mbpa=Local(rule="map", steps=1, k=4), combined=Local(rule="map", k=4))
+    short = replace(corpus, test=corpus.test[:10])
+    context = context_in(folder, "optimum")
+    with context.workspace.alone():
+        text = Text(model, short, config, context, 0, "test")
+        text.parts(METHODS[evaluation.BOTH] + METHODS[evaluation.MBPA])
+        found = text.timings()
+    (loop,) = (r for r in found if r["method"] == evaluation.LOOP)
+    assert (loop["rule"], loop["steps"], loop["k"]) == ("gradient", 1, 4)
+    result = Result("language", "x", 0, told_of(config), {}, 1.0, "mbpa", found)
+    (times,) = figures._times(figures.Scores([result]))
+    assert times.note == "MbPA: 4 neighbours, the optimum."
+    (row,) = (row for row in times.rows if row[0] == evaluation.LOOP)
+    assert "autograd, 1 step along gradients instead, neighbours" in row[1]
+
+
+def test_the_report_of_a_search_draws_rates_and_steps(whole: list[Record]) -> None:
+    config = told_of(SEARCHED)
+    assert any(r["name"] == "settings_left_out" and r["value"] == 0 for r in whole)
+    more: Record = {"name": "settings_left_out", "value": 3}
+    dynamic = next(r for r in whole if "epsilon" in r and r["tokens"] == 60)
+    diverged: Record = {**dynamic, "value": None}
+    records = [more, diverged, *whole]
+    result = Result("language", "tune-smoke", None, config, {}, 1.0, "mbpa", records)
+    first, section = shown(find("language"), [result])
+    assert first.tables[0].title == "Chosen settings"
+    assert first.tables[0].note == "Settings that were not tried, as too dear: 3."
+    rows = {row[0]: row[1:] for row in section.tables[0].rows}
+    assert {"LSTM", "LSTM + cache", "LSTM + MbPA"} < set(rows)
+    settings, tokens, alone, best = rows["LSTM + dynamic evaluation"]
+    assert (settings, tokens) == ("6", "60")  # four rates, a pull, a rate near the best
+    long = [r for r in whole if r.get("method") == "LSTM + dynamic evaluation" if r["tokens"] == 60]
+    assert best == f"{min(float(str(r['value'])) for r in long):.2f}"
+    (own,) = (r["value"] for r in whole if r.get("part") == "beginning" and r["tokens"] == 60)
+    assert alone == f"{own:.2f}"
+    assert drawn(section.figures[0])["svg"].startswith(b"<?xml")
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for make, name in (
+        (lambda: Cache(scale=0.0), "scale"),
+        (lambda: Local(k=0), "k"),
+        (lambda: Local(prior=0.0), "prior"),
+        (lambda: Dynamic(segment=0), "segment"),
+        (lambda: Search(seconds=0.0), "seconds"),
+        (lambda: Search(seconds=math.inf), "seconds must be finite and positive, got inf"),
+        (lambda: Local(prior=math.inf), "prior must be finite and positive, got inf"),
+        (lambda: Local(decay=math.nan), "decay must be finite and not negative, got nan"),
+        (lambda: Dynamic(lr=math.inf), "lr must be finite and positive, got inf"),
+        (lambda: Dynamic(adam_lr=math.inf), "adam_lr must be finite and not negative, got inf"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            make()
+    assert LanguageConfig().combined == Local()

@@ -1,0 +1,618 @@
+"""The page, in a real browser; and what it is made of, by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import html
+import importlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import browser
+import httpx
+import pytest
+import torch
+from runs import PREDICTOR, WordEncoder, write_random_run
+from servers import running
+from starlette.routing import Mount
+from torch import nn
+from visiting import Visitor, at_the_desk, on_the_page, state
+
+import mbpa
+import mbpa.explorer
+from benchmarks import mislabelled
+from mbpa.explorer import actions, rendering, review
+from mbpa.serve.answers import Answer, NearExample, Reason
+from mbpa.serve.app import create_app
+from mbpa.serve.classifier import Classifier
+from mbpa.serve.journal import Example, InputError
+from mbpa.serve.run_info import RunInfo, write_run
+from mbpa.serve.settings import Settings
+
+SENTENCES = {
+    "card": ("card arrived", "card late", "new card", "card lost", "card post", "order card"),
+    "loan": ("loan rate", "borrow loan", "loan money", "repay loan", "loan terms", "house loan"),
+    "rates": ("euro rate", "dollar euro", "euro today", "exchange euro", "yen euro", "euro pound"),
+    "pin": ("pin forgotten", "reset pin", "change pin", "pin wrong", "pin blocked", "new pin"),
+}
+WRONG = "card post late"  # taught as a loan
+LABEL = "luggage <img src=//elsewhere.example/x>"  # shown as it is, it would be fetched
+LUGGAGE = "suitcase is gone\n\nmy suitcase flew away\nsuitcase gone at the airport"
+
+
+@pytest.fixture
+def classifier(tmp_path: Path) -> Iterator[Classifier]:
+    """Four labels of six sentences, and one sentence under a wrong label."""
+    encoder = WordEncoder()
+    named = [(label, text) for label, texts in SENTENCES.items() for text in texts]
+    named.append(("loan", WRONG))
+    keys = encoder([text for _, text in named])
+    names = tuple(sorted(SENTENCES))
+    means = torch.stack([keys[[label == name for label, _ in named]].mean(0) for name in names])
+    head = nn.Linear(encoder.key_dim, len(names))
+    with torch.no_grad():
+        head.weight.copy_(8 * (means - means.mean(0)))
+        head.bias.zero_()
+    info = RunInfo(64, names, len(named), 0.5, encoder.name, encoder.fingerprint)
+    write_run(tmp_path / "run", info, head, PREDICTOR, named, keys)
+    with Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier:
+        yield classifier
+
+
+@pytest.fixture
+def visited(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Addresses that this process speaks to, other than itself."""
+    seen: list[object] = []
+    connect, resolve = socket.socket.connect, socket.getaddrinfo
+
+    def connecting(self: socket.socket, address: object) -> None:
+        seen.append(address)
+        return connect(self, address)
+
+    def resolving(host: object, *arguments: object, **named: object) -> object:
+        seen.append((host, 0))
+        return resolve(host, *arguments, **named)
+
+    monkeypatch.setattr(socket.socket, "connect", connecting)
+    monkeypatch.setattr(socket, "getaddrinfo", resolving)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # Playwright's pipe to its driver
+def test_a_visitor_teaches_and_undoes_and_nothing_leaves_the_machine(classifier, visited):
+    from playwright.sync_api import sync_playwright
+
+    from mbpa.explorer import page
+
+    chromium = browser.found_or_skip()
+
+    async def mounted():  # within a loop: else Gradio makes loops and leaves them open
+        return page.mount(create_app(classifier), classifier)
+
+    app = asyncio.run(mounted())
+    untaught = classifier.examples()
+    with (
+        running(app) as url,
+        sync_playwright() as driver,
+        driver.chromium.launch(
+            executable_path=chromium.program, env=chromium.environment
+        ) as opened,
+    ):
+        visitor = Visitor(opened, f"{url}{page.PATH}")
+        _teaches_a_label_and_undoes_it(visitor, classifier, untaught)
+        _corrects_an_answer(visitor, classifier)
+        _reviews(visitor, classifier)
+        reference = visitor.visit(f"{url}/docs")
+        assert reference.get_by_role("heading", name="POST /predict").is_visible()
+    gc.collect()  # here, where what is left open is no error
+    assert visitor.troubles == []
+    assert visitor.hosts == {url.removeprefix("http://")}
+    assert {address[0] for address in visited if isinstance(address, tuple)} <= {"127.0.0.1"}
+
+
+def _teaches_a_label_and_undoes_it(visitor: Visitor, classifier: Classifier, untaught) -> None:
+    visitor.ask("my suitcase is late")
+    before, untaught_answer = visitor.everything, visitor.answer
+    assert untaught_answer in SENTENCES
+    visitor.page.get_by_role("textbox", name="Teach a label").fill(LABEL)
+    visitor.page.get_by_role("textbox", name="Examples").fill(LUGGAGE)
+    visitor.press("Teach", f"Taught 3 examples of the new label “{LABEL}”.")
+    assert visitor.answer == LABEL
+    assert "my suitcase flew away" in visitor.everything
+    assert classifier.journal.labels()[LABEL] == 3
+    assert visitor.page.locator("#map circle").count() > 3
+    visitor.press("Undo", "Undone")
+    assert visitor.everything == before
+    assert classifier.examples() == untaught
+    assert LABEL not in classifier.journal.labels()
+
+
+def _corrects_an_answer(visitor: Visitor, classifier: Classifier) -> None:
+    visitor.ask("order a suitcase")
+    assert visitor.answer != "pin"
+    label = visitor.page.get_by_role("combobox", name="Wrong?")
+    label.fill("pin")
+    label.press("Enter")
+    visitor.press("Correct it", "Taught 1 example of “pin”.")
+    assert visitor.answer == "pin"
+    assert classifier.examples("pin")[-1].text == "order a suitcase"
+
+
+def _reviews(visitor: Visitor, classifier: Classifier) -> None:
+    visitor.page.get_by_role("tab", name="Probably mislabelled").click()
+    visitor.press("It is card", "Now “card”, was “loan”.")
+    assert WRONG in [each.text for each in classifier.examples("card")]
+    assert WRONG not in [each.text for each in classifier.examples("loan")]
+    visitor.press("Undo", "Undone: Now “card”")
+    assert WRONG in [each.text for each in classifier.examples("loan")]
+    visitor.page.get_by_role("tab", name="Least certain").click()
+    visitor.page.get_by_text("Its neighbours").filter(visible=True).wait_for()
+    count = len(classifier)
+    visitor.press("Forget this example", "Forgot one example of")
+    assert len(classifier) == count - 1
+
+
+@pytest.mark.slow
+def test_the_command_asks_for_the_token_and_then_shows_the_page(tmp_path):
+    write_random_run(tmp_path / "run")
+    command = [sys.executable, "-m", "mbpa.cli", "explore", str(tmp_path / "run"), "--port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MBPA_TOKEN": "sesame"}
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    with started as process:
+        try:
+            lines = iter(process.stdout.readline, "")
+            url = next(line for line in lines if "serving on" in line).split()[-1]
+            assert url.endswith("/explore")
+            with httpx.Client(follow_redirects=True, timeout=60) as client:
+                _logs_in(client, url)
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+
+
+def _logs_in(client: httpx.Client, url: str) -> None:
+    assert client.get(url.replace("/explore", "/stats")).status_code == 401
+    assert "random" not in client.get(url).text
+    for path in ("config", "gradio_api/info"):
+        assert client.get(f"{url}/{path}").status_code == 401
+    assert client.post(f"{url}/gradio_api/queue/join", json={"data": []}).status_code == 401
+    wrong = client.post(f"{url}/login", data={"username": "x", "password": "sesam"})
+    assert wrong.status_code == 400
+    right = client.post(f"{url}/login", data={"username": "x", "password": "sesame"})
+    assert right.status_code == 200
+    labels = {
+        part["props"].get("label") for part in client.get(f"{url}/config").json()["components"]
+    }
+    assert {"Sentence", "Teach a label"} <= labels
+
+
+def routes_of(app) -> Iterator[tuple[str, str]]:
+    """Method and path of every route of an app, those of apps and routers within it included."""
+    for route in app.routes:
+        inner = getattr(route, "app", None)
+        if isinstance(route, Mount):
+            yield from ((method, route.path + path) for method, path in routes_of(inner))
+        elif (router := getattr(route, "original_router", None)) is not None:
+            yield from routes_of(router)
+        else:
+            yield from ((method, route.path) for method in route.methods or ())
+
+
+OF_THE_LOGIN = {
+    *(("GET", path) for path in ("/explore/", "/explore/theme.css")),
+    *(("GET", f"/explore/{folder}/{{path:path}}") for folder in ("assets", "static")),
+    *(("POST", path) for path in ("/explore/login", "/explore/login/")),
+}
+
+
+def test_without_a_login_nothing_of_the_page_is_answered_but_the_login(tmp_path):
+    write_random_run(tmp_path / "run")
+    with Classifier.load(tmp_path / "run") as classifier:
+        app = asyncio.run(mounted(classifier, token="sesame"))
+        routes = {
+            (method, path)
+            for method, path in routes_of(app)
+            if path.startswith("/explore") and method != "HEAD"
+        }
+        assert len(routes) > 60, "Gradio's own are among them"
+        assert routes >= OF_THE_LOGIN
+        with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+            for method, path in sorted(routes - OF_THE_LOGIN):
+                asked = re.sub(r"{[^}]*}", "x", path)
+                with client.stream(method, asked) as answer:  # some never end
+                    assert answer.status_code == 401, (method, asked)
+            for path in ("/explore/made/up", "/explore/assets", "/explore/loginx"):
+                assert client.get(path).status_code == 401
+            assert client.get("/explore/gradio_api/app_id").status_code == 401
+            assert "auth_required" in client.get("/explore/").text
+            assert client.get("/explore/theme.css").status_code == 200
+            right = {"username": "x", "password": "sesame"}
+            assert client.post("/explore/login", data=right).status_code == 200
+            assert client.get("/explore/gradio_api/app_id").status_code == 200
+            with client.stream("GET", "/explore/gradio_api/heartbeat/x") as answer:
+                assert next(answer.iter_text()).startswith("data: ALIVE")
+            client.cookies.clear()
+            assert client.get("/explore/gradio_api/app_id").status_code == 401
+
+
+def test_the_page_has_so_many_requests_open_and_no_more(tmp_path):
+    write_random_run(tmp_path / "run")
+    with Classifier.load(tmp_path / "run") as classifier:
+        app = asyncio.run(mounted(classifier, page_requests=2))
+        with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+            beat = "/explore/gradio_api/heartbeat/x"
+            with client.stream("GET", beat) as first, client.stream("GET", beat) as second:
+                assert (first.status_code, second.status_code) == (200, 200)
+                refused = client.get("/explore/theme.css")
+                assert refused.status_code == 429
+                assert refused.headers["retry-after"] == "1"
+                assert client.get("/stats").status_code == 200, "the service itself is not full"
+                assert "mbpa_page_requests 2.0" in client.get("/metrics").text
+            give_up = time.monotonic() + 30
+            while client.get("/explore/theme.css").status_code == 429:
+                assert time.monotonic() < give_up
+                time.sleep(0.05)
+
+
+async def mounted(classifier: Classifier, **settings):
+    """An app with the page; within a loop, else Gradio makes loops and leaves them open."""
+    from mbpa.explorer import page
+
+    return page.mount(
+        create_app(classifier, Settings(open_paths=(page.PATH,), **settings)), classifier
+    )
+
+
+def test_without_the_extra_its_own_name_is_told(monkeypatch):
+    """Not that of another, whatever of it is missing."""
+    for missing in ("gradio", "fastapi"):
+        with monkeypatch.context() as patch:
+            for name in list(sys.modules):
+                if name.startswith(("mbpa.explorer", "mbpa.serve.app", missing)):
+                    patch.delitem(sys.modules, name)
+            patch.setitem(sys.modules, missing, None)
+            patch.delattr(mbpa.explorer, "page", raising=False)
+            patch.delattr(mbpa.explorer, "lessons", raising=False)
+            with pytest.raises(mbpa.MissingExtraError, match=r"mbpa\[explore\]"):
+                importlib.import_module("mbpa.explorer.page")
+
+
+# What the desk does
+
+
+def test_what_is_done_at_the_desk_can_be_undone(classifier):
+    before = state(classifier)
+    (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
+    deeds = (
+        lambda desk: desk.teach("luggage", LUGGAGE),
+        lambda desk: desk.relabel(mislabelled.id, " card "),
+        lambda desk: desk.forget(1),
+    )
+    for deed in deeds:
+        done = at_the_desk(classifier, deed)
+        assert state(classifier) != before
+        at_the_desk(classifier, lambda desk, done=done: desk.undo(done))
+        assert state(classifier) == before
+        (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
+
+
+def test_undoing_brings_back_what_a_label_was_trained_to(classifier):
+    """Each of its examples is forgotten and brought back, and then the last one once more."""
+    asked = ["card late", "new pin", "euro loan"]
+    before = classifier.predict(asked, top=10)
+    for example in classifier.examples("pin"):
+        done = at_the_desk(classifier, lambda desk, id=example.id: desk.forget(id))
+        at_the_desk(classifier, lambda desk, done=done: desk.undo(done))
+        assert classifier.predict(asked, top=10) == before
+    ids = [each.id for each in classifier.examples("pin")]
+    deeds = [at_the_desk(classifier, lambda desk, id=id: desk.relabel(id, "loan")) for id in ids]
+    assert "pin" not in classifier.labels
+    for deed in reversed(deeds):
+        at_the_desk(classifier, lambda desk, deed=deed: desk.undo(deed))
+    assert classifier.predict(asked, top=10) == before
+    assert "pin" in classifier.trained_labels
+
+
+def test_an_example_keeps_text_and_key_under_its_new_label(classifier):
+    (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
+    before = actions.lesson_of(classifier, mislabelled.id)
+    done = at_the_desk(classifier, lambda desk: desk.relabel(mislabelled.id, "card"))
+    after = actions.lesson_of(classifier, done.added[0])
+    assert (after.label, after.text) == ("card", WRONG)
+    assert torch.equal(after.key, before.key)
+    with pytest.raises(ValueError, match="not there any more"):
+        actions.lesson_of(classifier, mislabelled.id)
+
+
+@pytest.mark.parametrize(
+    ("visit", "why"),
+    [
+        (lambda desk: desk.teach(" ", "suitcase"), "a label must not be empty"),
+        (lambda desk: desk.teach("luggage", " \n "), "at least one example"),
+        (lambda desk: desk.teach("luggage", "\n".join(map(str, range(257)))), "at most 256"),
+        (lambda desk: desk.relabel(1, "card"), "already"),
+        (lambda desk: desk.relabel(999, "card"), "not there any more"),
+        (lambda desk: desk.forget(999), "not there any more"),
+        (lambda desk: desk.ask(" "), "must not be empty"),
+    ],
+)
+def test_what_cannot_be_done_changes_nothing(classifier, visit, why):
+    before = classifier.journal.change
+    with pytest.raises(ValueError, match=why):
+        at_the_desk(classifier, visit)
+    assert classifier.journal.change == before
+
+
+def test_a_run_without_an_encoder_has_a_map_and_reviews_and_says_what_it_cannot(tmp_path):
+    write_random_run(tmp_path / "run")
+    with Classifier.load(tmp_path / "run") as classifier:
+        assert rendering.Map(classifier).around().count("h0") == 60
+        assert len(review.opinions(classifier)) == 60
+        with pytest.raises(InputError, match="without an encoder"):
+            at_the_desk(classifier, lambda desk: desk.ask("a sentence"))
+
+
+# What examples say of each other
+
+
+def slow_votes(examples, keys, k):
+    """(label, share, own, lead) of each example, by the definition."""
+    unit = keys / keys.norm(dim=1, keepdim=True)
+    for place, example in enumerate(examples):
+        near = sorted(
+            (-float(unit[place] @ unit[other]), other)
+            for other in range(len(examples))
+            if other != place
+        )[:k]
+        weights = torch.tensor([-20 * score for score, _ in near]).softmax(0).tolist()
+        shares = Counter()
+        for weight, (_, other) in zip(weights, near, strict=True):
+            shares[examples[other].label] += weight
+        (label, first), (_, second) = [*shares.most_common(2), ("", 0.0)][:2]
+        yield label, first, shares[example.label], first - second
+
+
+@pytest.mark.parametrize("count", [5, 90])
+def test_votes_are_those_of_the_nearest_others(count):
+    keys = 3 * torch.randn(count, 8)
+    examples = [Example(7 + i, "abc"[i % 3], None, None) for i in range(count)]
+    found = review.votes(examples, keys)
+    assert [each.example for each in found] == examples
+    for each, expected in zip(found, slow_votes(examples, keys, 50), strict=True):
+        assert each.label == expected[0]
+        given = (each.share, each.own, each.lead)
+        assert given == pytest.approx(expected[1:], abs=1e-5)
+
+
+def test_a_wrong_label_is_found_and_the_others_are_not_doubted(classifier):
+    found = review.probably_mislabelled(review.opinions(classifier))
+    assert found[0].example.text == WRONG
+    assert (found[0].example.label, found[0].label) == ("loan", "card")
+    assert all(each.label != each.example.label for each in found)
+    doubts = [each.share - each.own for each in found]
+    assert doubts == sorted(doubts, reverse=True)
+
+
+def test_three_examples_that_lie_together_are_not_outvoted():
+    crowd, few = torch.randn(200, 16), torch.randn(16) + 0.2 * torch.randn(3, 16)
+    examples = [Example(i + 1, "many", None, None) for i in range(200)]
+    examples += [Example(i + 201, "new", None, None) for i in range(3)]
+    found = review.votes(examples, torch.cat([crowd, few]))
+    assert [each.label for each in found[-3:]] == ["new"] * 3
+    assert not {201, 202, 203} & {each.example.id for each in review.probably_mislabelled(found)}
+
+
+def test_the_least_certain_come_first_and_large_memories_are_asked_in_part():
+    examples = [Example(i + 1, "ab"[i % 2], None, None) for i in range(40)]
+    found = review.votes(examples, torch.randn(40, 4), most=10)
+    assert len(found) == 10
+    leads = [each.lead for each in review.least_certain(found)]
+    assert leads == sorted(leads)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_where_there_is_nothing_to_compare_nothing_is_in_doubt(count):
+    examples = [Example(i + 1, "only", None, None) for i in range(count)]
+    found = review.votes(examples, torch.randn(count, 4))
+    assert len(found) == (count if count > 1 else 0)
+    assert review.probably_mislabelled(found) == []
+
+
+@pytest.mark.parametrize("plant", mislabelled.KINDS.values(), ids=list(mislabelled.KINDS))
+def test_the_labels_that_the_benchmark_plants_are_wrong(plant):
+    keys = nn.functional.normalize(torch.randn(200, 8), dim=1)
+    labels, places = torch.arange(200) % 12, torch.randperm(200)[:50]
+    given = plant(keys, labels, places, torch.Generator().manual_seed(0))
+    assert (given != labels[places]).all()
+    assert set(given.tolist()) <= set(range(12))
+    if plant is mislabelled.of_a_near_one:
+        for place, label in zip(places, given, strict=True):
+            ranks = (keys @ keys[place])[labels != labels[place]].sort(descending=True).values
+            assert (keys @ keys[place])[labels == label].max() >= ranks[mislabelled.NEAR - 1]
+
+
+def test_average_precision_is_the_mean_precision_at_what_is_found():
+    hits = torch.tensor([True, False, True, True, False])
+    assert mislabelled.average_precision(hits) == pytest.approx((1 / 1 + 2 / 3 + 3 / 4) / 3)
+
+
+def test_an_opinion_that_came_to_nothing_is_settled_all_the_same():
+    """Between a click and what comes of it the list may have been made anew."""
+    from mbpa.explorer.sessions import Session
+
+    first, second = (
+        review.Opinion(Example(id, "a", None, None), "b", 0.6, 0.1, 0.5) for id in (1, 2)
+    )
+    session = Session(queues={"list": [second]})
+    session.settle("list", first)
+    assert session.queues["list"] == [second]
+    session.settle("list", second)
+    session.settle("another", second)
+    assert session.queues["list"] == []
+
+
+def test_what_stands_in_a_list_is_escaped(classifier):
+    from mbpa.explorer.review_tab import ReviewTab
+    from mbpa.explorer.sessions import Session
+
+    found = [
+        review.Opinion(Example(1, "a", text, None), "b", 0.6, 0.1, 0.5)
+        for text in (EVIL, None, "x" * 5000)
+    ]
+
+    async def visit(page):
+        with page.blocks:
+            tab = ReviewTab(page, "list", review.least_certain)
+        assert tab._list.datatype[0] == "html"
+        return await tab._listed(Session(queues={"list": found}))
+
+    table, *_ = on_the_page(classifier, visit)
+    shown = [row[0] for row in table]
+    assert shown[:2] == [html.escape(EVIL), "example 1"]
+    assert len(shown[2]) == 601
+
+
+# Pictures
+
+EVIL = '<script>alert("&")</script>'
+
+
+def a_reason(label: str = "b_c", text: str | None = "sentence") -> Reason:
+    near = tuple(NearExample(i, label, text, weight=0.1 * i, distance=0.5) for i in range(1, 9))
+    after = ((label, 0.7), ("a", 0.2), ("d", 0.1))
+    before = (("a", 0.6), ("d", 0.3), ("e", 0.1))
+    return Reason(Answer(label, 0.7, after), before, near, change=1.25)
+
+
+def pictures_of(reason: Reason) -> list[str]:
+    places = {near.id: (10.0 * near.id, 20.0) for near in reason.neighbors}
+    labels = {near.id: near.label for near in reason.neighbors}
+    example = Example(1, reason.neighbors[0].label, reason.neighbors[0].text, None)
+    return [
+        rendering.answer(reason, 0.5),
+        rendering.memories(reason),
+        rendering.drawn(places, labels, (5.0, 5.0), reason),
+        rendering.opinion(review.Opinion(example, reason.answer.top[0][0], 0.6, 0.1, 0.5)),
+    ]
+
+
+@pytest.mark.parametrize("text", [EVIL, None, "x" * 5000])
+def test_pictures_are_well_formed_whatever_is_written_in_them(text):
+    for picture in pictures_of(a_reason(EVIL, text)):
+        ET.fromstring(picture.replace("&nbsp;", ""))  # what is not escaped would not parse
+        assert "<script" not in picture
+        assert len(picture) < 20_000
+
+
+def test_bars_show_before_and_after():
+    assert rendering.rows(a_reason()) == [
+        ("b_c", 0.0, 0.7),
+        ("a", 0.6, 0.2),
+        ("d", 0.3, 0.1),
+        ("e", 0.1, 0.0),
+    ]
+    shown = rendering.answer(a_reason(), 0.5)
+    assert "width: 70.0%" in shown
+    assert "width: 60.0%" in shown
+    assert "without its memory: a" in shown
+    assert "= 1.25" in shown
+
+
+def test_an_answer_that_abstains_says_so():
+    reason = a_reason()
+    unsure = Reason(Answer(None, 0.7, reason.answer.top), reason.before, reason.neighbors, 1.0)
+    assert "abstains" in rendering.answer(unsure, 0.8)
+    assert "answers from 80% on" in rendering.answer(unsure, 0.8)
+    assert "abstains" not in rendering.answer(reason, 0.5)
+
+
+def test_the_weightiest_memories_are_shown_first():
+    shown = rendering.memories(a_reason())
+    weights = [int(each) for each in re.findall(r'number">(\d+)%', shown)]
+    assert weights == [80, 70, 60, 50, 40, 30]
+    assert "and 2 more" in shown
+
+
+def test_percentages_say_nothing_that_is_not_so():
+    shares = (0.0, 0.0001, 0.004, 0.0996, 0.5, 0.994, 0.9999, 1.0)
+    shown = [rendering.percent(share) for share in shares]
+    assert shown == ["0%", "&lt;0.1%", "0.4%", "10%", "50%", "99%", "&gt;99%", "100%"]
+
+
+def test_the_map_shows_the_principal_components():
+    keys = torch.randn(60, 7) * torch.tensor([1.0, 5.0, 1.0, 2.0, 0.1, 0.1, 0.1])
+    places = rendering.Plane.fitted(keys)(keys)
+    centred = (keys - keys.mean(0)).double()
+    expected = centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].T
+    for shown, axis in zip(places.T, expected.T, strict=True):
+        assert abs(torch.corrcoef(torch.stack([shown, axis]))[0, 1]) > 1 - 1e-9
+    assert places.min() >= 0
+    assert (places <= torch.tensor([rendering.WIDTH, rendering.HEIGHT])).all()
+
+
+@pytest.mark.parametrize("keys", [torch.ones(3, 4), torch.arange(4.0)[:, None], torch.ones(1, 2)])
+def test_keys_that_lie_on_a_line_or_a_point_have_a_map(keys):
+    assert rendering.Plane.fitted(keys)(keys).isfinite().all()
+
+
+def test_nothing_on_the_map_moves_when_something_is_taught(classifier):
+    shown = rendering.Map(classifier)
+    before = Counter(re.findall(r"M\d+ \d+h0", shown.around()))
+    assert before.total() == len(classifier)
+    at_the_desk(classifier, lambda desk: desk.teach("luggage", LUGGAGE))
+    after = Counter(re.findall(r"M\d+ \d+h0", shown.around()))
+    assert before <= after
+    assert after.total() == len(classifier)
+
+
+def test_the_map_is_that_of_the_memory(classifier):
+    shown = rendering.Map(classifier)
+    shown.around()
+    for label in list(classifier.labels):
+        classifier.forget(label=label)
+    assert "empty" in shown.around()
+    at_the_desk(classifier, lambda desk: desk.teach("luggage", LUGGAGE))
+    assert shown.around().count("h0") == 3
+
+
+def test_a_map_drawn_while_something_is_taught_is_not_kept(classifier):
+    """Between journal and memory there is a moment at which only the former has it."""
+    shown, journal = rendering.Map(classifier), classifier.journal
+    shown.around()
+    learn = journal.learn
+
+    def looked_at_meanwhile(*arguments, **named):
+        ids = learn(*arguments, **named)
+        shown.around()
+        return ids
+
+    journal.learn = looked_at_meanwhile
+    at_the_desk(classifier, lambda desk: desk.teach("luggage", LUGGAGE))
+    assert shown.around().count("h0") == len(classifier)
+
+
+def test_the_map_marks_a_query_and_its_neighbours(classifier):
+    reason = at_the_desk(classifier, lambda desk: desk.ask("card late"))
+    drawn = ET.fromstring(rendering.Map(classifier).around("card late", reason))
+    circles = [each for each in drawn.iter("circle") if each.get("class") != "query"]
+    assert len(circles) == len(reason.neighbors) == PREDICTOR.k
+    (query,) = [each for each in drawn.iter("circle") if each.get("class") == "query"]
+    same = [each for each in circles if each[0].text == "card: card late"]
+    assert same[0].get("cx") == query.get("cx")
+    assert query[0].text == "your sentence"
+
+
+def test_a_large_memory_is_shown_in_part():
+    places = {id: (float(id % 500), 7.0) for id in range(1, 10_051)}
+    drawn = rendering.drawn(places, dict.fromkeys(places, "a"), None, None)
+    assert drawn.count("h0") == rendering.MOST_POINTS

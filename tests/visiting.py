@@ -1,0 +1,97 @@
+"""Visitors of the page: with a browser, and without one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from mbpa.explorer.actions import Desk
+from mbpa.serve.app import create_app
+from mbpa.serve.classifier import Classifier
+
+
+class Visitor:
+    """Somebody with a browser, who notes what goes wrong and who is asked for what."""
+
+    def __init__(self, opened, url: str) -> None:
+        self._opened, self.hosts, self.troubles = opened, set(), []
+        self.page = self.visit(url)
+        self.page.locator("#map svg").wait_for()
+
+    def visit(self, url: str):
+        """Open a tab; Gradio's page complains when it is left while something is on its way."""
+        page = self._opened.new_page()
+        page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
+        page.on("websocket", lambda opened: self.hosts.add(opened.url.split("/")[2]))
+        page.on("pageerror", lambda error: self.troubles.append(str(error)))
+        page.on("response", self._look_at)
+        page.on("console", self._hear)
+        page.goto(url)
+        return page
+
+    def _look_at(self, response) -> None:
+        if response.status >= 400:
+            self.troubles.append(f"{response.status} {response.url}")
+
+    def _hear(self, message) -> None:
+        if message.type == "error":
+            self.troubles.append(f"{message.text} {message.location}")
+
+    def ask(self, sentence: str) -> None:
+        self.page.get_by_role("textbox", name="Sentence").fill(sentence)
+        self.page.get_by_role("button", name="Ask").click()
+        self.page.locator("#answer .bars").wait_for()
+
+    def press(self, button: str, then: str) -> None:
+        """Press it, and wait until the page says that it was done."""
+        self.page.get_by_role("button", name=button).filter(visible=True).click()
+        self.page.locator("#said").get_by_text(then).wait_for()
+
+    @property
+    def answer(self) -> str:
+        return self.page.locator("#answer .verdict b").inner_text()
+
+    @property
+    def everything(self) -> str:
+        return (
+            self.page.locator("#answer").inner_text() + self.page.locator("#memories").inner_text()
+        )
+
+
+def at_the_desk(classifier: Classifier, *visits):
+    """Let visitors come one after the other; returns what the last one takes away."""
+
+    async def day():
+        app = create_app(classifier)
+        taken = None
+        async with app.router.lifespan_context(app):
+            for visit in visits:
+                taken = await visit(Desk(app.state.service))
+        return taken
+
+    return asyncio.run(day())
+
+
+def on_the_page(classifier: Classifier, visit):
+    """What a visitor takes away from the page itself, without a browser."""
+    from mbpa.explorer.page import _Page
+    from mbpa.explorer.uploads import Uploads
+
+    async def shown(desk: Desk):
+        uploads = Uploads.beside(classifier.journal)
+        try:
+            return await visit(_Page(desk, uploads))
+        finally:
+            uploads.close()
+
+    return at_the_desk(classifier, shown)
+
+
+def state(classifier: Classifier) -> Counter:
+    """Everything that is known, but for ids."""
+    ids, keys = classifier.entries()
+    texts = {each.id: each for each in classifier.examples()}
+    return Counter(
+        (texts[id].label, texts[id].text, key.numpy().tobytes())
+        for id, key in zip(ids, keys, strict=True)
+    )
