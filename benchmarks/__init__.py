@@ -1,1 +1,1 @@
-"""Is the engine right, and how far is it from what the hardware allows? `python -m benchmarks`."""
+"""Is the engine correct, and how close is it to the hardware's limits? `python -m benchmarks`."""

@@ -1,6 +1,6 @@
 """`python -m benchmarks`: run everything on a device, write JSON, print tables.
 
-Every part is written to the file as it is done, so that a run cut short leaves what it had.
+Every part is written to the file when it is done, so that an interrupted run leaves its results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from benchmarks import adaptation, end_to_end, retrieval
 from mbpa.device import measure_throughput
 
 LIMITS = {"operations": 795e12 / 3, "bytes": 4.2e12}
-"""Of an H200: float16 products, three for one of float32's accuracy, and its memory."""
+"""Limits of an H200 per second: products of float32 accuracy, each made of three float16 products;
+and bytes moved to or from its memory."""
 
 
 def main() -> int:
@@ -41,7 +42,8 @@ def main() -> int:
     if not wanted:
         asked, known = " ".join(arguments.only), "\n  ".join(names(chosen))
         parser.error(f"nothing on {chosen.type} is called {asked!r}; there are\n  {known}")
-    name = f"{chosen.type}-part" if arguments.only else chosen.type  # a part replaces no whole
+    # A partial run must not replace the results of a full one.
+    name = f"{chosen.type}-part" if arguments.only else chosen.type
     out = arguments.out or Path("results/benchmarks") / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"machine": machine(chosen), "parts": {}}
@@ -60,12 +62,12 @@ def is_asked_for(name: str, only: list[str] | None) -> bool:
 
 
 def names(device: torch.device) -> list[str]:
-    """Of all that is measured on the device."""
+    """Return the names of all measurements on the device."""
     return list(dict.fromkeys(name for name, _ in measurements(device, budget=0.0)))
 
 
 def measurements(device: torch.device, budget: float) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What can be measured, by name; the first word of a name is the part of the report."""
+    """Yield all measurements with their names; the first word names the part of the report."""
     is_gpu = device.type == "cuda"
     for case in adaptation.CASES[device.type]:
         yield f"adaptation {case.name}", partial(adaptation.measure, case, device, budget)
@@ -93,7 +95,7 @@ def parts(device: torch.device, arguments: argparse.Namespace) -> Iterator[tuple
             part, _, case = name.partition(" ")
             try:
                 yield part, measure()
-            except AssertionError as error:  # it does not agree: the others are still worth having
+            except AssertionError as error:  # wrong result: the other measurements are still useful
                 yield "failed", {"case": case or part, "error": str(error)}
     if arguments.curves:
         yield "curves", adaptation.curves(device, arguments.seconds / 2)
@@ -112,7 +114,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def line(part: str, result: dict[str, Any]) -> str:
-    """A result in one line."""
+    """Return a result in one line."""
     if part == "curves":
         return "curves of " + ", ".join(result)
     head = f"{part:11} {result['case']:28}"

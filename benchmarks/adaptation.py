@@ -1,7 +1,8 @@
 """Adaptation alone: a batch of queries whose neighbours are known.
 
-Supports the claim that no query's weights need ever be built. For each case the engine, torch.func
-at its best chunk, the autograd loop, the kernel vote and the head alone; agreement first.
+Supports the claim that adapted weights need never be built for any query. Each case compares the
+engine, torch.func at its best chunk size, the autograd loop, the kernel vote and the head alone,
+after checking that the results agree.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from mbpa.kernels import neighbor_weights
 from mbpa.memory import Neighbors
 from mbpa.modules.head import own_precision
 
-ROUNDS = 6  # batches that take turns, so that none finds its inputs in a cache
+ROUNDS = 6  # batches that take turns, so that no inputs are found in a cache
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is adapted to how much."""
+    """The rule, the head and the sizes of one measurement."""
 
     name: str
     rule: mbpa.Rule
     sizes: tuple[int, ...] = (512, 1000)
-    """Of the head: keys, hidden layers, classes."""
+    """Layer sizes of the head: keys, hidden layers, classes."""
     k: int = 50
     entries: int = 50_000
     batch: int = 256
     scale: float = 0.2
-    """Of the keys' numbers."""
+    """Standard deviation of the keys' numbers."""
 
     def head(self) -> nn.Module:
         torch.manual_seed(0)
@@ -85,7 +86,7 @@ CASES = {
 
 
 def measure(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
-    """Everything there is to say of a case, times in microseconds a query."""
+    """Check and time a case; times are in microseconds per query."""
     runs = _Runs(case, device)
     with own_precision(runs.queries):
         error, tolerance, path = runs.agreement()
@@ -131,11 +132,12 @@ def measure(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
 
 
 def limit(case: Case) -> tuple[float, float]:
-    """Operations and bytes that a query cannot do without, on the path it takes.
+    """Return the least operations and bytes per query on the path it takes.
 
-    Bytes: the rows it gathers (all entries once, where a batch needs more), its answer, keys where
-    they are used; for moments per weight, those, each step. Operations: products once, at the
-    precision of the answer; of an MLP those with the weights that all queries share.
+    Bytes: the rows it gathers (all entries once, if a batch needs more), its answer, and keys where
+    they are used; with moments per weight, also these, in each step. Operations: each product once,
+    at the precision of the answer; for an MLP, the products with the weights that all queries
+    share.
     """
     size, classes, count, steps = case.sizes[0], case.sizes[-1], case.k, case.rule.steps
     rows = min(count, case.entries / case.batch)
@@ -152,7 +154,7 @@ def limit(case: Case) -> tuple[float, float]:
 
 
 class _Runs:
-    """One case set up: a real memory, read for several batches of queries."""
+    """One case, set up with a real memory that was read for several batches of queries."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case = case
@@ -194,7 +196,7 @@ class _Runs:
         return self.engine_.adapt(*self.next()).outputs
 
     def solver(self, path: str) -> Callable[[], object]:
-        """The adaptation alone, with the kept outputs of the neighbours already looked up."""
+        """Return the adaptation alone, with the stored outputs of the neighbours already read."""
         stored = []
         for problem, neighbors in self.problems:
             if problem.linear is None:
@@ -232,7 +234,7 @@ class _Runs:
         return self.head(self.next()[0].queries)
 
     def agreement(self, queries: int = 3) -> tuple[float, float, str]:
-        """Distance from the loop in float64, what is allowed, and the path taken."""
+        """Return the distance from the loop in float64, the tolerance, and the path taken."""
         problem, neighbors = self.problems[0]
         adaptation = self.engine_.adapt(problem, neighbors)
         wide = copy.deepcopy(self.head).double()
@@ -270,7 +272,7 @@ CURVES = {
 
 
 def varied(case: Case, axis: str, value: int) -> Case:
-    """The case with one of its sizes changed."""
+    """Return the case with one of its sizes changed."""
     if axis == "k":
         return replace(case, k=value)
     if axis == "classes":
@@ -283,7 +285,7 @@ def varied(case: Case, axis: str, value: int) -> Case:
 
 
 def curves(device: torch.device, budget: float) -> dict[str, dict[str, list[float]]]:
-    """Microseconds a query against each size, the others as in the first case."""
+    """Return microseconds per query as a function of each size, the others as in the first case."""
     base = CASES[device.type][0]
     found: dict[str, dict[str, list[float]]] = {}
     for axis, values in CURVES.items():

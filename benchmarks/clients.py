@@ -1,4 +1,4 @@
-"""A run to be served, its server, and clients that cost as little as can be."""
+"""A run to serve, its server, and clients that cost as little as possible."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from mbpa.serve.run_info import RunInfo, write_run
 
 EXAMPLES, LABELS, DIM = 15_000, 150, 384
 PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=10.0, steps=20), k=20)
-BODIES = 500  # different requests
+BODIES = 500  # distinct requests
 
 # The run and its server
 
 
 def make_run(directory: Path) -> None:
-    """Places on the sphere, examples around them, a head that knows the places."""
+    """Write a run: places on the sphere, examples around them, and a head that knows the places."""
     generator = torch.Generator().manual_seed(0)
     places = torch.nn.functional.normalize(torch.randn(LABELS, DIM, generator=generator), dim=1)
     numbers = torch.arange(EXAMPLES) % LABELS
@@ -51,7 +51,7 @@ def make_run(directory: Path) -> None:
 
 
 def near(places: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Keys about as far from their place as a sentence from its intent."""
+    """Draw keys about as far from their place as a sentence is from its intent."""
     noise = torch.randn(places.shape, generator=generator) / DIM**0.5
     return torch.nn.functional.normalize(places + noise, dim=1)
 
@@ -76,7 +76,7 @@ class Server:
 @contextlib.contextmanager
 def served(run: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "mbpa.cli", "serve", str(run), "--port", "0"]
-    # In a session of its own: an interrupt of the client is not one of the server.
+    # In a session of its own, so that an interrupt of the client does not reach the server.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:
@@ -90,7 +90,7 @@ def served(run: Path) -> Iterator[Server]:
         try:
             process.wait(30)
         finally:
-            process.kill()  # if it has not ended by itself
+            process.kill()  # in case it has not ended by itself
             process.stdout.close()
 
 
@@ -98,7 +98,7 @@ def served(run: Path) -> Iterator[Server]:
 
 
 class Client:
-    """One connection, over which requests go one after the other."""
+    """One connection that sends requests one after the other."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -135,7 +135,7 @@ def predictions() -> list[bytes]:
 
 
 def lessons() -> Iterator[bytes]:
-    """Three examples of a label, again and again, of labels old and new."""
+    """Yield requests that each teach three examples of a label, old or new, endlessly."""
     generator = torch.Generator().manual_seed(2)
     for number in itertools.count():
         keys = torch.nn.functional.normalize(torch.randn(3, DIM, generator=generator), dim=1)
@@ -151,10 +151,10 @@ def _rounded(keys: torch.Tensor) -> list[list[float]]:
 
 @dataclass
 class Tally:
-    """What came of many requests."""
+    """The outcomes of many requests."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of those that were answered."""
+    """Latency of each answered request."""
     statuses: Counter[int] = field(default_factory=Counter)
     took: float = 0.0
     server_cpu: float = 0.0

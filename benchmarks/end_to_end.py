@@ -1,6 +1,6 @@
-"""Whole predictions: an adapted one against the kernel vote, and a stream of words.
+"""Complete predictions: adaptation against the kernel vote, and a stream of words.
 
-Supports the claim that adapting costs little more than looking things up.
+Supports the claim that adapting costs little more than retrieving neighbours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.timing import seconds
 
 
 def measure_prediction(batch: int, device: torch.device, budget: float) -> dict[str, Any]:
-    """C 200, D 512, K 50, T 10, N 20,000: milliseconds a batch."""
+    """Measure C 200, D 512, K 50, T 10, N 20,000, in milliseconds per batch."""
     torch.manual_seed(0)
     head = nn.Linear(512, 200).to(device)
     memory = mbpa.ExactMemory(20_000, 512, device=device)
@@ -48,7 +48,7 @@ def measure_prediction(batch: int, device: torch.device, budget: float) -> dict[
 
 
 def measure_stream(device: torch.device, block: int) -> dict[str, Any]:
-    """The words of the PTB test set, N 5,000, K 256, T 1, states given: seconds for all."""
+    """Measure all words of the PTB test set, N 5,000, K 256, T 1, states given, in seconds."""
     words, source = _words()
     classes, size = 10_000, 268
     generator = torch.Generator().manual_seed(0)
@@ -94,7 +94,7 @@ def _words() -> tuple[Tensor, str]:
 
 
 def _states(vectors: Tensor, words: Tensor) -> Tensor:
-    """Stand-ins for a network's states: running means of random word vectors."""
+    """Return stand-ins for a network's states: running means of random word vectors."""
     state, states = torch.zeros(vectors.shape[1]), []
     for vector in vectors[words[:-1]]:
         state = 0.6 * state + 0.4 * vector

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.journal`: what a durable call costs, on the disk of a folder.
+"""`python -m benchmarks.journal`: the cost of a durable call on the disk of a folder.
 
-Decides how large calls should be, and that what is forgotten is overwritten and not deleted. A call
-is done when its bytes are flushed, so that this measures the disk more than the program.
+Decides how large calls should be, and that forgotten examples are overwritten rather than deleted.
+A call is done when its bytes are flushed, so this measures the disk more than the program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES = {
     "100 texts and their keys": [("label", TEXT, KEY)] * 100,
 }
 MANY = 15_000
-DATABASES, ROWS = 20, 3_000  # in which rows are deleted
+DATABASES, ROWS = 20, 3_000  # databases in which rows are deleted, and rows per database
 
 
 def main() -> int:
@@ -78,7 +78,7 @@ def measured(folder: Path, seconds: float) -> dict[str, Any]:
 
 
 def flushing(path: Path, seconds: float) -> float:
-    """What the disk needs for one page and a flush, in milliseconds; the median."""
+    """Return the median time to write and flush one page, in milliseconds."""
     with path.open("wb", buffering=0) as file:
 
         def flush() -> None:
@@ -89,7 +89,7 @@ def flushing(path: Path, seconds: float) -> float:
 
 
 def left_behind(path: Path, seed: int) -> int:
-    """Texts that can be read from a database after SQLite, told to zero them, deleted them."""
+    """Count the deleted texts still readable in a database, despite SQLite's `secure_delete`."""
     draw, live = random.Random(seed), {}
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
         for setting in ("secure_delete = ON", "journal_mode = MEMORY", "synchronous = OFF"):
@@ -111,7 +111,7 @@ def left_behind(path: Path, seed: int) -> int:
 def _repeated(call: Any, seconds: float) -> dict[str, float]:
     took: list[float] = []
     end = time.perf_counter() + seconds
-    while not took or (time.perf_counter() < end and len(took) < MANY // 3):  # of which some stay
+    while not took or (time.perf_counter() < end and len(took) < MANY // 3):  # keeps some examples
         start = time.perf_counter()
         call()
         took.append(time.perf_counter() - start)
@@ -119,7 +119,7 @@ def _repeated(call: Any, seconds: float) -> dict[str, float]:
 
 
 def refreshed(page: str, report: dict[str, Any]) -> str:
-    """The document with what the results say."""
+    """Return the document with its table rebuilt from the results."""
     return replaced(page, NAME, table(report))
 
 

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.mislabelled`: who finds the wrong labels of a memory?
+"""`python -m benchmarks.mislabelled`: which method finds the wrong labels in a memory?
 
-Decides whom the explorer asks about examples that may be mislabelled. A share of the labels of
-Banking77 is replaced, and three ways to doubt a label are compared by the average precision with
-which they list the replaced ones: the vote of the nearest others, the head adapted to the memory
-without the example, and the head alone, both trained with the wrong labels.
+Decides how the explorer finds examples that may be mislabelled. A share of the labels of Banking77
+is replaced. Three methods rank the labels by doubt and are compared by average precision: the vote
+of the nearest other examples, the head adapted to the memory without the example, and the head
+alone. Both heads are trained with the wrong labels.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from mbpa.serve import teaching, training
 from mbpa.serve.journal import Example
 
 NAME = "mislabelled"
-SHARE = 0.05  # of the labels
-NEAR = 10  # nearest examples with another label, of which one gives its own
+SHARE = 0.05  # share of the labels that are replaced
+NEAR = 10  # nearest examples with another label, one of which provides the wrong label
 DRAWS = 5
-FIRST = 100  # of the list
+FIRST = 100  # length of the beginning of the list that is reported
 VOTE, ADAPTED, HEAD = "vote", "adapted head, left out", "head alone"
 
 
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def embedded(cache: Path) -> tuple[Tensor, Tensor]:
-    """Keys and labels."""
+    """Return the keys and labels."""
     sentences = data.banking77().train
     encoder = text.encoder()
     with tqdm(total=len(sentences.texts), desc="embedding", file=sys.stderr) as bar:
@@ -98,7 +98,7 @@ KINDS: dict[str, Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]] = 
 }
 
 
-# Who doubts them
+# Methods that doubt labels
 
 
 def compared(
@@ -107,7 +107,7 @@ def compared(
     plant: Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor],
     seed: int,
 ) -> dict[str, dict[str, float]]:
-    """How well each way finds the labels that were replaced."""
+    """Return how well each method finds the replaced labels."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.randperm(len(keys), generator=generator)[: round(SHARE * len(keys))]
     given = labels.clone()
@@ -130,13 +130,13 @@ def compared(
 
 
 def average_precision(hits: Tensor) -> float:
-    """The mean, over what was to be found, of the precision of the list down to it."""
+    """Return the mean, over all hits, of the precision of the list down to that hit."""
     ranks = hits.nonzero()[:, 0] + 1
     return float((torch.arange(1, len(ranks) + 1) / ranks).mean())
 
 
 def doubts_of_the_vote(keys: Tensor, given: Tensor, seed: int) -> Tensor:
-    """As the page asks."""
+    """Return the doubts as the explorer's page computes them."""
     examples = [Example(i + 1, str(label), None, None) for i, label in enumerate(given.tolist())]
     opinions = review.votes(examples, keys, most=len(examples))
     return torch.tensor([each.doubt for each in opinions])
@@ -157,7 +157,7 @@ def doubts_of_the_head(keys: Tensor, given: Tensor, seed: int) -> Tensor:
 
 
 def trained(keys: Tensor, given: Tensor, seed: int) -> nn.Linear:
-    """As `mbpa teach` trains it, with the wrong labels."""
+    """Train a head as `mbpa teach` does, with the wrong labels."""
     held = training.held_out(given, torch.Generator().manual_seed(seed))
     classes = int(given.max()) + 1
     return training.trained_head(
@@ -166,7 +166,7 @@ def trained(keys: Tensor, given: Tensor, seed: int) -> nn.Linear:
 
 
 def doubts(logs: Tensor, given: Tensor) -> Tensor:
-    """By how much another label is more probable than the given one, as `Opinion.doubt`."""
+    """Return how much more probable another label is than the given one, as `Opinion.doubt`."""
     own = logs.exp().gather(1, given[:, None])[:, 0]
     best, label = logs.exp().max(1)
     return torch.where(label == given, -own, best - own)
@@ -183,7 +183,7 @@ DOUBTS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 
 
 def refreshed(page: str, report: dict[str, Any]) -> str:
-    """The document with the table that the results make."""
+    """Return the document with its table rebuilt from the results."""
     return replaced(page, NAME, table(report))
 
 

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.new_labels`: how well a served run answers with labels it was just taught.
+"""`python -m benchmarks.new_labels`: the accuracy of a served run on labels it was just taught.
 
-Decides how `mbpa teach` rehearses and what it may choose from. The splits are those of the
-experiment on new intents: known intents go through `teach` and into a run directory, three examples
-of each new one through `Classifier.learn`, and test sentences through `Classifier.predict`.
+Decides how `mbpa teach` rehearses and which settings it may choose from. The splits are those of
+the experiment on new intents. Known intents go through `teach` into a run directory, three examples
+of each new intent through `Classifier.learn`, and test sentences through `Classifier.predict`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mbpa.serve.labelled_texts import Spreadsheet
 
 NAME = "new labels"
 SHOTS = 3
-AT_ONCE = 256  # queries a call
+AT_ONCE = 256  # queries per call
 COLUMNS = {"novel": "new", "pre-trained": "old", "all": "all"}
 
 
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def measured(task: Task, encoder: text.TextEncoder, cache: Path, run: Path) -> dict[str, Any]:
-    """Accuracies in percent, before the new intents are taught and after, and what was chosen."""
+    """Return accuracies in percent before and after teaching the new intents, and the settings."""
     known = task.known
     labels = tuple(task.names[label] for label in known.labels.tolist())
     data = Spreadsheet(known.texts, labels, len(known), 0)
@@ -87,14 +87,14 @@ def measured(task: Task, encoder: text.TextEncoder, cache: Path, run: Path) -> d
 
 
 def chosen(taught: teaching.Taught) -> dict[str, Any]:
-    """By the rehearsal."""
+    """Return the settings chosen by the rehearsal."""
     rows = taught.rows
     told = {} if rows is None else {"scale": rows.scale, "offset": rows.offset}
     return {"predictor": repr(taught.predictor), **told}
 
 
 def accuracies(classifier: Classifier, task: Task) -> dict[str, float]:
-    """Where it always answers."""
+    """Return accuracies in percent when the classifier never abstains."""
     right = []
     for rows in torch.arange(len(task.scored)).split(AT_ONCE):
         asked = task.scored.chosen(rows)
@@ -112,7 +112,7 @@ def accuracies(classifier: Classifier, task: Task) -> dict[str, float]:
 
 
 def refreshed(page: str, report: dict[str, Any]) -> str:
-    """The document with the table that the results make."""
+    """Return the document with its table rebuilt from the results."""
     return replaced(page, NAME, table(report))
 
 

@@ -1,4 +1,4 @@
-"""The autograd loop of the tests, which is what everything is compared with."""
+"""The autograd loop of the tests, against which everything is compared."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report`: tables of the documentation, and growth curves as a figure."""
+"""`python -m benchmarks.report`: write the tables of the documentation, and plot growth curves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def reports(folder: Path) -> dict[str, dict[str, Any]]:
-    """What was measured, by device."""
+    """Read the measurements, by device."""
     found = (folder / f"{device}.json" for device in ("cpu", "cuda"))
     return {path.stem: json.loads(path.read_text()) for path in found if path.exists()}
 
@@ -53,7 +53,7 @@ def adaptation_table(results: list[dict[str, Any]], with_limit: bool) -> str:
 
 
 def described(result: dict[str, Any]) -> str:
-    """The case in numbers."""
+    """Describe a case by its sizes."""
     *sizes, classes = result["sizes"]
     rule, _, settings = result["rule"].partition("(")
     steps = re.search(r"steps=(\d+)", settings)
@@ -64,14 +64,14 @@ def described(result: dict[str, Any]) -> str:
 
 
 def _rounded(number: float) -> str:
-    """Three digits, or two where they would be thousandths."""
+    """Format a number to three significant digits, or two if it is below 1."""
     if number >= 100:
         return f"{float(f'{number:.3g}'):,.0f}"
     return f"{number:.3g}" if number >= 1 else f"{number:.2g}"
 
 
 def refresh(page: str, reports: dict[str, dict[str, Any]]) -> str:
-    """A document with the tables that the results make today, each between its two markers."""
+    """Return the document with each table between its two markers rebuilt from the results."""
     for device, report in reports.items():
         table = adaptation_table(report["parts"]["adaptation"], device == "cuda")
         begin, end = f"<!-- benchmarks: {device} -->\n", "<!-- end of benchmarks -->"

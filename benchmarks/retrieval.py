@@ -1,6 +1,6 @@
 """Exact retrieval: `Memory.read` against one matrix product and a top-k, and against the truth.
 
-Shows what exactness costs: at a large batch less than nothing, at a small one its calls.
+Shows the cost of exactness: a large batch is even faster, a small one pays for additional calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def some_keys(kind: str, count: int, size: int, device: torch.device, seed: int)
 def measure(
     kind: str, entries: int, size: int, k: int, batch: int, device: torch.device, budget: float
 ) -> dict[str, Any]:
-    """A read of float32 keys; milliseconds a batch."""
+    """Measure a read of float32 keys, in milliseconds per batch."""
     memory = mbpa.ExactMemory(entries, size, device=device)
     keys = some_keys(kind, entries, size, device, 1)
     memory.write(keys, torch.zeros(entries, dtype=torch.int64, device=device))
@@ -75,7 +75,7 @@ def measure(
 
 
 def recall_lost(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> float:
-    """The share of the true nearest, by Σ(h−q)² in float64, that was not found."""
+    """Return the share of the true nearest neighbours, by Σ(h−q)² in float64, not found."""
     lost = 0
     for row, query in zip(ids, queries, strict=True):
         best = torch.cat(
@@ -87,7 +87,7 @@ def recall_lost(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> float:
 
 
 def searched_again(memory: mbpa.Memory, queries: Tensor, k: int) -> float:
-    """The share of queries that the first search could not be sure of."""
+    """Return the share of queries for which the first search was not certain."""
     again, unsure_rows = 0, base.unsure_rows
 
     def counted(*arguments: Any) -> Tensor:
@@ -107,7 +107,7 @@ def searched_again(memory: mbpa.Memory, queries: Tensor, k: int) -> float:
 def measure_millions(
     kind: str, entries: int, size: int, device: torch.device, budget: float
 ) -> dict[str, Any]:
-    """Ten million float16 keys: writing when empty and when full, latencies, recall."""
+    """Measure float16 keys, millions of them: writing when empty and full, latencies, recall."""
     memory = mbpa.ExactMemory(entries, size, dtype=torch.float16, device=device)
     labels = torch.zeros(1 << 18, dtype=torch.int64, device=device)
     rates = []

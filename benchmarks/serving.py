@@ -1,8 +1,8 @@
-"""`python -m benchmarks.serving`: how many requests a service takes, and how long each waits.
+"""`python -m benchmarks.serving`: throughput and latency of the service.
 
 Decides: batch and queue sizes, what the model's thread may cost, whether teaching may be noticed.
-Server and client share this machine. The server is `mbpa serve` in a process of its own; the
-clients are coroutines here that send prepared bytes, so that they cost as little as can be.
+Server and clients share this machine. The server is `mbpa serve` in a process of its own. The
+clients are coroutines here that send prepared bytes, so that they cost as little as possible.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from benchmarks.serving_tables import refreshed
 from benchmarks.tables import write
 from mbpa.serve.classifier import Classifier
 
-LESSONS = 10  # a second, while it is taught at a steady pace
-PREPARED = 500  # different lessons
-SAMPLES = 60  # of a soak
-ASKING = 4  # clients that ask meanwhile
-KEPT = 1000  # examples, of which half are forgotten when there are more
+LESSONS = 10  # per second, during steady teaching
+PREPARED = 500  # distinct lessons
+SAMPLES = 60  # per soak
+ASKING = 4  # clients that query during a soak
+KEPT = 1000  # examples; if there are more, half as many are forgotten
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def starting(run: Path) -> dict[str, float]:
-    """Seconds until a run with all its examples can answer, without the imports."""
+    """Measure the seconds to load a run with all its examples, without the imports."""
     start = time.perf_counter()
     with Classifier.load(run) as classifier:
         loaded = time.perf_counter() - start
@@ -94,7 +94,7 @@ async def measured(server: Server, seconds: float) -> dict[str, Any]:
         quiet = await closed_loop(server, bodies, clients, seconds)
         async with teaching(server, pause=1 / LESSONS) as taught:
             busy = await closed_loop(server, bodies, clients, seconds)
-        again = await closed_loop(server, bodies, clients, seconds)  # idle, on both sides of it
+        again = await closed_loop(server, bodies, clients, seconds)  # idle, before and after
         quiet.seconds += again.seconds
         quiet.statuses += again.statuses
         quiet.took += again.took
@@ -121,7 +121,7 @@ async def measured(server: Server, seconds: float) -> dict[str, Any]:
 
 
 async def closed_loop(server: Server, bodies: list[bytes], clients: int, seconds: float) -> Tally:
-    """Clients that each wait for an answer before they ask again."""
+    """Run clients that each wait for a response before they send again."""
     tally, end = Tally(), time.perf_counter() + seconds
 
     async def one(offset: int) -> None:
@@ -140,8 +140,10 @@ async def closed_loop(server: Server, bodies: list[bytes], clients: int, seconds
 
 
 async def open_loop(server: Server, bodies: list[bytes], rate: float, seconds: float) -> Tally:
-    """Requests that come when they come, whatever became of those before; each waits for a free
-    one of very many connections."""
+    """Send requests at random times, independently of the responses to earlier ones.
+
+    Each waits for a free one of very many connections.
+    """
     tally, chance = Tally(), random.Random(0)
     free: asyncio.Queue[Client] = asyncio.Queue()
     async with contextlib.AsyncExitStack() as stack:
@@ -169,9 +171,10 @@ async def open_loop(server: Server, bodies: list[bytes], rate: float, seconds: f
 
 @contextlib.asynccontextmanager
 async def teaching(server: Server, pause: float) -> AsyncIterator[Tally]:
-    """Somebody who teaches meanwhile, one call after the other.
+    """Teach in the background, one call after the other.
 
-    What is taught is made beforehand: whoever asks shares this process, and would wait for it.
+    The lessons are prepared in advance: the querying clients share this process and would have to
+    wait.
     """
     tally, bodies = Tally(), itertools.cycle(list(itertools.islice(lessons(), PREPARED)))
 
@@ -196,7 +199,7 @@ async def teaching(server: Server, pause: float) -> AsyncIterator[Tally]:
 
 
 async def soaked(server: Server, run: Path, seconds: float) -> dict[str, Any]:
-    """Teach and forget without end while others ask, and look at what it holds."""
+    """Teach and forget continuously while other clients query; measure the server's resources."""
     samples: list[dict[str, float]] = []
     counts = Counter(lessons=0, taught=0, forgotten=0)
     start = time.perf_counter()
@@ -238,7 +241,7 @@ async def soaked(server: Server, run: Path, seconds: float) -> dict[str, Any]:
 
 
 async def _answered(client: Client, body: bytes) -> list[int]:
-    """The ids that are told, once it is not too busy."""
+    """Send a request, retrying while the server is too busy; return the ids in the response."""
     while True:
         status, answer = await client.send(body)
         if status == 200:

@@ -1,4 +1,4 @@
-"""What `benchmarks.serving` measured, as the document of the service tells it."""
+"""Tables of the results of `benchmarks.serving`, for the documentation of the service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAME = "serving"
 
 
 def refreshed(page: str, report: dict[str, Any]) -> str:
-    """The document with what the results say."""
+    """Return the document with its table rebuilt from the results."""
     lines = [_overload(report["overload"]), *([_soak(report["soak"])] if "soak" in report else [])]
     return replaced(page, NAME, "\n".join([table(report), *lines]) + "\n")
 

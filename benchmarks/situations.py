@@ -1,7 +1,8 @@
-"""Five kinds of keys, each with a head that has something to learn from a memory of them.
+"""Five kinds of keys, each with a head that can learn something from a memory of them.
 
-Embeddings of digits, pixels below an MLP, features of a ResNet, sentence embeddings of unit norm,
-states of an LSTM. For each: queries to choose settings on, queries to test on, their neighbours.
+Embeddings of digits, pixels as input of an MLP, features of a ResNet, sentence embeddings of unit
+norm, states of an LSTM. Each has queries for choosing settings, queries for testing, and their
+neighbours.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Questions:
 
 @dataclass(frozen=True, eq=False)
 class Situation:
-    """One head, and what it is asked."""
+    """One head with its validation and test queries."""
 
     head: nn.Module
     validation: Questions
@@ -50,13 +51,13 @@ class Situation:
 def asked(
     head: nn.Module, memory: mbpa.Memory, parts: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> Situation:
-    """A situation whose queries all find the same memory."""
+    """Return a situation in which all queries read the same memory."""
     found = [Questions(keys, answers, memory.read(keys, MOST_NEIGHBORS)) for keys, answers in parts]
     return Situation(head, *found)
 
 
 def embedded_digits(cache: Path) -> Iterator[Situation]:
-    """Of `mbpa demo`: five known digits, five new ones, after 100 examples of all ten."""
+    """Yield the digits of `mbpa demo`: five known, five new, after 100 examples of all ten."""
     settings = digits.DigitsConfig(examples=(100,))
     images = digits.load_images()
     for seed in range(4):
@@ -76,7 +77,7 @@ def embedded_digits(cache: Path) -> Iterator[Situation]:
 
 
 def pixels(cache: Path) -> Iterator[Situation]:
-    """Permuted MNIST: an MLP after five tasks in turn, with 1,000 examples of each remembered."""
+    """Yield Permuted MNIST: an MLP after five tasks in turn, with 1,000 examples of each stored."""
     tasks, examples, kept, scored = 5, 10_000, 1_000, 100
     images = data.mnist()
     rows, test = (part.images.flatten(1).float() / 255 for part in (images.train, images.test))
@@ -102,8 +103,8 @@ def pixels(cache: Path) -> Iterator[Situation]:
 
 
 def features(cache: Path) -> Iterator[Situation]:
-    """Of a small ResNet: ten known classes and ten new ones, early in an epoch of all of them."""
-    settings = replace(presets.QUICK, points=(0.1,), part="validation")  # else none are held out
+    """Yield features of a small ResNet: ten known and ten new classes, early in an epoch of all."""
+    settings = replace(presets.QUICK, points=(0.1,), part="validation")  # so that some are held out
     here = task.make_task(settings, _context(cache), seed=1)
     moment = next(iter(incremental.moments(here, settings, seed=1)))
     chosen = torch.randperm(len(here.test), generator=torch.Generator().manual_seed(0))[:1_000]
@@ -112,7 +113,7 @@ def features(cache: Path) -> Iterator[Situation]:
 
 
 def sentences(cache: Path) -> Iterator[Situation]:
-    """CLINC150: 100 known intents, 50 new ones with three examples each."""
+    """Yield CLINC150: 100 known intents, 50 new ones with three examples each."""
     from mbpa.encoders.text import embedded, encoder
 
     known, shots, scored = 100, 3, 1_000
@@ -139,7 +140,7 @@ def sentences(cache: Path) -> Iterator[Situation]:
 
 
 def states(cache: Path) -> Iterator[Situation]:
-    """Yield states of the language experiment's LSTM (preset quick), 2,000 words remembered."""
+    """Yield states of the language experiment's LSTM (preset quick), with 2,000 words stored."""
     settings, context = language.PRESETS["quick"], _context(cache)
     corpus = read_corpus(settings, context)
     model = trained(settings, corpus, context, seed=0)

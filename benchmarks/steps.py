@@ -1,8 +1,8 @@
-"""`python -m benchmarks.steps`: does `lr="auto"` do as well as a step size that was tuned?
+"""`python -m benchmarks.steps`: does `lr="auto"` do as well as a tuned step size?
 
-Supports the default of `mbpa.Adapted()`. On five kinds of keys the best fixed step is looked for on
-validation queries, a quarter of a decade apart, and compared with "auto" on test queries, all else
-being the default's. The constants of "auto" were chosen on the same validation queries.
+Supports the default of `mbpa.Adapted()`. For five kinds of keys, the best fixed step is searched on
+validation queries, in quarters of a decade, and compared with "auto" on test queries; all other
+settings are the defaults. The constants of "auto" were chosen on the same validation queries.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from experiments.language.passage import mixed, perplexity, solved_weights
 from mbpa.kernels import neighbor_weights
 from mbpa.memory.neighbors import TENSORS
 
-AT_ONCE = 64  # queries
-WATCHED = 30  # queries of a situation whose neighbours' loss is followed
+AT_ONCE = 64  # queries per call
+WATCHED = 30  # queries per situation for which the loss of the neighbours is traced
 QUARTER = 10**0.25
-PATIENCE = 3  # rates in a row that are worse, before the search ends
+PATIENCE = 3  # consecutive worse rates after which the search ends
 
 
 def main() -> int:
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--queries", type=int, default=1_000, help="of a situation, at most")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"torch": str(torch.__version__), "kinds": {}}
-    if arguments.out.exists():  # what is not asked for stays
+    if arguments.out.exists():  # keep results that are not measured this time
         report = json.loads(arguments.out.read_text("utf-8")) | {"torch": str(torch.__version__)}
     for kind in arguments.only:
         situations = [_fewer(each, arguments.queries) for each in KINDS[kind](arguments.cache)]
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def compared(kind: str, situations: Sequence[Situation], predictor: mbpa.Adapted) -> dict[str, Any]:
-    """The best fixed step against "auto", in percent of right answers or in perplexity."""
+    """Compare the best fixed step with "auto", by accuracy in percent or by perplexity."""
     is_language = kind == "LSTM states"
     measure: Callable[[list[Answers]], float] = _perplexity if is_language else _accuracy
     rule = predictor.rule
@@ -74,7 +74,7 @@ def compared(kind: str, situations: Sequence[Situation], predictor: mbpa.Adapted
     auto = {p: answered(situations, predictor, p) for p in parts}
     tried: dict[float, tuple[float, float]] = {}
 
-    def score(lr: float) -> tuple[float, float]:  # the lower the better; the loss decides ties
+    def score(lr: float) -> tuple[float, float]:  # lower is better; the loss breaks ties
         fixed = replace(predictor, rule=replace(rule, lr=lr))
         answers = answered(situations, fixed, "validation")
         tried[lr] = (measure(answers), _loss(answers))
@@ -113,7 +113,7 @@ def compared(kind: str, situations: Sequence[Situation], predictor: mbpa.Adapted
 
 
 Answers = tuple[Tensor, Tensor]
-"""Log-probability of the answers, and which were right."""
+"""Log-probability of each correct answer, and whether the prediction was right."""
 
 
 def answered(
@@ -133,7 +133,7 @@ def answered(
 
 
 def searched(score: Callable[[float], tuple[float, float]], first: float) -> float:
-    """From the first rate up and down, until it only gets worse."""
+    """Search from the first rate up and down until it only gets worse; return the best rate."""
     scores = {first: score(first)}
     for factor in (QUARTER, 1 / QUARTER):
         rate, worse = first, 0
@@ -146,7 +146,7 @@ def searched(score: Callable[[float], tuple[float, float]], first: float) -> flo
 
 
 def neighbors_loss(situations: Sequence[Situation], predictor: mbpa.Adapted) -> dict[str, float]:
-    """How often a step of "auto" raises the loss of the neighbours, and how often all steps do."""
+    """Return how often a step of "auto", or all steps together, raise the neighbours' loss."""
     total = rises = ends = 0
     for situation in situations:
         for query in range(min(WATCHED, len(situation.test.keys))):
@@ -161,7 +161,7 @@ def neighbors_loss(situations: Sequence[Situation], predictor: mbpa.Adapted) -> 
 def followed(
     situation: Situation, predictor: mbpa.Adapted, neighbors: mbpa.Neighbors
 ) -> list[float]:
-    """The weighted loss of one query's neighbours, before and after each step."""
+    """Return the weighted loss of one query's neighbours, before and after each step."""
     (rate,) = rates_of(situation, predictor, neighbors)
     head = copy.deepcopy(situation.head)
     keys, values = neighbors.keys[0], neighbors.values[0]
@@ -180,7 +180,7 @@ def followed(
 def rates_of(
     situation: Situation, predictor: mbpa.Adapted, neighbors: mbpa.Neighbors
 ) -> list[float]:
-    """What "auto" comes to for these queries."""
+    """Return the step sizes that "auto" chooses for these queries."""
     from mbpa.adaptation import Problem
     from mbpa.adaptation.step_size import settled
 
@@ -235,18 +235,18 @@ def _perplexity(answers: list[Answers]) -> float:
 
 
 def _mixed(own: dict[str, list[Answers]], validation: list[Answers], test: list[Answers]) -> float:
-    """Perplexity, with the weight that is best on validation."""
+    """Return the perplexity of a mixture, with the weight that is best on validation."""
     weights = solved_weights(torch.stack([_logs(own["validation"]), _logs(validation)]))
     return perplexity(mixed(torch.stack([_logs(own["test"]), _logs(test)]), weights))
 
 
 def refreshed(page: str, report: dict[str, Any]) -> str:
-    """A document with the table that the results make."""
+    """Return the document with its table rebuilt from the results."""
     return tables.replaced(page, "steps", table(report))
 
 
 def table(report: dict[str, Any]) -> str:
-    """Of the comparisons, those with most steps first."""
+    """Return a table of the comparisons, those with the most steps first."""
     head = ["keys", "steps", "queries", "head alone", "fixed step, tuned", '"auto"', "tuned lr"]
     head += ['median rate of "auto"', "neighbours' loss rose"]
     rows = [head]
@@ -266,7 +266,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def line(kind: str, steps: int, found: dict[str, Any]) -> str:
-    """A comparison in one line."""
+    """Return a comparison in one line."""
     names = "parametric", "auto", "tuned"
     told = "  ".join(f"{name} {found[name]:.2f}" for name in names)
     return (

@@ -11,7 +11,7 @@ END = "<!-- end of benchmarks -->"
 
 
 def replaced(page: str, name: str, content: str) -> str:
-    """A document with this between `<!-- benchmarks: name -->` and the end of benchmarks."""
+    """Return the document with `content` between `<!-- benchmarks: name -->` and the end marker."""
     begin = f"<!-- benchmarks: {name} -->\n"
     before, found, rest = page.partition(begin)
     if not found or END not in rest:
@@ -20,7 +20,7 @@ def replaced(page: str, name: str, content: str) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The first row is the head; all columns but the first hold numbers."""
+    """Format a Markdown table: the first row is the head; all columns but the first are numbers."""
     head, *others = rows
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *others]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
@@ -32,7 +32,7 @@ def write(
     document: Path,
     refreshed: Callable[[str, dict[str, Any]], str],
 ) -> None:
-    """Keep a report, and bring the document that shows it up to date."""
+    """Write a report, and update the document that shows it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     document.write_text(refreshed(document.read_text("utf-8"), report), "utf-8")

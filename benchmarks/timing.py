@@ -1,4 +1,4 @@
-"""Timing in one process: what is compared takes turns, and the median of many turns counts."""
+"""Timing in one process: the candidates take turns, and the median over many turns counts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Work = Callable[[], object]
 
 
 def seconds(works: Mapping[str, Work], device: torch.device, budget: float) -> dict[str, float]:
-    """The median time of each, taking turns until each has had `budget` seconds, or 5 turns.
+    """Return the median time of each candidate; they take turns.
 
-    On a GPU by events; each turn follows another's, so that what it reads is not in the cache.
+    Each gets at least `budget` seconds and 5 turns, within limits on the total. GPU times come from
+    events. Turns alternate between candidates, so that inputs are not in the cache.
     """
     took: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():

@@ -1,7 +1,7 @@
-"""The experiments and the frame they run in; nothing else in mbpa imports these.
+"""The experiments and the framework they run in. Nothing in `mbpa` imports this package.
 
-One readable file an experiment. `EXPERIMENTS` says where each is, so that naming them all costs
-nothing; `experiment.find` imports one.
+Each experiment reads top to bottom. `EXPERIMENTS` says where each one is defined, so that listing
+them imports nothing; `experiment.find` imports one.
 """
 
 EXPERIMENTS: dict[str, str] = {
@@ -14,4 +14,4 @@ EXPERIMENTS: dict[str, str] = {
     "language": "experiments.language:EXPERIMENT",
     "new-intents": "experiments.intents:EXPERIMENT",
 }
-"""Module and attribute, by name, in the order of the paper; then our own."""
+"""Module and attribute by experiment name: those of the paper in its order, then our own."""

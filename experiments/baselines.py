@@ -1,8 +1,8 @@
-"""How networks learn a stream of tasks: plainly, or in one of the ways not to forget.
+"""Ways to train networks on a stream of tasks: plainly, or with a defence against forgetting.
 
-A learner holds a stack of networks (`nets.Stack`) and takes one step of Adam on every batch; what
-it does besides is all that distinguishes it. What is in the buffers is decided outside, so that
-every method, ours included, stores the very same examples.
+A learner holds a stack of networks (`networks.Stack`) and takes one Adam step per batch. Learners
+differ only in what they do besides. The contents of the buffers are decided elsewhere, so that
+every method, ours included, stores exactly the same examples.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from experiments.networks import Parameters, Stack, cross_entropies
 
 
 class Learner:
-    """Plain training: each batch once, nothing kept.
+    """Plain training: each batch is seen once and nothing is stored.
 
     Args:
-        stack: networks, trained in place.
-        lr: of Adam.
+        stack: the networks, trained in place.
+        lr: learning rate of Adam.
     """
 
     def __init__(self, stack: Stack, lr: float) -> None:
@@ -32,8 +32,8 @@ class Learner:
         self.optimizer = torch.optim.Adam(stack.params, lr=lr, fused=True)
 
     def learn(self, inputs: Float[Tensor, "S B I"], labels: Int[Tensor, "S B"]) -> None:
-        """One step on a batch a network."""
-        # A sum over networks: each one's gradient is that of its own loss.
+        """Take one step on one batch per network."""
+        # The loss is a sum over networks, so each network's gradient is that of its own loss.
         gradients = torch.autograd.grad(self._losses(inputs, labels).sum(), self.stack.params)
         self._step(list(gradients))
 
@@ -44,13 +44,13 @@ class Learner:
 
     def _step(self, gradients: Parameters) -> None:
         for param, gradient in zip(self.stack.params, gradients, strict=True):
-            param.grad = gradient.contiguous()  # fused Adam takes nothing else, and does not say
+            param.grad = gradient.contiguous()  # fused Adam silently requires contiguous gradients
         self.optimizer.step()
 
-    # What a checkpoint holds
+    # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors from which `restore` makes this learner again."""
+        """Return the tensors from which `restore` rebuilds this learner."""
         tensors = {f"param.{i}": p.detach() for i, p in enumerate(self.stack.params)}
         for i, param in enumerate(self.stack.params):
             for name, value in self.optimizer.state[param].items():
@@ -58,7 +58,7 @@ class Learner:
         return tensors | {f"own.{name}": tensor for name, tensor in self._own().items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from where `state` was taken."""
+        """Continue from the point at which `state` was called."""
         with torch.no_grad():
             for i, param in enumerate(self.stack.params):
                 param.copy_(tensors[f"param.{i}"])
@@ -83,11 +83,11 @@ class EWC(Learner):
     """Elastic weight consolidation (Kirkpatrick et al. 2017): `½ λ Σ_t Σ_i F_ti (θ_i − θ*_ti)²`.
 
     F_t is the diagonal of the true Fisher information at the end of task t, with labels drawn from
-    the network's own predictions. The sum over tasks of such parabolas is one parabola, so two
-    tensors hold all tasks, exactly: `A = Σ F_t` and `B = Σ F_t θ*_t`, with slope `λ (A θ − B)`.
+    the network's own predictions. A sum of parabolas is itself a parabola, so two tensors represent
+    all tasks exactly: `A = Σ F_t` and `B = Σ F_t θ*_t`, with gradient `λ (A θ − B)`.
 
     Args:
-        strength: λ of each network.
+        strength: λ, one value per network.
     """
 
     def __init__(self, stack: Stack, lr: float, strength: Float[Tensor, "S"]) -> None:
@@ -108,7 +108,9 @@ class EWC(Learner):
             )
 
     def consolidate(self, inputs: Float[Tensor, "S N I"], uniform: Float[Tensor, "S N"]) -> None:
-        """A task is over: these are examples of it, and random numbers to draw labels by."""
+        """Finish a task, given examples of it and one random number per example to draw labels
+        with.
+        """
         with torch.no_grad():
             fisher = diagonal_fisher(self.stack, inputs, uniform)
             for i, param in enumerate(self.stack.params):
@@ -128,10 +130,11 @@ class EWC(Learner):
 def diagonal_fisher(
     stack: Stack, inputs: Float[Tensor, "S N I"], uniform: Float[Tensor, "S N"]
 ) -> Parameters:
-    """`F_i = E_x E_y~p(y|x) (∂ log p(y|x) / ∂θ_i)²`, one y drawn for each x, by a number in [0, 1).
+    """Return `F_i = E_x E_y~p(y|x) (∂ log p(y|x) / ∂θ_i)²`, with one y drawn per x by a number in
+    [0, 1).
 
-    The gradient of an example by a layer's weights is `x δᵀ`, so its squares are `x² (δ²)ᵀ` and
-    their mean is one product; no example's gradient is ever built.
+    The gradient of one example with respect to a layer's weights is `x δᵀ`. Its squares are `x²
+    (δ²)ᵀ`, and their mean is a single matrix product, so no per-example gradient is ever built.
     """
     outputs = stack.layers(inputs)
     shares = outputs[-1].softmax(-1)
@@ -150,19 +153,19 @@ def diagonal_fisher(
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples from the buffers, one row a network."""
+    """Examples from the buffers, one row per network."""
 
     inputs: Float[Tensor, "S B I"]
     labels: Int[Tensor, "S B"]
     logits: Float[Tensor, "S B C"] | None = None
-    """What the network said when they were stored, where a method asks for that."""
+    """The network's outputs when the examples were stored, for methods that use them."""
 
 
 class Rehearsing(Learner):
-    """A learner that is handed examples from its buffer with every batch."""
+    """A learner that receives examples from its buffer with every batch."""
 
     batches = 1
-    """How many it wants, independent of one another."""
+    """Number of independent buffer batches needed per step."""
 
     def rehearse(
         self,
@@ -170,7 +173,7 @@ class Rehearsing(Learner):
         labels: Int[Tensor, "S B"],
         stored: tuple[Batch, ...],
     ) -> None:
-        """One step on a batch and on what is stored."""
+        """Take one step on a new batch and on stored examples."""
         loss = self._losses(inputs, labels) + self._rehearsed(stored)
         self._step(list(torch.autograd.grad(loss.sum(), self.stack.params)))
 
@@ -179,20 +182,20 @@ class Rehearsing(Learner):
 
 
 class Replay(Rehearsing):
-    """Experience replay: the loss on a batch from the buffer counts as much as the new one's."""
+    """Experience replay: the loss on a buffer batch is added to the loss on the new batch."""
 
     def _rehearsed(self, stored: tuple[Batch, ...]) -> Float[Tensor, "S"]:
         return cross_entropies(self.stack(stored[0].inputs), stored[0].labels)
 
 
 class DERPlusPlus(Rehearsing):
-    """Dark experience replay ++ (Buzzega et al. 2020): `α ‖z − z_stored‖² + β CE`, each on a batch
-    of its own, with the logits as they were when the example was stored.
+    """Dark experience replay ++ (Buzzega et al. 2020): `α ‖z − z_stored‖² + β CE`, where each term
+    has a batch of its own and z_stored are the logits at the time the example was stored.
 
     Args:
-        alpha: of each network, weight of the squared distance of logits, a mean over batch and
-            classes.
-        beta: weight of the labels.
+        alpha: weight of the squared distance between logits, averaged over batch and classes; one
+            value per network.
+        beta: weight of the cross-entropy of the labels, one value per network.
     """
 
     batches = 2
@@ -205,17 +208,17 @@ class DERPlusPlus(Rehearsing):
 
     def _rehearsed(self, stored: tuple[Batch, ...]) -> Float[Tensor, "S"]:
         first, second = stored
-        assert first.logits is not None  # buffers of this learner keep them
+        assert first.logits is not None  # the buffers of this learner store logits
         apart = (self.stack(first.inputs) - first.logits).square().mean((1, 2))
         right = cross_entropies(self.stack(second.inputs), second.labels)
         return self.alpha * apart + self.beta * right
 
 
 class AGEM(Rehearsing):
-    """Averaged gradient episodic memory (Chaudhry et al. 2019): a gradient that would raise the
-    loss on a batch from the buffer loses the part that does:
+    """Averaged gradient episodic memory (Chaudhry et al. 2019): if a gradient would raise the loss
+    on a buffer batch, its component that does so is removed:
 
-        g ← g − (g·r / r·r) r   where g·r < 0,   r the gradient on the buffer's batch
+        g ← g − (g·r / r·r) r   where g·r < 0 and r is the gradient on the buffer batch
     """
 
     def rehearse(
@@ -231,7 +234,7 @@ class AGEM(Rehearsing):
 
 
 def projected(gradients: Parameters, reference: Parameters) -> Parameters:
-    """Each network's gradient, without what points against its reference."""
+    """Return each network's gradient without its component against the reference gradient."""
     dot = sum((g * r).flatten(1).sum(1) for g, r in zip(gradients, reference, strict=True))
     square = sum(r.flatten(1).square().sum(1) for r in reference)
     assert isinstance(dot, Tensor)
@@ -242,5 +245,5 @@ def projected(gradients: Parameters, reference: Parameters) -> Parameters:
 
 
 def like(each: Float[Tensor, "S"], params: Float[Tensor, "S ..."]) -> Float[Tensor, "S ..."]:
-    """A number a network, in a shape to multiply its parameters with."""
+    """Reshape one number per network so that it broadcasts over the parameters."""
     return each.view(-1, *(1,) * (params.ndim - 1))

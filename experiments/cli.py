@@ -53,7 +53,7 @@ class List(Command):
 
 @dataclass(frozen=True)
 class Options:
-    """Options of every experiment."""
+    """Options shared by all experiments."""
 
     preset: str = "quick"
     """Named settings, which are the defaults of the options below: smoke, quick, paper, or another
@@ -67,15 +67,15 @@ class Options:
     progress: bool = True
     """Show a progress bar on standard error."""
     again: bool = False
-    """Compute results again that exist already, and replace them."""
+    """Recompute and replace results that already exist."""
 
 
 @dataclass(frozen=True)
 class SearchOptions(Options):
-    """Options of every search."""
+    """Options shared by all searches."""
 
     adopt: bool = False
-    """Make the chosen settings those of the preset, in experiments/tuned.json."""
+    """Adopt the chosen settings for the preset by writing them to experiments/tuned.json."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Run(Command):
     options: ClassVar[type[Options]] = Options
 
     name: tyro.conf.Positional[str]
-    """The experiment."""
+    """Name of the experiment."""
     general: tyro.conf.OmitArgPrefixes[Options] = Options()
     settings: tyro.conf.Suppress[Any] = None
     """The experiment's config; by default the preset's."""
@@ -141,7 +141,7 @@ class Tune(Run):
         search = self._describe_run("tune")
         adopts = isinstance(self.general, SearchOptions) and self.general.adopt
         if adopts:
-            tuned_settings.adoptable(self.name, search.label)  # before a long search, not after it
+            tuned_settings.adoptable(self.name, search.label)  # before the long search
         (result,) = self._compute(search)
         print(f"\n{chosen([result]).as_text(_terminal_width())}")
         if adopts:
@@ -218,7 +218,7 @@ class Report(Command):
     presets: tuple[str, ...] = ()
     """Show the results of these presets only."""
     documents: tuple[Path, ...] = ()
-    """Update the tables and figures in these Markdown files instead of drawing a page."""
+    """Update the tables and figures in these Markdown files instead of writing an HTML page."""
     progress: bool = True
     """Show a progress bar on standard error."""
 
@@ -283,7 +283,7 @@ def parse(arguments: list[str]) -> Command:
 class _Parsed(Generic[General, Config]):
     """Everything that follows the name of an experiment."""
 
-    general: Annotated[General, tyro.conf.arg(name="")]  # flags of both without a prefix
+    general: Annotated[General, tyro.conf.arg(name="")]  # no prefix on the flags of either part
     experiment: Annotated[Config, tyro.conf.arg(name="")]
 
 

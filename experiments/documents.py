@@ -1,14 +1,14 @@
-"""Numbers in documents come from results, never from hands.
+"""Tables and figures in documents, generated from results and never edited by hand.
 
-Between these two lines stands whatever the results of a preset make of it, a table or a figure, by
-its title or name; `experiments report results --documents README.md docs/*.md` writes it anew:
+A block between these two lines shows a table (by title) or a figure (by name) made from the results
+of one preset. `experiments report results --documents README.md docs/*.md` rewrites all blocks:
 
     <!-- results: permuted-mnist paper: Accuracy after 20 tasks -->
     <!-- end of results -->
 
-A title may be followed by the rows to show, by their first cells: `TITLE | MLP | MbPA`. A figure is
-a PNG file in the folder `figures` beside the document, and carries a digest of the results it was
-drawn from and of the code that drew it, so that a test can tell whether it is of today's.
+A title may be followed by the rows to show, given by their first cells: `TITLE | MLP | MbPA`. A
+figure is a PNG file in the folder `figures` beside the document. It carries a digest of the results
+and of the code it was drawn with, so that a test can tell whether it is current.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _BLOCK = re.compile(
 )
 _MARKER = re.compile(r"^.*<!--[^\n]*results?\b[^\n]*$", re.MULTILINE)
 FIGURES = "figures"
-"""The folder of a document's figures, beside it."""
+"""Folder of a document's figures, beside the document."""
 DIGEST = "Source"
-"""The text field of a PNG file that says which results were drawn."""
+"""Text field of a PNG file that holds the digest of its sources."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document as it should be, and the figures that it shows."""
+    """The updated text of a document, and the figures that it shows."""
 
     text: str
     figures: dict[str, tuple[Figure, str]]
-    """By the name of the file; each with the digest of what it is made of."""
+    """Figures by file name, each with the digest of its sources."""
 
 
 def refreshed(text: str, results_folder: Path) -> Document:
-    """The document with the tables and figures that the results make today.
+    """Return the document with the tables and figures that the current results give.
 
     Raises:
-        ExperimentError: a block asks for what there is not, or a marker is not as it should be.
+        ExperimentError: a block names something that does not exist, or a marker is malformed.
     """
     markers = Counter(_MARKER.findall(text))
     for found in _BLOCK.finditer(text):
@@ -90,10 +90,10 @@ def refreshed(text: str, results_folder: Path) -> Document:
 
 
 def refresh(path: Path, results_folder: Path) -> bool:
-    """Bring a document and its figures up to date, and tell whether anything was not.
+    """Update a document and its figures, and return whether anything changed.
 
     Raises:
-        ExperimentError: as `refreshed`.
+        ExperimentError: as in `refreshed`.
         MissingExtraError: matplotlib is not installed.
     """
     before = path.read_text("utf-8")
@@ -112,14 +112,14 @@ def refresh(path: Path, results_folder: Path) -> bool:
 
 
 def digest(figure: Figure, results: Sequence[Result]) -> str:
-    """Of everything that it is made of: results, and the module that draws it."""
+    """Return a digest of everything a figure depends on: results, and the module that draws it."""
     told: list[object] = [[result.seed, result.config, result.metrics] for result in results]
     told.append(inspect.getsource(sys.modules[figure.draw.__module__]))
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def digest_in(path: Path) -> str | None:
-    """What a PNG file says it was drawn from; `None` if it says nothing or is not there."""
+    """Return the digest stored in a PNG file; `None` if it has none or does not exist."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def digest_in(path: Path) -> str | None:
 
 
 def markdown(table: Table) -> str:
-    """The table as GitHub shows it, with its note below."""
+    """Return the table as GitHub Markdown, with its note below."""
     rules = ["---:" if right else "---" for right in table.holds_numbers]
     rows = [[_escaped(cell) for cell in row] for row in (table.columns, *table.rows)]
     lines = ["| " + " | ".join(row) + " |" for row in (rows[0], rules, *rows[1:])]
@@ -137,7 +137,7 @@ def markdown(table: Table) -> str:
 
 
 def _escaped(cell: str) -> str:
-    """What would end the cell, or be taken for a tag, stands for itself; code does so anyhow."""
+    """Escape characters that would end the cell or start a tag; code is kept, except for pipes."""
     plain = re.sub(r"(`[^`]+`)|([<\\])", lambda found: found[1] or f"\\{found[2]}", cell)
     return plain.replace("|", r"\|")
 
@@ -159,7 +159,7 @@ def _found(sections: Sequence[Section], title: str) -> Table | Figure | None:
 
 
 def _with_rows(table: Table, names: Sequence[str]) -> Table:
-    """These rows alone, in the table's order; all if none is named."""
+    """Keep only the named rows, in the table's order; keep all if none is named."""
     known = [row[0] for row in table.rows]
     if strange := [name for name in names if name not in known]:
         raise ExperimentError(f"{table.title!r} has no row {strange[0]!r}: {', '.join(known)}")

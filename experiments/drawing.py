@@ -1,4 +1,4 @@
-"""What tables and figures of several experiments share: numbers over seeds, curves, panels."""
+"""Shared parts of tables and figures: numbers over seeds, curves, panels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over seeds."""
+    """One quantity measured over several seeds."""
 
     values: tuple[float, ...]
 
@@ -28,27 +28,27 @@ class Spread:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation; 0 of a single seed."""
+        """The standard deviation; 0 for a single seed."""
         return statistics.stdev(self.values) if self.values[1:] else 0.0
 
     def told(self, digits: int) -> str:
-        """As a table has it, with so many digits after the point."""
+        """Format as a table cell, with `digits` decimal places."""
         spread = f" ± {self.deviation:.{digits}f}" if self.values[1:] else ""
         return f"{self.mean:.{digits}f}{spread}"
 
 
 def told(spread: Spread | None, digits: int) -> str:
-    """As a table has it; nothing where nothing was measured."""
+    """Format as a table cell; empty if nothing was measured."""
     return "" if spread is None else spread.told(digits)
 
 
 def repetitions(count: int, kind: str) -> str:
-    """Of how many seeds, or splits, the numbers are."""
+    """Describe over how many seeds or splits the numbers were computed."""
     return f"one {kind}" if count == 1 else f"mean ± standard deviation of {count} {kind}s"
 
 
 def sentence(words: str) -> str:
-    """With a capital letter."""
+    """Return the words with an initial capital."""
     return words[:1].upper() + words[1:]
 
 
@@ -62,7 +62,7 @@ def curve(
     width: float = 1.8,
     marker: str = "",
 ) -> None:
-    """A line through the means, in a band of one standard deviation."""
+    """Draw a line through the means, with a band of one standard deviation."""
     low = [spread.mean - spread.deviation for spread in spreads]
     high = [spread.mean + spread.deviation for spread in spreads]
     panel.fill_between(across, low, high, color=color, alpha=0.15, linewidth=0)
@@ -79,7 +79,7 @@ def curve(
 
 
 def finish(panel: Axes, across: str, up: str = "", title: str = "") -> None:
-    """What every panel gets: words at its axes, a quiet grid, no box."""
+    """Style a panel: axis labels, title, a light grid, no box."""
     panel.set_xlabel(across)
     panel.set_ylabel(up)
     panel.set_title(title, fontsize=11, loc="left")
@@ -89,7 +89,7 @@ def finish(panel: Axes, across: str, up: str = "", title: str = "") -> None:
 
 
 def legend_below(canvas: matplotlib.figure.Figure, panel: Axes, columns: int = 6) -> None:
-    """One legend for all panels, under them, where it covers nothing."""
+    """Draw one legend for all panels below them, where it covers nothing."""
     handles, labels = panel.get_legend_handles_labels()
     canvas.legend(
         handles,

@@ -1,7 +1,7 @@
-"""The error that an experiment raises for its user."""
+"""The error that experiments report to their user."""
 
 from __future__ import annotations
 
 
 class ExperimentError(Exception):
-    """An experiment cannot be run or reported as asked; the message says what to do."""
+    """An experiment cannot be run or reported as requested; the message says what to do."""

@@ -1,8 +1,8 @@
-"""What an experiment is: named settings, a function that runs them, and how its results are shown.
+"""The definition of an experiment: named settings, a function that runs them, and its report.
 
 An experiment is a value, `EXPERIMENT`, in a module of its own; `experiments.EXPERIMENTS` says
-where. Its config is a frozen dataclass of plain fields, with the docstrings under the fields as
-help on the command line, and one of them is `seeds: tuple[int, ...]`.
+where. Its config is a frozen dataclass of plain fields, one of which is `seeds: tuple[int, ...]`.
+Docstrings under the fields are the help texts on the command line.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from experiments.workspace import Workspace
 
 Config = TypeVar("Config")
 BySeed = dict[int | None, list[Record]]
-"""Records of each seed; `None` where the seeds make one result together."""
+"""Records by seed; the key is `None` if all seeds together give one result."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a run is given besides its config."""
+    """Everything a run receives besides its config."""
 
     device: torch.device
     data_dir: Path | None
-    """Where the data sets are; `None`: where `experiments.data` looks by itself."""
+    """Directory of the data sets; `None` selects the default of `experiments.data`."""
     workspace: Workspace
     progress: bool = True
     cache: Path = Path("results") / ".cache"
-    """For what takes long to compute and serves many runs; can be deleted whenever nothing runs."""
+    """Directory for expensive results shared by many runs; may be deleted when nothing runs."""
 
     def bar(self, total: int, description: str, unit: str, initial: int = 0) -> tqdm:
-        """A progress bar on stderr, with the time that remains.
+        """Return a progress bar on stderr that shows the remaining time.
 
         Args:
-            initial: how much of the total an interrupted run has done already.
+            initial: how much of the total an interrupted run has already done.
         """
         return tqdm(
             total=total,
@@ -59,37 +59,41 @@ class Context:
 
 @dataclass(frozen=True)
 class Experiment(Generic[Config]):
-    """One experiment; the frame does the rest: flags, files, resuming, the report."""
+    """One experiment. The framework adds flags, files, resuming, and the report."""
 
     name: str
     summary: str
-    """A line."""
+    """One line that describes the experiment."""
     reproduces: str
-    """As in "paper, section 4.1, figure 3"."""
+    """The part of the paper it reproduces, such as "paper, section 4.1, figure 3"."""
     presets: Mapping[str, Config]
-    """`smoke`, `quick`, `paper`, from the cheapest to the most thorough."""
+    """Configs by name: `smoke`, `quick`, `paper`, from the cheapest to the most thorough."""
     run: Callable[[Config, Context], BySeed]
-    """Records for each of `config.seeds`; what one seed gives must not depend on the others.
+    """Compute the records of each of `config.seeds`; those of one seed must not depend on the
+    others.
 
-    To be resumable it saves to the workspace, and goes on from what it finds there; a run that was
-    interrupted must end with the records of one that was not.
+    To be resumable, the function saves to the workspace and continues from what it finds there. An
+    interrupted run must end with the same records as an uninterrupted one.
     """
     sections: Callable[[Sequence[Result]], list[Section]]
-    """What the report shows of the results of one preset, one result a seed."""
+    """Return the report sections for the results of one preset, one result per seed."""
     searched: Callable[[Config], Config] | None = None
-    """What a search runs with, given a preset: other seeds, other data, and what it is to choose as
-    it was before; so that its file says so, and is the same before and after."""
+    """Return the config that a search runs with, given a preset: other seeds and data, and the
+    fields to be chosen reset to their defaults. The file of the search then shows this config,
+    which is the same before and after the settings are adopted.
+    """
     tune: Callable[[Config, Context], BySeed] | None = None
-    """The search for hyper-parameters: records of what was tried, and for each field of the config
-    that was settled one with the name `chosen`, the field as `setting`, and its `value`."""
+    """Search for hyper-parameters. The records describe what was tried; each chosen field of the
+    config has one record named `chosen`, with the field as `setting`, and its `value`.
+    """
     of_the_search: tuple[str, ...] = ()
-    """Fields of the config on which a search depends and a run does not."""
+    """Fields of the config on which a search depends but a run does not."""
     search_sections: Callable[[Sequence[Result]], list[Section]] | None = None
-    """What the report shows of a search, after the table of what it chose."""
+    """Return the report sections of a search, shown after the table of the chosen settings."""
 
 
 def find(name: str) -> Experiment[Any]:
-    """The experiment of this name.
+    """Return the experiment of this name.
 
     Raises:
         ExperimentError: there is none.
@@ -104,7 +108,7 @@ def find(name: str) -> Experiment[Any]:
 
 
 def preset(experiment: Experiment[Config], name: str) -> Config:
-    """The experiment's config of this name.
+    """Return the experiment's config of this name.
 
     Raises:
         ExperimentError: there is none.

@@ -1,7 +1,7 @@
-"""What the result of an experiment depends on, as one digest of source code.
+"""Digest of the source code that the result of an experiment depends on.
 
-Work that was begun with other code is not resumed. Only the modules that an experiment imports,
-directly or through others, count: a change to the service does not discard a search.
+Work begun with different code is not resumed. Only the modules that an experiment imports, directly
+or indirectly, count: a change to the service does not discard a search.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ def _find_source(name: str) -> Path | None:
     """Return the file of a module; `None` if there is no such module."""
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # an attribute of a module, not a module
+    except ModuleNotFoundError:  # the name is that of an attribute, not of a module
         return None
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def _find_imports(tree: ast.AST) -> Iterator[str]:
-    """Yield the names of imported modules, of the packages around them, and of their attributes,
-    which may be modules as well."""
+    """Yield the names of imported modules, of the packages around them, and of imported attributes,
+    which may be modules as well.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

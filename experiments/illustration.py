@@ -1,9 +1,9 @@
 """Local fitting, illustrated: one-dimensional regression, after figure 2 of the paper.
 
-A small network is trained briefly on a few points, which are also written to a memory, and cannot
-explain all of them. Near a query, attention over the memory fits a constant to the neighbours;
-MbPA fits the network to them. The paper has a drawing; this has the same as numbers, too: the
-error of each at many inputs that nobody has seen, for several draws of the points.
+A small network is trained briefly on a few points and cannot explain all of them. The points are
+also written to a memory. Near a query, attention over the memory fits a constant to the neighbours,
+whereas MbPA fits the network to them. The paper has a drawing; this experiment also measures the
+error of each method at many unseen inputs, for several draws of the points.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from experiments.search import Grid, combinations
 from mbpa.device import use_one_thread
 
 LEFT, RIGHT = -2.0, 2.0
-"""Points and queries lie between these."""
+"""Range of points and queries."""
 TUNING_SEEDS = 1_000
-"""Added to the seeds when hyper-parameters are chosen: other points, other networks."""
+"""Added to the seeds when hyper-parameters are chosen, for other points and other networks."""
 
 
 @dataclass(frozen=True)
 class IllustrationConfig:
-    """Protocol and hyper-parameters; the latter were chosen by `experiments tune illustration`."""
+    """Protocol and hyper-parameters, the latter chosen by `experiments tune illustration`."""
 
     seeds: tuple[int, ...] = tuple(range(5))
-    """One repetition each: where the points lie, their noise, the initial weights."""
+    """Random seeds, one repetition each: positions of the points, noise, initial weights."""
     points: int = 24
-    """Seen in training, and written to the memory."""
+    """Number of training points, which are also written to the memory."""
     noise: float = 0.05
-    """Standard deviation, of the points only."""
+    """Standard deviation of the noise, added to the points only."""
     width: int = 32
-    """Of the network's hidden layer."""
+    """Width of the network's hidden layer."""
     training_steps: int = 100
-    """Few, so that the network explains some points and not others."""
+    """Number of training steps, so few that the network explains only some of the points."""
     training_lr: float = 1e-2
     attention_k: int = 8
     attention_bandwidth: float = 0.1
-    """Of the Gaussian kernel, here and below."""
+    """Bandwidth of the Gaussian kernel, here and below."""
     mbpa_k: int = 8
     mbpa_bandwidth: float = 0.1
     mbpa_lr: float = 0.05
     mbpa_steps: int = 100
     queries: int = 200
-    """Where the errors are measured, evenly spaced."""
+    """Number of evenly spaced inputs at which errors are measured."""
     figure_seed: int = 0
-    """Whose curves are kept, for the figure."""
+    """Seed whose curves are recorded for the figure."""
     figure_query: float = -1.15
-    """The query whose adapted network is drawn: here at the edge of a gap, as in the paper."""
+    """Query whose adapted network is drawn; by default at the edge of a gap, as in the paper."""
     figure_points: int = 121
-    """Of each curve."""
+    """Number of points per curve in the figure."""
 
     def __post_init__(self) -> None:
         if not self.seeds:
@@ -80,7 +80,7 @@ class IllustrationConfig:
             )
 
     def predictors(self) -> dict[str, mbpa.Predictor]:
-        """The methods that are compared."""
+        """Return the methods to compare, by name."""
         rule = mbpa.Gradient(lr=self.mbpa_lr, steps=self.mbpa_steps)
         around = mbpa.gaussian(self.attention_bandwidth)
         return {
@@ -91,13 +91,13 @@ class IllustrationConfig:
 
 
 def true_function(x: Float[Tensor, "N 1"]) -> Float[Tensor, "N 1"]:
-    """What is to be learnt."""
+    """Return the function to be learnt."""
     return torch.sin(2.5 * x) + 0.5 * x * torch.cos(5 * x)
 
 
 @use_one_thread()
 def run(config: IllustrationConfig, context: Context) -> BySeed:
-    """All repetitions; the same config gives the same records on the same device."""
+    """Run all repetitions; the same config gives the same records on the same device."""
     kept = context.workspace.load("records")
     records: BySeed = dict(kept["by_seed"]) if kept else {}
     with context.bar(len(config.seeds), "fitting", "seeds", initial=len(records)) as bar:
@@ -111,7 +111,7 @@ def run(config: IllustrationConfig, context: Context) -> BySeed:
 
 @use_one_thread()
 def tune(config: IllustrationConfig, context: Context) -> BySeed:
-    """Score every setting of the grids at other points than `run` will see; the best of each."""
+    """Score every setting of the grids at other points than those of `run`, and choose the best."""
     seeds = tuple(seed + TUNING_SEEDS for seed in config.seeds)
     scenes = [_Scene.drawn(config, seed, context.device) for seed in seeds]
     kept = context.workspace.load("errors")
@@ -150,7 +150,7 @@ GRIDS: dict[str, Grid] = {
         "mbpa_steps": (10, 100),  # three times as many gain one percent
     },
 }
-"""What `tune` tries, by the names of the config's fields."""
+"""Values that `tune` tries, by field of the config."""
 
 
 # One repetition
@@ -158,7 +158,7 @@ GRIDS: dict[str, Grid] = {
 
 @dataclass(frozen=True, eq=False)
 class _Scene:
-    """Points, and a network that was trained on them, poorly."""
+    """Points, and a network poorly trained on them."""
 
     config: IllustrationConfig
     x: Float[Tensor, "N 1"]
@@ -167,7 +167,7 @@ class _Scene:
 
     @classmethod
     def drawn(cls, config: IllustrationConfig, seed: int, device: torch.device) -> _Scene:
-        with torch.random.fork_rng(devices=[]):  # leaves the caller's random numbers alone
+        with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
             torch.manual_seed(seed)
             x = (LEFT + (RIGHT - LEFT) * torch.rand(config.points, 1)).sort(0).values
             y = true_function(x) + config.noise * torch.randn(config.points, 1)
@@ -181,7 +181,7 @@ class _Scene:
         return cls(config, x, y, head)
 
     def model(self, predictor: mbpa.Predictor) -> mbpa.MbPA:
-        """The network with a memory of the points."""
+        """Return the network with a memory of the points."""
         memory = mbpa.ExactMemory(
             capacity=len(self.x),
             key_dim=1,
@@ -194,7 +194,7 @@ class _Scene:
         return model
 
     def error(self, predictor: mbpa.Predictor) -> float:
-        """Mean squared error against the true function."""
+        """Return the mean squared error against the true function."""
         queries = self.evenly(self.config.queries)
         predicted = self.model(predictor)(queries)
         return float((predicted - true_function(queries)).double().square().mean())
@@ -206,9 +206,9 @@ class _Scene:
 def adapted_function(
     model: mbpa.MbPA, query: Float[Tensor, "1 1"]
 ) -> Callable[[Float[Tensor, "N 1"]], Float[Tensor, "N 1"]]:
-    """The head as it is adapted for this query, to be evaluated anywhere.
+    """Return the head as adapted for this query, as a function that can be evaluated anywhere.
 
-    `model(query)` gives only its value at the query; this takes the rule's steps one by one.
+    `model(query)` gives only its value at the query, so this repeats the rule's steps one by one.
     """
     why, predictor = model.explain(query), model.predictor
     assert isinstance(predictor, mbpa.Adapted)
@@ -247,7 +247,7 @@ def _measured(config: IllustrationConfig, seed: int, device: torch.device) -> li
 
 
 def _drawing(scene: _Scene) -> list[Record]:
-    """Everything that the figure shows."""
+    """Return the records of everything that the figure shows."""
     config = scene.config
     x, query = scene.evenly(config.figure_points), scene.x.new_tensor([[config.figure_query]])
     models = {name: scene.model(predictor) for name, predictor in config.predictors().items()}
@@ -263,7 +263,7 @@ def _drawing(scene: _Scene) -> list[Record]:
     assert why.weights is not None
     weights = dict(zip(why.neighbors.ids[0].tolist(), why.weights[0].tolist(), strict=True))
     for number, record in enumerate(_points("memory", "entry", scene.x, scene.y)):
-        weight = weights.get(number)  # ids count the entries
+        weight = weights.get(number)  # ids are the entries' numbers
         records.append({**record, "weight": None if weight is None else _rounded(weight)})
     return records
 

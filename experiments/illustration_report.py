@@ -1,4 +1,4 @@
-"""What the report shows of `illustration`, made from its records alone."""
+"""Report of `illustration`, built from its records alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = {"parametric": "#c51b8a", "attention": "#e08214", "MbPA": "#1b7837"}
-"""As in the paper: magenta, orange and green; the query is blue and its memories are red."""
+"""Colours as in the paper: magenta, orange and green; the query is blue, its memories are red."""
 NEAR = 0.75
-"""How far from the query the left panel goes."""
+"""Half the width of the left panel, in units of the input."""
 
 
 def sections(results: Sequence[Result]) -> list[Section]:
-    """The errors, and the figure if the seed that it shows was run."""
+    """Return the errors, and the figure if the seed that it shows was run."""
     drawn = next((r.metrics for r in results if _of(r.metrics, "truth", "curve")), None)
     figure = Figure(
         "illustration",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 MOST_ITERATIONS = 500
-BETWEEN_LOOKS = 10  # iterations, after which it is seen whether that will do
-AT_ONCE = 1 << 15  # examples that are held in double precision, with their outputs
+BETWEEN_LOOKS = 10  # iterations between tests for convergence
+AT_ONCE = 1 << 15  # examples held in double precision at a time, with their outputs
 
 
 def logistic(
@@ -25,21 +25,21 @@ def logistic(
     prior: nn.Linear | None = None,
     bias_penalty: float = 0.0,
 ) -> nn.Linear:
-    """Multinomial logistic regression: the minimum of
+    """Return a multinomial logistic regression, the minimum of
 
         Σ_i s_i loss_i + penalty/2 ‖weight − prior's‖² + bias_penalty/2 ‖bias − prior's‖².
 
-    Its probabilities do not depend on where the search for it starts, if it goes on to the end and
-    all labels occur (one that does not, without a penalty on biases, would have none).
+    Its probabilities do not depend on the starting point, provided that the minimisation converges
+    and all labels occur (without a penalty on biases, a label that does not occur has no minimum).
 
     Args:
-        penalty: above zero.
-        tolerance: how large the gradient, divided by N, may be in the end. One example can
-            contribute no more than some 1/N to it: with a few among many it must be far below that.
-            The search ends before where double precision, or 500 steps, do not go as far.
-        prior: where the penalties are none; zeros, unless it is told.
-        balanced: every label counts the same in the sum (s_i is inverse to how many share the
-            label); otherwise every example (s_i = 1).
+        penalty: must be positive.
+        tolerance: maximum gradient at the end, divided by N. One example contributes no more than
+            about 1/N to it, so with a few examples among many it must be far below that. The search
+            ends earlier if double precision, or 500 iterations, do not reach it.
+        prior: the layer at which the penalties vanish; zeros by default.
+        balanced: whether every label has the same weight in the sum (s_i is inversely proportional
+            to the number of examples with that label); otherwise every example has (s_i = 1).
     """
     if not (penalty > 0 and len(labels)):
         raise ValueError(f"penalty must be above zero, with examples, got {penalty}, {len(labels)}")
@@ -61,13 +61,15 @@ def logistic(
 
 
 def _rows(layer: nn.Linear) -> Float[Tensor, "C E"]:
-    """Weights and, last, the bias of each output."""
+    """Return the weights and, last, the bias of each output."""
     return torch.cat((layer.weight, layer.bias[:, None]), 1).detach().double()
 
 
 class _Objective:
-    """What is minimised; in double precision, since in single its values near the minimum tell
-    nothing apart. Rows have a place for every dimension of a key and, last, one for the bias."""
+    """The function to minimise, in double precision, since its values near the minimum are
+    indistinguishable in single precision. Rows have one entry per dimension of a key and, last, one
+    for the bias.
+    """
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class _Objective:
         self._parts = list(zip(*parts, strict=True))
 
     def slope(self, rows: Float[Tensor, "C E"]) -> tuple[float, Float[Tensor, "C E"]]:
-        """Its value and its gradient there."""
+        """Return the value and the gradient at `rows`."""
         away = rows - self.origin
         total, slope = (self.penalties * away.square()).sum() / 2, self.penalties * away
         for keys, labels, shares in self._parts:
@@ -94,7 +96,9 @@ class _Objective:
         return float(total), slope
 
     def bend(self) -> Float[Tensor, "E E"]:
-        """About its curvature in the parameters of one output, were all equally probable."""
+        """Return the approximate curvature for one output's parameters, if all were equally
+        probable.
+        """
         found = torch.diag(self.penalties)
         for keys, _, shares in self._parts:
             inputs = _with_ones(keys)
@@ -109,9 +113,10 @@ def _with_ones(keys: Float[Tensor, "N D"]) -> Float[Tensor, "N E"]:
 def _minimum(
     objective: _Objective, start: Float[Tensor, "C E"], tolerance: float
 ) -> Float[Tensor, "C E"]:
-    """By L-BFGS, in coordinates in which the curvature is about the same in all directions: keys
-    have a mean and a few directions of their own, along which it is thousands of times that of
-    others, and steps would be as small as those ask for."""
+    """Minimise by L-BFGS, in coordinates in which the curvature is about equal in all directions.
+    The keys have a mean and a few directions along which the curvature is thousands of times larger
+    than elsewhere, and which would otherwise limit the steps.
+    """
     lower = torch.linalg.cholesky(objective.bend())
     place = (start - objective.origin) @ lower
     optimizer = torch.optim.LBFGS(

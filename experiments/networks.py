@@ -1,7 +1,7 @@
-"""Networks of the experiments: several MLPs of one shape, trained side by side as one.
+"""Networks of the experiments: several MLPs of one shape, trained in parallel as one.
 
 S networks that differ in seed, method or memory size take their steps in the same few calls, which
-is what a GPU wants. Each is exactly the network it would be alone: nothing is shared but the call.
+suits a GPU. Each is exactly the network it would be alone: nothing is shared but the call.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Stack:
     """S MLPs with ReLU; parameters are weight (inputs × outputs) and bias of each layer in turn.
 
     Args:
-        seeds: of the networks; the same seed gives the same network in every stack.
-        sizes: of the layers, inputs first.
+        seeds: one per network; the same seed gives the same network in every stack.
+        sizes: sizes of the layers, inputs first.
     """
 
     def __init__(self, seeds: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Stack:
         return self.layers(inputs)[-1]
 
     def layers(self, inputs: Float[Tensor, "S B I"]) -> list[Float[Tensor, "S B _"]]:
-        """The outputs of each layer, before the ReLU."""
+        """Return the outputs of each layer, before the ReLU."""
         outputs = []
         for weight, bias in zip(self.params[::2], self.params[1::2], strict=True):
             inputs = torch.baddbmm(bias[:, None], inputs, weight)
@@ -48,7 +48,7 @@ class Stack:
         return outputs
 
     def network(self, index: int) -> nn.Sequential:
-        """One of them, on its own: a copy."""
+        """Return a copy of one network on its own."""
         network = sequential(self.sizes).to(self.params[0].device)
         with torch.no_grad():
             for own, stacked in zip(network.parameters(), self.params, strict=True):
@@ -57,19 +57,19 @@ class Stack:
 
 
 def _turned(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """A weight of `nn.Linear` as a stack has it, and back."""
+    """Convert a weight of `nn.Linear` to the layout of a stack, or back."""
     return tensor.detach().mT if tensor.ndim == 2 else tensor.detach()
 
 
 def initial_network(seed: int, sizes: Sequence[int]) -> nn.Sequential:
-    """An untrained MLP; the caller's random numbers are left alone."""
+    """Return an untrained MLP; the caller's random state is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return sequential(sizes)
 
 
 def sequential(sizes: Sequence[int]) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
+    """Return linear layers with ReLU between them."""
     modules: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(sizes):
         modules += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -79,6 +79,6 @@ def sequential(sizes: Sequence[int]) -> nn.Sequential:
 def cross_entropies(
     logits: Float[Tensor, "S B C"], labels: Int[Tensor, "S B"]
 ) -> Float[Tensor, "S"]:
-    """The mean over the batch, of each network."""
+    """Return the mean over the batch for each network."""
     chosen = logits.log_softmax(-1).gather(-1, labels[..., None])
     return -chosen[..., 0].mean(-1)

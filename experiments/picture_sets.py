@@ -1,8 +1,8 @@
-"""Pictures that a network is trained on and looks at: bytes on its device, or files.
+"""Pictures that a network is trained on or evaluated on: bytes on its device, or files.
 
-`Held` keeps small pictures where the network is. `Streamed` is for those that are too many: worker
-processes read and crop them as their turn comes. What is drawn for a batch does not depend on how
-many processes share it: everybody draws for all of it and takes a share.
+`Held` keeps small pictures on the network's device. `Streamed` is for sets that are too large:
+worker processes read and crop pictures as they are needed. The random numbers of a batch do not
+depend on how many processes share it: each process draws for the whole batch and uses its part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from experiments.data.pictures import ImageFiles, cores
 
-AT_ONCE = 250  # streamed pictures in a batch that is only looked at; workers hold many of these
+AT_ONCE = 250  # streamed pictures per batch in evaluation; workers hold many batches
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Share:
 
     rank: int = 0
     count: int = 1
-    """Processes; they must divide a batch evenly."""
+    """Number of processes, which must divide a batch evenly."""
 
     def part(self, batch: Tensor) -> Tensor:
-        """Its rows of a batch."""
+        """Return this process's rows of a batch."""
         return batch.chunk(self.count)[self.rank]
 
 
@@ -39,27 +39,27 @@ WHOLE = Share()
 
 
 class Pictures(abc.ABC):
-    """Pictures of one size, and what they show."""
+    """Pictures of one size, and their labels."""
 
     labels: Int[Tensor, "N"]
-    """On the device that pictures are wanted on."""
+    """Labels, on the device that pictures are delivered to."""
 
     @property
     @abc.abstractmethod
     def size(self) -> int:
-        """Their height and width in pixels."""
+        """Height and width of the pictures in pixels."""
 
     @abc.abstractmethod
     def chosen(self, rows: Int[Tensor, "n"]) -> Self:
-        """Some of them."""
+        """Return the pictures at `rows`."""
 
     @abc.abstractmethod
     def to(self, device: torch.device) -> Self:
-        """The same, wanted on another device."""
+        """Return the same pictures, delivered to another device."""
 
     @abc.abstractmethod
     def in_order(self, most: int) -> Iterator[UInt8[Tensor, "B 3 H W"]]:
-        """All as they are, at most so many at a time."""
+        """Yield all pictures unchanged, at most `most` at a time."""
 
     @abc.abstractmethod
     def altered(
@@ -73,28 +73,28 @@ class Pictures(abc.ABC):
         size: int,
         share: Share = WHOLE,
     ) -> Iterator[tuple[UInt8[Tensor, "b 3 H W"], Int[Tensor, "b"]]]:
-        """A share of each batch, with its labels, every picture cropped and perhaps mirrored.
+        """Yield a share of each batch, with its labels; pictures are cropped and randomly mirrored.
 
         Args:
-            order: rows, on the CPU, a multiple of `batch`.
-            padding: by how many pixels held pictures are moved at most that are seen whole.
-            smallest_crop: the least share of its area that is seen of a picture.
-            size: pixels in which crops are seen; held pictures that are seen whole keep theirs.
+            order: rows, on the CPU; their number is a multiple of `batch`.
+            padding: maximum shift in pixels of held pictures that are not cropped.
+            smallest_crop: minimum share of a picture's area that is seen.
+            size: side of the crops in pixels; held pictures that are not cropped keep theirs.
         """
 
     def with_labels(self, labels: Int[Tensor, "N"]) -> Self:
-        """The same under other names."""
+        """Return the same pictures with other labels."""
         return replace(self, labels=labels)  # type: ignore[type-var]  # both kinds are dataclasses
 
     def of_classes(self, classes: Int[Tensor, "C"]) -> Self:
-        """Those of some classes, numbered by their place among these."""
+        """Return the pictures of some classes, labelled by their index among these."""
         labels = placed(self.labels, classes)
         rows = (labels >= 0).nonzero()[:, 0]
         return self.chosen(rows).with_labels(labels[rows])
 
 
 def placed(labels: Int[Tensor, "N"], classes: Int[Tensor, "C"]) -> Int[Tensor, "N"]:
-    """The place of each label among the classes; -1 where it is none of them."""
+    """Return the index of each label among the classes; -1 if it is none of them."""
     highest = int(torch.maximum(labels.max(), classes.max()))
     place = torch.full((highest + 1,), -1, device=labels.device)
     place[classes] = torch.arange(len(classes), device=labels.device)
@@ -103,7 +103,7 @@ def placed(labels: Int[Tensor, "N"], classes: Int[Tensor, "C"]) -> Int[Tensor, "
 
 @dataclass(frozen=True, eq=False)
 class Held(Pictures):
-    """Pictures that lie on the device."""
+    """Pictures held on the device."""
 
     images: UInt8[Tensor, "N 3 H W"]
     labels: Int[Tensor, "N"]
@@ -123,7 +123,7 @@ class Held(Pictures):
         return iter(self.images.split(most))
 
     def enlarged(self, size: int) -> Held:
-        """The same, interpolated to this many pixels; as they are if they have as many."""
+        """Return the pictures interpolated to this size; unchanged if they are not smaller."""
         if size <= self.size:
             return self
         parts = [
@@ -209,23 +209,23 @@ class Streamed(Pictures):
             yield torch.where(mirrored[:, None, None, None], found.flip(3), found), known
 
     def _arrived(self, images: UInt8[Tensor, "B H W 3"]) -> UInt8[Tensor, "B 3 H W"]:
-        """On the device; a view whose channels come last."""
+        """Move pictures to the device; the result is a view whose channels come last in memory."""
         return images.to(self.labels.device, non_blocking=True).permute(0, 3, 1, 2)
 
 
 def normalised(images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B 3 H W"]:
-    """Numbers around zero, of the size of one."""
+    """Scale pixels to numbers around zero, of order one."""
     return (images.float() - 117.0) / 66.0
 
 
 def moved(
     images: UInt8[Tensor, "b 3 H W"], padding: int, draws: torch.Generator, share: Share = WHOLE
 ) -> UInt8[Tensor, "b 3 H W"]:
-    """Each image moved by up to `padding` pixels either way, its edges mirrored; half of them seen
-    in a mirror.
+    """Shift each image by up to `padding` pixels in each direction, reflecting its edges, and
+    mirror half of them.
 
     Args:
-        images: the share's of a batch.
+        images: this share of a batch.
     """
     count, (height, width), device = len(images) * share.count, images.shape[2:], images.device
     drawn = torch.randint(2 * padding + 1, (2, count, 1), generator=draws)
@@ -248,12 +248,12 @@ def cropped(
     draws: torch.Generator,
     share: Share = WHOLE,
 ) -> UInt8[Tensor, "b 3 size size"]:
-    """Of each image a random part, brought to a size; half of them seen in a mirror.
+    """Crop a random part of each image, resize it, and mirror half of them.
 
     Args:
-        images: the share's of a batch.
-        smallest: the least part of its area; sides are to each other as 3:4 to 4:3, or nearer where
-            the image has no room for that.
+        images: this share of a batch.
+        smallest: minimum share of an image's area; the aspect ratio is between 3:4 and 4:3, or
+            closer to 1 where the image has no room for that.
     """
     drawn = torch.rand(len(images) * share.count, 5, generator=draws)
     area, shape, right, down, mirror = _sent(share.part(drawn), images.device).unbind(1)
@@ -273,10 +273,10 @@ def cropped(
 def recoloured(
     inputs: Float[Tensor, "b 3 H W"], most: float, draws: torch.Generator, share: Share = WHOLE
 ) -> Float[Tensor, "b 3 H W"]:
-    """Contrast, brightness and saturation of each changed by up to this much.
+    """Change contrast, brightness and saturation of each picture by up to `most`.
 
     Args:
-        inputs: the share's of a batch, normalised.
+        inputs: this share of a batch, normalised.
     """
     drawn = most * (2 * torch.rand(len(inputs) * share.count, 3, generator=draws) - 1)
     mine = _sent(share.part(drawn), inputs.device)
@@ -287,7 +287,7 @@ def recoloured(
 
 
 def _sent(drawn: Tensor, device: torch.device) -> Tensor:
-    """What was drawn on the CPU, on the device; a GPU is not waited for, which has work enough."""
+    """Copy numbers drawn on the CPU to the device, without waiting for a busy GPU."""
     if device.type == "cuda":
         return drawn.pin_memory().to(device, non_blocking=True)
     return drawn.to(device)
@@ -296,11 +296,12 @@ def _sent(drawn: Tensor, device: torch.device) -> Tensor:
 def patched(
     inputs: Float[Tensor, "b 3 H W"], draws: torch.Generator
 ) -> tuple[Float[Tensor, "b 3 H W"], float]:
-    """Each with a rectangle from the one before it (CutMix, Yun et al. 2019), the same for all; and
-    the share of an image that is still its own."""
+    """Paste into each picture a rectangle from the one before it (CutMix, Yun et al. 2019), the
+    same for all. Return also the share of a picture that remains its own.
+    """
     height, width = inputs.shape[2:]
     side, down, right = torch.rand(3, generator=draws).tolist()
-    side = side**0.5  # of the area, any share is as likely
+    side = side**0.5  # uniform in the share of the area
     top, bottom = (round(height * min(max(down + by * side, 0), 1)) for by in (-0.5, 0.5))
     left, end = (round(width * min(max(right + by * side, 0), 1)) for by in (-0.5, 0.5))
     found = inputs.clone()

@@ -1,8 +1,9 @@
-"""Training an image network and reading its features, on one device or, trained, on several.
+"""Training of an image network, on one device or several, and computation of its features.
 
-With CUDA the arithmetic is bfloat16 and channels come last. Several devices are as many processes
-that Lightning Fabric starts; each takes its share of every batch, gradients are averaged, batch
-normalisation sees its own share and is kept as the first process has it.
+With CUDA the arithmetic is bfloat16 and channels come last. Several devices means as many
+processes, started by Lightning Fabric. Each takes its share of every batch and gradients are
+averaged. Batch normalisation sees only the process's own share; the statistics of the first process
+are kept.
 """
 
 from __future__ import annotations
@@ -37,43 +38,46 @@ from experiments.resnet import DEPTHS, ResNet
 from experiments.workspace import Workspace
 from mbpa.errors import MissingExtraError
 
-SMALL = 64  # pixels: up to here the network keeps the size of the picture at first
-KEPT_AFTER = 60.0  # seconds, and the state of training is saved again
+SMALL = 64  # pixels up to which the first layer keeps the size of the picture
+KEPT_AFTER = 60.0  # seconds between saves of the training state
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """How the network is trained before anything new arrives."""
+    """Training of the network before anything new arrives."""
 
     layers: int = 34
-    """Of the ResNet: 18, 34 or 50."""
+    """Number of layers of the ResNet: 18, 34 or 50."""
     width: int = 64
-    """Channels of its first stage."""
+    """Number of channels of its first stage."""
     epochs: int = 70
     batch: int = 256
     lr: float = 0.2
-    """Of stochastic gradient descent with momentum 0.9, at its highest: after two epochs, from
-    where it falls as a half cosine."""
+    """Highest learning rate of stochastic gradient descent with momentum 0.9, reached after two
+    epochs; from there it falls as a half cosine.
+    """
     weight_decay: float = 1e-3
     label_smoothing: float = 0.1
     smallest_crop: float = 0.25
-    """The least share of a picture that is seen of it; 0.08 is usual for ImageNet."""
+    """Minimum share of a picture's area that a crop shows; 0.08 is usual for ImageNet."""
     crop_side: float = 6 / 7
-    """Pixels across a crop, as a share of those across a whole picture. Fewer take less time, and
-    what a crop shows is then as large as it is in whole pictures (Touvron et al. 2019)."""
+    """Side of a crop in pixels, as a share of that of a whole picture. Smaller crops take less
+    time, and objects in them are then as large as in whole pictures (Touvron et al. 2019).
+    """
     early_crop_side: float = 4 / 7
-    """The same for the first epochs, in which the network learns what needs no fine detail."""
+    """The same for the early epochs, in which the network learns what needs no fine detail."""
     early: float = 0.6
-    """Which share of the epochs these are."""
+    """Share of the epochs that count as early."""
     padding: int = 4
-    """Where all is seen of a picture of Tiny ImageNet: by how many pixels it may be moved."""
+    """Maximum shift in pixels of a picture of Tiny ImageNet that is not cropped."""
     colour: float = 0.3
-    """By how much contrast, brightness and saturation may change."""
+    """Maximum change of contrast, brightness and saturation."""
     cutmix: float = 0.5
-    """How probably the pictures of a batch have a rectangle of another one each."""
+    """Probability that the pictures of a batch each contain a rectangle of another one."""
     devices: int = 1
-    """That share every batch: so many GPUs, or processes on the CPU. More than one want Lightning
-    Fabric: pip install 'mbpa[experiments]'."""
+    """Number of GPUs, or of processes on the CPU, that share every batch. More than one needs
+    Lightning Fabric: pip install 'mbpa[experiments]'.
+    """
 
     def __post_init__(self) -> None:
         if self.layers not in DEPTHS:
@@ -102,9 +106,9 @@ class Pretraining:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
 
     def pixels(self, pictures: Pictures, epoch: int) -> int:
-        """Across what is seen of a picture in an epoch of training."""
+        """Return the side in pixels of what is seen of a picture in an epoch of training."""
         if self.smallest_crop == 1 and isinstance(pictures, Held):
-            return pictures.size  # moved, not cropped
+            return pictures.size  # shifted, not cropped
         is_early = epoch < round(self.early * self.epochs)
         side = self.early_crop_side if is_early else self.crop_side
         return max(1, round(side * pictures.size))
@@ -118,20 +122,21 @@ def pretrained(
     context: Context,
     name: str,
 ) -> ResNet:
-    """A network trained on these pictures; goes on where an interrupted run was last saved.
+    """Return a network trained on these pictures, resuming from the last save of an interrupted
+    run.
 
     Args:
-        name: under which its state is kept.
+        name: name under which its state is saved.
     """
     job = _Job(settings, pictures, classes, seed, context, name)
     if settings.devices > 1:
         kept = context.workspace.load(name)
         if (kept["epochs"] if kept else 0) < settings.epochs:
             at_hand = replace(job, pictures=pictures.to(torch.device("cpu")))
-            work = functools.partial(_process, job=at_hand)  # Fabric would look into an argument
+            work = functools.partial(_process, job=at_hand)  # Fabric inspects arguments
             launch(work, settings.devices, context.device.type)
-        # They left the trained network there. Its time is being counted here already, so that it
-        # is looked at with other eyes.
+        # The processes left the trained network there. A new workspace reads it, since this one is
+        # already counting the time.
         other = replace(context, workspace=Workspace(context.workspace.folder), progress=False)
         job = replace(job, context=other)
     return _trained(job)
@@ -139,7 +144,7 @@ def pretrained(
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """What `pretrained` is asked for."""
+    """The arguments of `pretrained`."""
 
     settings: Pretraining
     pictures: Pictures
@@ -150,15 +155,15 @@ class _Job:
 
 
 def launch(work: Callable[[Any], None], devices: int, kind: str) -> None:
-    """Call `work` in so many new processes, each with its own `Fabric`.
+    """Call `work` in this many new processes, each with its own `Fabric`.
 
     Args:
-        work: can be pickled.
-        kind: of the devices, `cuda` or `cpu`.
+        work: must be picklable.
+        kind: kind of the devices, `cuda` or `cpu`.
 
     Raises:
         MissingExtraError: Lightning Fabric is not installed.
-        ExperimentError: there are not so many GPUs.
+        ExperimentError: there are not enough GPUs.
     """
     try:
         from lightning_fabric import Fabric
@@ -173,13 +178,13 @@ def launch(work: Callable[[Any], None], devices: int, kind: str) -> None:
         accelerator=kind,
         devices=devices,
         strategy="ddp_spawn",  # a forked process could not use the GPUs
-        plugins=[LightningEnvironment()],  # processes of this machine, whatever started this one
+        plugins=[LightningEnvironment()],  # local processes, however this one started
     )
     fabric.launch(work)
 
 
 def _process(fabric: Any, job: _Job) -> None:
-    """What each of several processes does; the first shows the progress and keeps the state."""
+    """Train in one of several processes; the first shows progress and saves the state."""
     progress = job.context.progress and fabric.is_global_zero
     context = replace(job.context, device=fabric.device, progress=progress)
     _trained(replace(job, pictures=job.pictures.to(fabric.device), context=context), fabric)
@@ -197,7 +202,7 @@ def _trained(job: _Job, fabric: Any = None) -> ResNet:
             if learner.records and size != recorded:
                 if recorded:
                     learner = _learner(job, fabric, learner.state(epoch))
-                    gc.collect()  # what is recorded is a part of itself, and holds its memory
+                    gc.collect()  # a recording refers to itself and holds memory
                 _record(learner.own, settings.batch, size)
                 recorded = size
             _epoch(learner, settings, job.pictures, job.seed, epoch)
@@ -206,13 +211,13 @@ def _trained(job: _Job, fabric: Any = None) -> ResNet:
             if learner.share.rank == 0 and due:
                 context.workspace.save(name, learner.state(epoch + 1))
                 last_kept = time.monotonic()
-    trained = _placed(job)  # without the memory that recording took
+    trained = _placed(job)  # without the memory of the recordings
     trained.load_state_dict(learner.own.state_dict())
     return trained.eval()
 
 
 def _learner(job: _Job, fabric: Any, kept: Mapping[str, Any]) -> Learner:
-    """One that goes on from a state; without one, from the beginning."""
+    """Return a learner that continues from a state or, without one, starts from the beginning."""
     network = _placed(job)
     optimizer = torch.optim.SGD(
         network.parameters(),
@@ -228,7 +233,7 @@ def _learner(job: _Job, fabric: Any, kept: Mapping[str, Any]) -> Learner:
     if fabric is None:
         return Learner(network, network, optimizer, records=job.context.device.type == "cuda")
     share = Share(fabric.global_rank, fabric.world_size)
-    # The wrapped network averages the gradients of all in `backward`.
+    # The wrapped network averages the gradients of all processes in `backward`.
     return Learner(network, fabric.setup(network), optimizer, fabric.backward, share)
 
 
@@ -239,7 +244,7 @@ def _placed(job: _Job) -> ResNet:
 
 
 def initial_network(settings: Pretraining, classes: int, size: int, seed: int) -> ResNet:
-    """Untrained; the caller's random numbers are left alone."""
+    """Return an untrained network; the caller's random state is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ResNet(settings.layers, classes, small=size <= SMALL, width=settings.width)
@@ -251,15 +256,15 @@ class Learner:
 
     own: ResNet
     network: nn.Module
-    """As it is called; its parameters are the optimiser's."""
+    """The module to call; its parameters are those of the optimiser."""
     optimizer: torch.optim.Optimizer
     backward: Callable[[Tensor], None] = Tensor.backward
     share: Share = WHOLE
     records: bool = False
-    """Whether its passes are recorded as CUDA graphs, anew for every size of pictures."""
+    """Whether its passes are recorded as CUDA graphs, once per size of pictures."""
 
     def learn(self, loss: Float[Tensor, ""], rate: float) -> None:
-        """A step, with the mean gradient of all shares."""
+        """Take a step, with the mean gradient of all shares."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
@@ -267,29 +272,32 @@ class Learner:
         self.optimizer.step()
 
     def state(self, epochs: int) -> dict[str, Any]:
-        """That `_learner` goes on from, after so many epochs."""
+        """Return the state from which `_learner` continues after this many epochs."""
         network, optimizer = self.own.state_dict(), self.optimizer.state_dict()
         return {"epochs": epochs, "network": network, "optimizer": optimizer}
 
 
 def _record(network: ResNet, batch: int, size: int) -> None:
-    """Have its passes forward and backward as CUDA graphs, in place: a GPU is done with a layer of
-    small images sooner than Python has named the next one."""
+    """Record the forward and backward passes as CUDA graphs, in place: a GPU finishes a layer of
+    small images faster than Python can launch the next one.
+    """
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     sample = torch.zeros(batch, 3, size, size, device=network.fc.weight.device)
     sample = sample.contiguous(memory_format=torch.channels_last)
     network.train()
-    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # it is meant to be
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # intended
     with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # torch's own thread, new
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # from a new thread of torch
         torch.cuda.make_graphed_callables(network, (sample,))
-    network.load_state_dict(before)  # recording moved what batch normalisation keeps
+    network.load_state_dict(before)  # recording changed the statistics of batch normalisation
 
 
 def _epoch(
     learner: Learner, settings: Pretraining, pictures: Pictures, seed: int, epoch: int
 ) -> None:
-    """All pictures once, in batches of one size; the few that are left over wait for another."""
+    """Train on all pictures once, in batches of equal size; the remaining few wait for another
+    epoch.
+    """
     learner.network.train()
     draws = torch.Generator().manual_seed(seed * 100_003 + epoch)
     order = torch.randperm(len(pictures.labels), generator=draws)
@@ -322,7 +330,9 @@ def _epoch(
 
 
 def _share(epoch: float, epochs: int) -> float:
-    """Of the highest rate: rising over two epochs (or a fifth), then a half cosine down."""
+    """Return the share of the highest rate: rising over two epochs (or a fifth), then a half
+    cosine.
+    """
     warm = min(2.0, epochs / 5)
     if epoch < warm:
         return max(epoch, 0.05) / warm
@@ -338,13 +348,13 @@ def features_of(
     mirrored: bool = False,
     shrunk: float = 1.0,
 ) -> Float[Tensor, "N D"]:
-    """What the last layer sees of each picture, in float32.
+    """Return the input of the last layer for each picture, in float32.
 
     Args:
-        most: pictures at a time.
-        tick: told how many are done, again and again.
-        mirrored: the mean of what it sees of the picture and of its mirror image.
-        shrunk: the mean over the picture and the picture shrunk to this share of its side.
+        most: maximum number of pictures at a time.
+        tick: called repeatedly with the number of pictures just finished.
+        mirrored: average over the picture and its mirror image.
+        shrunk: average over the picture and the picture shrunk to this share of its side.
     """
     device = pictures.labels.device
     found = torch.empty(len(pictures.labels), network.feature_size, device=device)
@@ -369,7 +379,7 @@ def features_of(
 
 @contextlib.contextmanager
 def _fastest_convolutions() -> Iterator[None]:
-    """Those of cuDNN that are fastest for the sizes at hand, found by trying."""
+    """Let cuDNN find the fastest convolutions for the current sizes by trial."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
@@ -380,6 +390,6 @@ def _fastest_convolutions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_half(device: torch.device) -> Iterator[None]:
-    """bfloat16 where that is fast."""
+    """Use bfloat16 where it is fast."""
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         yield

@@ -29,10 +29,10 @@ __all__ = ["Figure", "Section", "Table", "chosen", "drawn", "shown", "write_repo
 def write_report(
     results_folder: Path, out: Path, presets: Sequence[str] = (), *, progress: bool = False
 ) -> Path:
-    """Write `index.html` and the figures into `out`, and return where the page is.
+    """Write `index.html` and the figures to `out`, and return the path of the page.
 
     Args:
-        presets: show the results of these alone.
+        presets: show only the results of these presets.
         progress: show a bar on standard error.
 
     Raises:
@@ -71,7 +71,7 @@ def write_report(
 
 
 def chosen(results: Sequence[Result]) -> Table:
-    """What searches settled on."""
+    """Return a table of the settings that searches chose."""
     metrics = [record for result in results for record in result.metrics]
     records = [record for record in metrics if record["name"] == "chosen"]
     ours = ("setting", "value")
@@ -84,7 +84,7 @@ def chosen(results: Sequence[Result]) -> Table:
 
 
 def shown(experiment: Experiment[Any], results: Sequence[Result]) -> list[Section]:
-    """What there is to show of the results of one preset, or of a search for its settings."""
+    """Return the sections for the results of one preset, or of a search for its settings."""
     if not results[0].preset.startswith(TUNED):
         return experiment.sections(results)
     more = experiment.search_sections
@@ -101,7 +101,7 @@ def _cell(value: str | int | float | None) -> str:
 
 @dataclass(frozen=True)
 class _Part:
-    """The results of one preset, and what they show."""
+    """The results of one preset, and their sections."""
 
     label: str
     results: Sequence[Result]
@@ -119,7 +119,7 @@ def _wanted(results: Sequence[Result], presets: Sequence[str]) -> list[Result]:
 
 
 def _chapter(experiment: Experiment[Any], results: Sequence[Result]) -> _Chapter:
-    """A part a preset, the most thorough first, and what searches found at the end."""
+    """Make one part per preset, the most thorough first, and searches at the end."""
     labels = [*reversed(list(experiment.presets)), *sorted({result.preset for result in results})]
     labels.sort(key=lambda label: label.startswith(TUNED))
     parts: list[_Part] = []
@@ -130,7 +130,7 @@ def _chapter(experiment: Experiment[Any], results: Sequence[Result]) -> _Chapter
     return _Chapter(experiment, parts)
 
 
-# From chapters to a page. It is XML, too, so that the tests can parse it strictly.
+# From chapters to a page. The page is also valid XML, so that tests can parse it strictly.
 
 
 def _page_html(chapters: Sequence[_Chapter], body: str) -> str:
@@ -166,7 +166,7 @@ stands beside ours.</p>
 
 
 def _chapter_html(chapter: _Chapter, files: dict[str, bytes]) -> str:
-    """The figures that it shows are added to `files`."""
+    """Return a chapter as HTML, and add its figures to `files`."""
     experiment = chapter.experiment
     parts = "\n".join(_part_html(part, files) for part in chapter.parts)
     return f"""<article id="{_text(experiment.name)}">
@@ -178,7 +178,7 @@ def _chapter_html(chapter: _Chapter, files: dict[str, bytes]) -> str:
 
 
 def _current_command(result: Result) -> str:
-    """Return the command that makes a result; results from before called it `mbpa`."""
+    """Return the command that makes a result; older results call the program `mbpa`."""
     old = "mbpa "
     return (
         f"{PROGRAM} {result.command.removeprefix(old)}"
@@ -247,7 +247,7 @@ def _figure_html(figure: Figure, label: str, files: dict[str, bytes]) -> str:
 
 
 def _circumstances(part: _Part) -> str:
-    """Seeds, time, and where it was computed."""
+    """Describe seeds, time, and the machine of the run."""
 
     def of(key: str) -> str:
         values = (str(result.environment.get(key, "unknown")) for result in part.results)
@@ -283,13 +283,13 @@ STYLE: dict[str, Any] = {
     "grid.color": "#e5e5e5",
     "legend.frameon": False,
     "savefig.dpi": 150,
-    "svg.hashsalt": "mbpa",  # the same results give the same bytes
+    "svg.hashsalt": "mbpa",  # makes the bytes reproducible
 }
 COLORS = ("#b2182b", "#2166ac", "#e08214", "#35978f", "#762a83", "#8c8c8c", "#1b7837", "#c51b7d")
 
 
 def drawn(figure: Figure, told: Mapping[str, str] | None = None) -> dict[str, bytes]:
-    """The figure as `svg` and as `png`.
+    """Return the figure as `svg` and as `png`.
 
     Args:
         told: text fields of the PNG file.

@@ -1,7 +1,8 @@
-"""ResNet (He et al. 2015) with 18, 34 or 50 layers, for large and for small images.
+"""ResNet (He et al. 2015) with 18, 34 or 50 layers, for large and small images.
 
-Parameters are named as in common checkpoints (`layer1.0.conv1.weight`, `fc.bias`, …), so that those
-load. Blocks of three convolutions have their stride in the middle one, as those checkpoints have.
+Parameters are named as in common checkpoints (`layer1.0.conv1.weight`, `fc.bias`, …), which can
+therefore be loaded. Blocks of three convolutions have their stride in the middle one, as in those
+checkpoints.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
-"""Blocks in each of the four stages."""
+"""Number of blocks in each of the four stages."""
 
 
 class ResNet(nn.Module):
-    """From images to logits; the layer before the last gives the features.
+    """A network from images to logits; the input of its last layer is the features.
 
     Args:
         layers: 18, 34 or 50.
-        classes: outputs of `fc`.
+        classes: number of outputs of `fc`.
         small: for images of 32 to 64 pixels: a first convolution of 3×3 without stride, and no
             pooling after it.
-        width: channels of the first stage; 64 unless the network is to be tiny.
+        width: number of channels of the first stage; 64 unless the network should be tiny.
     """
 
     def __init__(self, layers: int, classes: int, *, small: bool = False, width: int = 64) -> None:
@@ -48,24 +49,26 @@ class ResNet(nn.Module):
 
     @property
     def feature_size(self) -> int:
-        """Of what `features` gives."""
+        """Size of the vectors that `features` returns."""
         return self.fc.in_features
 
     def features(self, images: Float[Tensor, "B 3 H W"]) -> Float[Tensor, "B D"]:
-        """What the last layer sees: means over the picture of the last stage."""
+        """Return the input of the last layer: spatial means of the last stage's output."""
         found = torch.relu(self.bn1(self.conv1(images)))
         if not self.small:
             found = nn.functional.max_pool2d(found, 3, 2, 1)
         for stage in range(1, 5):
             found = self.get_submodule(f"layer{stage}")(found)
-        return found.float().mean((2, 3))  # in float32 under autocast, too
+        return found.float().mean((2, 3))  # in float32 even under autocast
 
     def forward(self, images: Float[Tensor, "B 3 H W"]) -> Float[Tensor, "B C"]:
         logits: Tensor = self.fc(self.features(images))
         return logits
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Parameters from a checkpoint, with its `fc` where that has as many classes."""
+        """Load the parameters of a checkpoint, with its `fc` if that has the same number of
+        classes.
+        """
         own = self.state_dict()
         given = dict(tensors)
         for name in ("fc.weight", "fc.bias"):
@@ -75,7 +78,7 @@ class ResNet(nn.Module):
 
 
 class Basic(nn.Module):
-    """Two convolutions of 3×3 and the way around them."""
+    """Two convolutions of 3×3 with a shortcut."""
 
     expansion = 1
 
@@ -95,7 +98,7 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1×1, 3×3 and 1×1, and the way around them."""
+    """Convolutions of 1×1, 3×3 and 1×1 with a shortcut."""
 
     expansion = 4
 
@@ -125,7 +128,7 @@ def _around(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
 
 
 def _initialise(network: nn.Module) -> None:
-    """As He et al.; the last normalisation of every block starts at zero, which trains better."""
+    """Initialise as He et al., but zero each block's last normalisation, which trains better."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

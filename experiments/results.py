@@ -1,7 +1,8 @@
-"""What a run leaves behind: a small JSON file of records; tables and figures come from these alone.
+"""The output of a run: a small JSON file of records, the only source of tables and figures.
 
-`results/<experiment>/<run>.json`, where the run is `<preset>-seed<k>`, or `custom-<hash>-seed<k>`
-for settings that are no preset's. One record a line, so that a diff can be read.
+Its path is `results/<experiment>/<run>.json`, where the run is `<preset>-seed<k>`, or
+`custom-<hash>-seed<k>` for settings that match no preset. There is one record per line, so that
+diffs are readable.
 """
 
 from __future__ import annotations
@@ -22,50 +23,50 @@ from experiments.errors import ExperimentError
 from mbpa.files import write_durably
 
 Record = dict[str, str | int | float | None]
-"""One number, `value`, with its `name` and whatever else says what it is of."""
+"""One number, `value`, with its `name` and any other fields that describe it."""
 
 PROGRAM = "python -m experiments"
-"""How the command line of the experiments is started."""
+"""The command that starts the experiments' command line."""
 TUNED = "tune-"
-"""How the presets of results begin that `python -m experiments tune` made."""
+"""Prefix of the presets of results made by `python -m experiments tune`."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run with one seed, as its file has it."""
+    """One run with one seed, as stored in its file."""
 
     experiment: str
     preset: str
-    """As in the name of the file: of a preset, `custom-<hash>`, or `tune-` and one of these."""
+    """The preset in the file name: a preset, `custom-<hash>`, or either of these after `tune-`."""
     seed: int | None
     config: dict[str, Any]
-    """Every field; `seeds` holds this one alone."""
+    """All fields of the config; `seeds` holds only this seed."""
     environment: dict[str, Any]
     seconds: float
-    """Of the whole run, shared evenly among its seeds."""
+    """Seconds of the whole run, divided evenly among its seeds."""
     command: str
-    """Makes this file, and those of the seeds that ran with it."""
+    """Command that makes this file, and those of the seeds that ran with it."""
     metrics: list[Record]
 
     @property
     def file_name(self) -> str:
-        """Says what is inside; nothing else is ever called the same."""
+        """File name, which identifies the contents uniquely within the experiment."""
         return file_name(self.preset, self.seed)
 
 
 def value_of(record: Record) -> float:
-    """The number; not a number where there was none to be had."""
+    """Return the value as a number; NaN if there is none."""
     value = record["value"]
     return math.nan if value is None else float(value)
 
 
 def file_name(preset: str, seed: int | None) -> str:
-    """Of the result of one run."""
+    """Return the file name of one run's result."""
     return f"{preset}.json" if seed is None else f"{preset}-seed{seed}.json"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a number may depend on besides the settings."""
+    """Return what a number may depend on besides the settings."""
     from mbpa import __version__
 
     return {
@@ -81,7 +82,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write the file, whole or not at all; a value that is not finite is written as null.
+    """Write the file atomically; a value that is not finite is written as null.
 
     Raises:
         ValueError: a record is not flat, or lacks `name` or `value`.
@@ -117,10 +118,10 @@ def _finite(value: str | int | float | None) -> str | int | float | None:
 
 
 def read_results(folder: Path, experiment: str | None = None) -> list[Result]:
-    """All results of an experiment, or of all experiments, in the order of their names.
+    """Return all results of one experiment or of all experiments, in the order of their names.
 
     Raises:
-        ExperimentError: a file is damaged, or is something else; the message names it.
+        ExperimentError: a file is damaged or not a result; the message names it.
     """
     names = EXPERIMENTS if experiment is None else (experiment,)
     return [
@@ -131,10 +132,10 @@ def read_results(folder: Path, experiment: str | None = None) -> list[Result]:
 
 
 def read_result(path: Path) -> Result:
-    """The result in one file, which must be called as what is in it wants.
+    """Read the result in one file, whose name must match its contents.
 
     Raises:
-        ExperimentError: it is damaged, or is something else.
+        ExperimentError: it is damaged or not a result.
     """
     kind = "tune" if path.name.startswith(TUNED) else "run"
     way_out = f"move it away, and write it anew with `mbpa {kind} {path.parent.name}`"
@@ -194,6 +195,6 @@ def _refused(constant: str) -> float:
 
 
 def _by_number(path: Path) -> tuple[str, int, str]:
-    """Seed 10 comes after seed 9."""
+    """Return a sort key by which seed 10 comes after seed 9."""
     stem, _, seed = path.stem.rpartition("-seed")
     return (stem, int(seed), path.name) if seed.isdigit() else (path.stem, -1, path.name)

@@ -1,4 +1,4 @@
-"""Running an experiment: what is there already, where it was interrupted, what is written.
+"""Running an experiment: reusing existing results, resuming interrupted runs, writing results.
 
 A run is identified by a fingerprint of everything that its state may depend on: settings, seeds,
 kind of device, and the code that it imports. Its workspace lies under
@@ -45,59 +45,59 @@ _digest_code = functools.cache(digest_code)
 
 @dataclass(frozen=True)
 class Run:
-    """An experiment with settings, as somebody asked for it."""
+    """A requested run: an experiment with its settings."""
 
     experiment: Experiment[Any]
     preset: str
     config: Any
-    """The preset's, or a changed one."""
+    """The preset's config, or a modified one."""
     out: Path
     kind: Literal["run", "tune"] = "run"
 
     @property
     def settings(self) -> Any:
-        """The config that is really run with."""
+        """The config that is actually run."""
         return self._asked(self.config)
 
     @property
     def label(self) -> str:
-        """How its files begin: with the preset's name only if the settings are the preset's."""
+        """The prefix of its files: the preset's name only if the settings are the preset's."""
         mine = self.relevant(_plain(self.settings))
         given = self.relevant(_plain(self._asked(preset(self.experiment, self.preset))))
-        if self.kind == "run":  # its files name the seed
+        if self.kind == "run":  # its file names contain the seed
             mine, given = {**mine, "seeds": None}, {**given, "seeds": None}
         label = self.preset if mine == given else f"custom-{_digest(mine)[:8]}"
         return label if self.kind == "run" else f"{TUNED}{label}"
 
     @property
     def command(self) -> str:
-        """What to type to get the same."""
+        """The command that reproduces this run."""
         words = [*PROGRAM.split(), self.kind, self.experiment.name, "--preset", self.preset]
         return shlex.join(words + flags(self.config, preset(self.experiment, self.preset)))
 
     @property
     def folder(self) -> Path:
-        """Of the results."""
+        """Directory of the results."""
         return self.out / self.experiment.name
 
     def path(self, seed: int | None) -> Path:
-        """Of the result of one seed."""
+        """Return the path of one seed's result."""
         return self.folder / file_name(self.label, seed)
 
     def config_of(self, seed: int | None) -> dict[str, Any]:
-        """The settings of one seed, as its result has them."""
+        """Return the settings of one seed, as stored in its result."""
         config = _plain(self.settings)
         return config if seed is None else {**config, "seeds": [seed]}
 
     def relevant(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Of a config, that on which results depend."""
+        """Return the settings that a result depends on."""
         without = self.experiment.of_the_search if self.kind == "run" else ()
         return {name: value for name, value in config.items() if name not in without}
 
     def result(
         self, device: torch.device, seconds: float, seed: int | None, metrics: list[Record]
     ) -> Result:
-        """What is written of one seed."""
+        """Return the result of one seed, ready to be written."""
         return Result(
             experiment=self.experiment.name,
             preset=self.label,
@@ -114,13 +114,13 @@ class Run:
         return searched(config) if self.kind == "tune" and searched else config
 
     def with_seeds(self, seeds: Sequence[int]) -> Run:
-        """The same for other seeds."""
+        """Return the same run for other seeds."""
         return dataclasses.replace(
             self, config=dataclasses.replace(self.config, seeds=tuple(seeds))
         )
 
     def workspace(self, device: torch.device) -> Workspace:
-        """The same for the same work, whoever asks for it."""
+        """Return the workspace, which is the same for all requests of the same work."""
         identity = {
             "kind": self.kind,
             "experiment": self.experiment.name,
@@ -141,14 +141,14 @@ def execute(
     again: bool = False,
     say: Say = print,
 ) -> list[Result]:
-    """Compute what is not there yet, write it, and return the results of all seeds.
+    """Compute the missing results, write them, and return the results of all seeds.
 
     Args:
-        again: compute and replace what is there, too.
-        say: told what is skipped or resumed, and which files were written.
+        again: also recompute and replace existing results.
+        say: called with messages about what is skipped or resumed, and which files were written.
 
     Raises:
-        ExperimentError: a file is in the way, or another process is at the same run.
+        ExperimentError: a file is in the way, or another process is working on the same run.
         OSError: the folder for results cannot be written to.
     """
     work = _work(run)
@@ -160,7 +160,7 @@ def execute(
     if None in there or not missing:
         _clear_away(run.workspace(device))
         return list(there.values())
-    if there and not run.workspace(device).is_begun():  # what has begun with all goes on with all
+    if there and not run.workspace(device).is_begun():  # what began with all seeds goes on so
         run = run.with_seeds(missing)
     with _alone(run, device) as workspace:
         if workspace.is_begun():
@@ -178,10 +178,10 @@ def execute(
 
 
 def device_named(name: str) -> torch.device:
-    """The device of this name; `auto` is a CUDA device where there is one, else the CPU.
+    """Return the device of this name; `auto` is a CUDA device if there is one, otherwise the CPU.
 
     Raises:
-        ExperimentError: it is not there.
+        ExperimentError: it is not available.
     """
     try:
         return choose_device(name)
@@ -199,7 +199,7 @@ def _work(run: Run) -> Callable[[Any, Context], BySeed]:
 
 
 def _present(run: Run) -> dict[int | None, Result]:
-    """The results that need not be computed."""
+    """Return the results that need not be computed."""
     there: dict[int | None, Result] = {}
     for seed in (None, *run.config.seeds):
         path = run.path(seed)
@@ -228,7 +228,7 @@ def _alone(run: Run, device: torch.device) -> Iterator[Workspace]:
 
 
 def _clear_away(workspace: Workspace) -> None:
-    """What a run leaves that is killed after its last result is written."""
+    """Remove what a run leaves behind if it is killed after writing its last result."""
     if workspace.folder.parent.exists():
         with contextlib.suppress(ExperimentError, OSError), workspace.alone():
             workspace.discard()
@@ -244,7 +244,7 @@ def _checked(found: BySeed, run: Run) -> BySeed:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """As JSON has it: tuples are lists, paths are strings."""
+    """Return the config as in JSON: tuples become lists, paths become strings."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     return plain
 
@@ -254,7 +254,7 @@ def _digest(value: object) -> str:
 
 
 def flags(config: Any, default: Any, prefix: str = "") -> list[str]:
-    """The words that make `config` of `default` on the command line."""
+    """Return the command-line arguments that turn `default` into `config`."""
     words: list[str] = []
     for field in dataclasses.fields(config):
         value, other = getattr(config, field.name), getattr(default, field.name)

@@ -1,5 +1,7 @@
-"""A search stage by stage, one grid after the other, the rest as it was best so far; what it has
-judged is kept, and an interrupted search judges only the rest."""
+"""A search in stages: one grid after the other, with all other settings at the best values so far.
+
+Judgements are saved, so that an interrupted search continues with the remaining ones.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,19 @@ Judgement = TypeVar("Judgement", float, list[list[float]])
 
 
 def combinations(grid: Grid) -> list[dict[str, Any]]:
-    """All that a grid holds."""
+    """Return all combinations of a grid."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def count(stages: Iterable[Grid]) -> int:
-    """How many settings there are to try, some of them twice."""
+    """Return the number of settings to try, counting repetitions."""
     return sum(len(combinations(grid)) for grid in stages)
 
 
 def best_of(
     start: Settings, stages: Sequence[Grid], worth: Callable[[Settings], float | tuple[float, ...]]
 ) -> Settings:
-    """The settings that are worth most, the first of equals; stage by stage.
+    """Return the settings with the highest worth, stage by stage; the first of equals.
 
     Args:
         start: a dataclass.
@@ -45,7 +47,7 @@ def best_of(
 
 
 class Notebook:
-    """What a search has judged, and what it has to tell."""
+    """The judgements of a search, and its records."""
 
     def __init__(self, context: Context) -> None:
         self.records: list[Record] = []
@@ -56,7 +58,7 @@ class Notebook:
         self._saved = time.monotonic()
 
     def judged(self, what: str, judge: Callable[[], Judgement]) -> Judgement:
-        """What the judge says of it, or said when asked before."""
+        """Return the judgement of `what`, computed at most once."""
         if what not in self._known:
             self._known[what] = judge()
             if time.monotonic() - self._saved >= SAVE_EVERY:
@@ -65,21 +67,21 @@ class Notebook:
         return found
 
     def save(self) -> None:
-        """Keep all that was judged; it is done now and then anyway."""
+        """Save all judgements; this also happens automatically from time to time."""
         self._workspace.save("search", {"known": self._known})
         self._saved = time.monotonic()
 
     def note_tried(self, what: str, records: Sequence[Record]) -> None:
-        """Once for each."""
+        """Add the records of a trial, once per trial."""
         if what not in self._written:
             self._written.add(what)
             self.records += records
 
     def note_chosen(self, setting: str, value: float) -> None:
-        """Under the name that presets will find it by."""
+        """Record a chosen value, under the name by which presets find it."""
         self.records.append({"setting": setting, "name": "chosen", "value": value})
 
     def note_all_chosen(self, field: str, settings: Any, stages: Sequence[Grid]) -> None:
-        """Whatever the stages decided."""
+        """Record all settings that the stages decided."""
         for name in dict.fromkeys(itertools.chain(*stages)):
             self.note_chosen(f"{field}.{name}", getattr(settings, name))

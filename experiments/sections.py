@@ -1,4 +1,4 @@
-"""What a report consists of: sections of text, tables and figures, made from results alone."""
+"""The parts of a report: sections of text, tables and figures, made from results alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"[+−-]?[\d.,]+\s*(%|±.*|\(.*\)|\*|s|ms|µs|[kMG]?B)?|[–—-]?")
 
 GAP = "  "  # between columns
-READABLE = 20  # letters of a line of words, at least
+READABLE = 20  # minimum width of a column of words, in characters
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are shown as they are: how many digits a number gets is decided where it is made."""
+    """A table whose cells are shown unchanged: digits are decided where a cell is made."""
 
     title: str
     columns: Sequence[str]
@@ -34,12 +34,12 @@ class Table:
 
     @property
     def holds_numbers(self) -> list[bool]:
-        """For each column: whether it is best aligned to the right."""
+        """Whether each column holds numbers, and so is aligned to the right."""
         cells = [[row[column] for row in self.rows] for column in range(len(self.columns))]
         return [bool(c) and all(_NUMBER.fullmatch(cell.strip()) for cell in c) for c in cells]
 
     def as_text(self, width: int | None = None) -> str:
-        """For a terminal, or a place of another width: long cells are broken into lines."""
+        """Format for a terminal or another width: long cells are broken into lines."""
         widths = self._widths(width)
         rule = ["-" * each for each in widths]
         sides = [">" if right else "<" for right in self.holds_numbers]
@@ -57,7 +57,9 @@ class Table:
         return "\n".join(told)
 
     def _widths(self, most: int | None) -> list[int]:
-        """Of the columns; the widest of those with words give way, as far as they are readable."""
+        """Return the column widths; the widest columns of words shrink, as long as they stay
+        readable.
+        """
         lines, numbers = [self.columns, *self.rows], self.holds_numbers
         widths = [max(1, *(len(line[c]) for line in lines)) for c in range(len(self.columns))]
         while most is not None and sum(widths) + len(GAP) * (len(widths) - 1) > most:
@@ -70,14 +72,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing; matplotlib is imported when it is drawn, not before."""
+    """A drawing; matplotlib is imported only when it is drawn."""
 
     name: str
-    """Of the files, without their ending."""
+    """File name without its ending."""
     caption: str
     draw: Callable[[matplotlib.figure.Figure], None]
     size: tuple[float, float] = (10, 4.5)
-    """In inches."""
+    """Width and height in inches."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w-]+", self.name):
@@ -86,12 +88,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of an experiment's place in the report."""
+    """One section of an experiment's chapter in the report."""
 
     title: str
     text: Sequence[str] = ()
-    """Paragraphs; `code` may stand in backticks."""
+    """Paragraphs; backticks mark `code`."""
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     command: str = ""
-    """What makes it; by default the command in the results."""
+    """Command that produces the section; by default the command in the results."""

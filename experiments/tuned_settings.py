@@ -1,7 +1,7 @@
-"""Settings that searches chose: `experiments tune NAME --adopt` writes them, presets read them.
+"""Settings chosen by searches: `experiments tune NAME --adopt` writes them, presets read them.
 
-`tuned.json` has, by experiment and preset, each setting that was settled: a dotted name and a
-value, or a list of them where a setting has one for each size of the memory.
+`tuned.json` holds each chosen setting by experiment and preset: a dotted name and a value, or a
+list of values if a setting has one per memory size.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from mbpa.files import write_durably
 
 Config = TypeVar("Config")
 FILE = Path(__file__).with_name("tuned.json")
-_READERS: set[tuple[str, str]] = set()  # experiments and presets that take what is adopted
+_READERS: set[tuple[str, str]] = set()  # experiments and presets that use adopted settings
 
 
 def tuned(config: Config, experiment: str, preset: str) -> Config:
-    """A preset with the settings that were adopted for it; as it is, if none were."""
+    """Return a preset with the settings adopted for it; unchanged if there are none."""
     _READERS.add((experiment, preset))
     return with_settings(config, _adopted().get(experiment, {}).get(preset, {}))
 
 
 def with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    """A config with what a search settled."""
+    """Return a config with the settings that a search chose."""
     for setting, value in settings.items():
         config = _with(config, setting.split("."), value)
     return config
 
 
 def chosen(result: Result) -> dict[str, Any]:
-    """Each setting that a search settled; a list where it settled one for each size."""
+    """Return each setting that a search chose; a list if there is one value per memory size."""
     found: dict[str, Any] = {}
     for record in result.metrics:
         if record["name"] == "chosen":
@@ -48,10 +48,10 @@ def chosen(result: Result) -> dict[str, Any]:
 
 
 def adoptable(experiment: str, label: str) -> str:
-    """The preset that a search, by the name of its file, was for.
+    """Return the preset that a search was for, given the name of its file.
 
     Raises:
-        ExperimentError: it is for none, or for one whose settings are fixed.
+        ExperimentError: it was for no preset, or for one whose settings are fixed.
     """
     preset = label.removeprefix(TUNED)
     if preset.startswith("custom-"):
@@ -68,7 +68,7 @@ def adoptable(experiment: str, label: str) -> str:
 
 
 def adopt(result: Result) -> None:
-    """Make what a search chose the settings of its preset, from the next start on.
+    """Make the chosen settings those of the search's preset, from the next start on.
 
     Raises:
         ExperimentError: it did not search for a preset, or the file cannot be written to.
@@ -91,7 +91,7 @@ def _read() -> dict[str, Any]:
 
 
 def _written(known: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """As JSON, a setting a line, so that a diff can be read."""
+    """Return the settings as JSON, one per line, so that diffs are readable."""
     experiments = []
     for experiment, presets in sorted(known.items()):
         parts = []
@@ -103,7 +103,7 @@ def _written(known: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def _with(config: Any, names: list[str], value: Any) -> Any:
-    """The config with one field, or a field of a field, changed."""
+    """Return the config with one field, or a field of a field, changed."""
     name, *rest = names
     if rest:
         value = _with(getattr(config, name), rest, value)

@@ -1,7 +1,8 @@
-"""What a run must not lose: its state on disk, from which a killed one goes on.
+"""The state of a run on disk, from which a killed run resumes.
 
 A named state is a checkpoint directory (`mbpa.checkpoint`): tensors in safetensors, everything else
-in a JSON tree that says where the tensors belong. The lock dies with the process that holds it.
+in a JSON tree that says where the tensors belong. The lock is released when the process that holds
+it dies.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class Workspace:
 
     @property
     def seconds(self) -> float:
-        """Spent so far, with what interrupted runs spent on the states that were loaded."""
+        """Seconds spent so far, including those of interrupted runs on the loaded states."""
         return self._seconds_before + time.perf_counter() - self._start
 
     def load(self, name: str) -> dict[str, Any] | None:
-        """What `save` was given under this name, tensors on the CPU; `None` if there is nothing.
+        """Return the state saved under this name, tensors on the CPU; `None` if there is none.
 
-        A state that is damaged counts as nothing, is removed, and a line on stderr says so.
+        A damaged state counts as none: it is removed, and a line on stderr says so.
         """
         path = self._path(name)
-        if not (path / "manifest.json").exists():  # none, or killed before the first was whole
+        if not (path / "manifest.json").exists():  # none, or killed before the first was complete
             return None
         try:
             checkpoint = load_checkpoint(path)
@@ -62,13 +63,13 @@ class Workspace:
         return loaded
 
     def save(self, name: str, state: Mapping[str, Any]) -> None:
-        """Replace the state of this name, wholly or not at all, whenever the process is killed.
+        """Replace the state of this name atomically, even if the process is killed.
 
         Args:
             name: letters, digits, `_`, `-`.
             state: tensors, JSON values and non-finite floats in dicts (of string or int keys),
-                lists and tuples; all come back as they were. So a torch optimiser's or module's
-                `state_dict()` and a generator's `get_state()` can be stored as they are.
+                lists and tuples; all are restored unchanged. A torch optimiser's or module's
+                `state_dict()` and a generator's `get_state()` can be stored directly.
 
         Raises:
             ValueError: it holds something else.
@@ -79,22 +80,22 @@ class Workspace:
         self._saved_here.add(name)
 
     def discard(self) -> None:
-        """Forget everything, all at once: what is half removed must not pass for kept work."""
+        """Remove everything atomically: a half-removed state must not pass for saved work."""
         gone = self.folder.with_name(f"{self.folder.name}.gone")
         shutil.rmtree(gone, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
             self.folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
-        with contextlib.suppress(OSError):  # others may be at work in there
+        with contextlib.suppress(OSError):  # other runs may be using it
             self.folder.parent.rmdir()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Make the folder and be the only one in it.
+        """Create the folder and lock it for this process.
 
         Raises:
-            ExperimentError: another process is.
-            OSError: the folder cannot be made, or not be written to.
+            ExperimentError: another process holds the lock.
+            OSError: the folder cannot be created or written to.
         """
         descriptor = _lock_of(self.folder)
         try:
@@ -103,7 +104,7 @@ class Workspace:
             os.close(descriptor)
 
     def is_begun(self) -> bool:
-        """Whether an interrupted run left something."""
+        """Return whether an interrupted run left a state."""
         return any(self.folder.glob("*/manifest.json"))
 
     def _path(self, name: str) -> Path:
@@ -112,8 +113,8 @@ class Workspace:
         return self.folder / name
 
 
-# A state as JSON and tensors. What JSON has no word for is an object with one key, so that every
-# object of the tree is one of these.
+# A state as JSON and tensors. Values that JSON cannot express become objects with one key, so that
+# every object of the tree is one of these.
 
 
 def _packed(value: object, tensors: dict[str, Tensor], where: str) -> Any:
@@ -153,7 +154,9 @@ def _unpacked(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _lock_of(folder: Path) -> int:
-    """The descriptor of a lock file that is locked, and is still the one in the folder."""
+    """Lock the folder and return the lock's descriptor, which is still that of the file in the
+    folder.
+    """
     attempts = 0
     while True:
         try:
@@ -162,8 +165,8 @@ def _lock_of(folder: Path) -> int:
         except FileNotFoundError:
             attempts += 1
             if attempts > 100:
-                raise  # it cannot be made at all
-            continue  # whoever was at work has just finished, and removed the folder
+                raise  # it cannot be created at all
+            continue  # another process has just finished and removed the folder
         try:
             files.lock(descriptor)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Memory-based Parameter Adaptation: an episodic memory that adapts a network, per query."""
+"""Memory-based Parameter Adaptation: an episodic memory that adapts a network for each query."""
 
 from mbpa import testing
 from mbpa.adaptation import Engine

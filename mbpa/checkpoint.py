@@ -1,8 +1,8 @@
-"""A checkpoint on disk: a directory of ``manifest.json`` and safetensors payloads; no pickle.
+"""Checkpoints on disk: a directory with ``manifest.json`` and safetensors payloads, no pickle.
 
 Payload files are named after their content, so a save never touches a file that the current
-manifest names; replacing the manifest, one rename, is what makes a new checkpoint current.
-Every byte read back is verified: payloads by the manifest, the manifest by its own checksum.
+manifest names. Replacing the manifest, which is a single rename, makes the new checkpoint current.
+Every byte read back is verified: payloads against the manifest, the manifest by its own checksum.
 """
 
 import contextlib
@@ -34,20 +34,20 @@ _TEMPORARY = re.compile(rf"({re.escape(_MANIFEST)}|{_PAYLOAD.pattern})\.[0-9a-f]
 _FIELDS = {"mbpa": str, "files": dict, "description": dict, "sha256": str}
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
 _DTYPES |= {torch.int8, torch.int16, torch.int32, torch.int64}
-_DEPTH = 100  # far below where json runs out of stack, in whatever program the load will be
+_DEPTH = 100  # far below the depth at which json runs out of stack, in any program that loads it
 _ATTEMPTS, _PAUSE = 10, 0.01
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What ``load_checkpoint`` read: groups of CPU tensors by name, and their description."""
+    """The result of ``load_checkpoint``: named groups of CPU tensors, and their description."""
 
     tensors: dict[str, dict[str, torch.Tensor]]
     description: dict[str, Any]
 
 
 class _PayloadMissing(CheckpointError):
-    """Told apart because a save that finished meanwhile may have removed the payload."""
+    """A payload is missing, possibly because a concurrent save has removed it: worth a retry."""
 
 
 def save_checkpoint(
@@ -56,22 +56,24 @@ def save_checkpoint(
     tensors: Mapping[str, Mapping[str, torch.Tensor]],
     description: Mapping[str, Any],
 ) -> None:
-    """Replace the checkpoint in ``directory`` by this one, wholly or not at all.
+    """Replace the checkpoint in ``directory`` with this one atomically.
 
-    A save killed at any moment leaves the previous checkpoint loadable. So does one that raises,
-    except that an error of the very last flush to disk leaves the new one. Saves into one
-    directory wait for each other where the file system has ``flock``; elsewhere, saving from
-    one place at a time is up to the caller. Other files in the directory are left alone; the names
-    ``manifest.json``, ``.lock`` and ``<group>-<16 hex digits>.safetensors`` are reserved.
+    A save that is killed at any moment leaves the previous checkpoint loadable. So does a save
+    that raises, with one exception: if the very last flush to disk fails, the new checkpoint is in
+    place. Concurrent saves into one directory wait for each other where the file system supports
+    ``flock``; elsewhere the caller must make sure that only one save runs at a time. Other files in
+    the directory are left alone. The names ``manifest.json``, ``.lock`` and
+    ``<group>-<16 hex digits>.safetensors`` are reserved.
 
     Args:
-        directory: created with its parents when missing.
-        tensors: named groups of named tensors, on any device; one payload file a group.
-        description: JSON values with string keys; tuples come back as lists.
+        directory: created, with its parents, if it does not exist.
+        tensors: named groups of named tensors, on any device; each group becomes one payload file.
+        description: JSON values with string keys; tuples are loaded as lists.
 
     Raises:
-        ValueError: an argument cannot be stored, or a name is taken; nothing has been written.
-        OSError: the file system refused.
+        ValueError: an argument cannot be stored, or a reserved name is in use; nothing has been
+            written.
+        OSError: the file system reported an error.
     """
     plain = _plain_json(description)
     _check_tensors(tensors)
@@ -84,8 +86,8 @@ def save_checkpoint(
             files.flush_directory(root)  # the manifest must not reach the disk before its payloads
             files.write_durably(root / _MANIFEST, _manifest_text(groups, plain))
         except BaseException:
-            # Not even on a KeyboardInterrupt is it known whether the manifest was replaced, and
-            # after a failed flush the old one may come back: spare the payloads of both.
+            # The manifest may or may not have been replaced (a KeyboardInterrupt can come at any
+            # point), and after a failed flush the old one may come back: keep the payloads of both.
             _sweep(root, spare=before)
             raise
         _sweep(root, spare=())
@@ -95,16 +97,16 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     """Read and verify the checkpoint in ``directory``; safe while another process saves there.
 
     Raises:
-        CheckpointError: naming the file that is missing, unreadable, truncated, altered, or
-            written by a newer mbpa.
+        CheckpointError: a file is missing, unreadable, truncated, altered, or written by a newer
+            mbpa; the message names it.
     """
     root = Path(directory).absolute()
     for _ in range(_ATTEMPTS - 1):
         try:
             return _load_once(root)
         except _PayloadMissing:
-            # A finished save replaces the manifest, then removes the payloads of the old one.
-            # An unchanged manifest proves nothing: the same content may have been saved again.
+            # A save replaces the manifest, then removes the payloads of the old one. An unchanged
+            # manifest proves nothing: the same content may have been saved again.
             time.sleep(_PAUSE)
     return _load_once(root)
 
@@ -125,7 +127,7 @@ def _plain_json(description: Mapping[str, Any]) -> dict[str, Any]:
         if depth > _DEPTH:
             raise ValueError(f"description must be nested at most {_DEPTH} deep")
         if isinstance(value, dict):
-            # json would turn the key 1 into "1", and a load would return something else.
+            # json would turn the key 1 into "1", and a load would not return what was saved.
             if other := [key for key in value if not isinstance(key, str)]:
                 raise ValueError(f"description must have string keys, got {other[0]!r}")
             pending.extend((depth + 1, item) for item in value.values())
@@ -179,7 +181,10 @@ def _make_directory(root: Path) -> Path:
 
 
 def _refuse_foreign_manifest(path: Path) -> None:
-    """Refuse to overwrite a ``manifest.json`` that another program wrote; a damaged one is ours."""
+    """Raise `ValueError` if another program wrote this ``manifest.json``.
+
+    A damaged manifest counts as ours and may be overwritten.
+    """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} must be a file or not exist yet")
     try:
@@ -195,10 +200,10 @@ def _refuse_foreign_manifest(path: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(root: Path) -> Iterator[None]:
-    # The file stays: removing it would let two savers hold locks on two files of one name.
+    # The file stays: if it were removed, two saves could lock two different files of the same name.
     descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        files.lock(descriptor, wait=True)  # where there are no locks, saving must still work
+        files.lock(descriptor, wait=True)  # saving must also work on file systems without locks
         yield
     finally:
         files.unlock(descriptor)
@@ -206,17 +211,17 @@ def _lock(root: Path) -> Iterator[None]:
 
 
 def _write_group(root: Path, group: str, named: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    # To bytes and not save_file: one copy in memory, but the checksum is that of what was meant,
-    # and so also detects a disk that stored something else.
+    # Serialise to bytes instead of calling save_file. This takes a copy in memory, but the checksum
+    # is that of the intended content, so it also detects a disk that stored something else.
     data = safetensors.torch.save(_storable(named))
     digest = hashlib.sha256(data).hexdigest()
     name = _payload_name(group, digest)
-    files.replace_file(root / name, data)  # even if there is one of that name: it may be damaged
+    files.replace_file(root / name, data)  # even if the file exists: it may be damaged
     return {"name": name, "bytes": len(data), "sha256": digest}
 
 
 def _storable(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous CPU tensors, no two in one storage (which safetensors refuses)."""
+    """Return contiguous CPU tensors, no two of which share a storage (safetensors refuses that)."""
     result: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, tensor in named.items():
@@ -233,18 +238,19 @@ def _payload_name(group: str, digest: str) -> str:
 
 
 def _sweep(root: Path, *, spare: Collection[str]) -> None:
-    """Remove our temporaries, and our payloads that neither the manifest nor ``spare`` names."""
+    """Remove our temporary files, and payloads named by neither the manifest nor ``spare``."""
     try:
         keep = {entry["name"] for entry in _read_manifest(root)["files"].values()}
         payloads = True
     except CheckpointError:
-        # No manifest needs no payload; one that cannot be read may be of use to somebody.
+        # Without a manifest no payload is needed. An unreadable one may still be repaired by hand,
+        # so its payloads stay.
         keep, payloads = set(), not os.path.lexists(root / _MANIFEST)
     with contextlib.suppress(OSError):
         for name in os.listdir(root):
             unnamed = payloads and name not in keep and name not in spare
             if _TEMPORARY.fullmatch(name) or (unnamed and _PAYLOAD.fullmatch(name)):
-                # The checkpoint is whole either way, and the next save will try again.
+                # If this fails the checkpoint is still complete, and the next save tries again.
                 with contextlib.suppress(OSError):
                     os.unlink(root / name)
 
@@ -262,7 +268,7 @@ def _manifest_text(groups: dict[str, dict[str, Any]], description: dict[str, Any
 
 
 def _read_manifest(root: Path) -> dict[str, Any]:
-    """The manifest, verified: whoever uses it need not check types or names again."""
+    """Return the verified manifest; callers need not check types or names again."""
     path = root / _MANIFEST
     try:
         with _open_regular(path) as file:
@@ -288,7 +294,7 @@ def _check_manifest(path: Path, manifest: Any) -> None:
     found = manifest.get("format")
     if type(found) is not int or found < 1:
         raise CheckpointError(f"{path}: 'format' must be a positive integer, got {found!r}")
-    if found > FORMAT:  # before anything a newer format might have changed
+    if found > FORMAT:  # checked before any field that a newer format might have changed
         raise CheckpointError(
             f"{path}: written by a newer mbpa (format {found}, this one reads up to {FORMAT}): "
             "upgrade mbpa"
@@ -305,7 +311,7 @@ def _check_manifest(path: Path, manifest: Any) -> None:
 
 
 def _check_entry(path: Path, group: str, entry: Any) -> None:
-    """A manifest with a right checksum may still be written by hand, to name any file at all."""
+    """Check one file entry: even a manifest with a valid checksum may name an arbitrary file."""
     where = f"{path}: the file of group {group!r}"
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where} must be an object, got {entry!r}")
@@ -326,7 +332,8 @@ def _load_once(root: Path) -> Checkpoint:
     manifest = _read_manifest(root)
     entries: dict[str, dict[str, Any]] = manifest["files"]
     with contextlib.ExitStack() as stack:
-        # All are opened before any is read: an open file outlives its removal by a later save.
+        # Open all files before reading any: an open file remains readable when a later save
+        # removes it.
         opened = {
             group: stack.enter_context(_open_payload(root / entry["name"]))
             for group, entry in entries.items()
@@ -339,7 +346,7 @@ def _load_once(root: Path) -> Checkpoint:
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would block forever
         raise CheckpointError(f"{path}: must be a regular file")
     return open(path, "rb")
 
@@ -363,7 +370,7 @@ def _read_payload(path: Path, file: BinaryIO, entry: dict[str, Any]) -> dict[str
         data = file.read()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    # The very bytes that are hashed are parsed, so that nothing unverified is ever used.
+    # Parse the same bytes that are hashed, so that nothing unverified is ever used.
     digest = hashlib.sha256(data).hexdigest()
     if digest != entry["sha256"]:
         raise CheckpointError(f"{path}: altered: sha256 must be {entry['sha256']}, got {digest}")
@@ -371,6 +378,6 @@ def _read_payload(path: Path, file: BinaryIO, entry: dict[str, Any]) -> dict[str
         named = safetensors.torch.load(data)
     except MemoryError:
         raise
-    except Exception as error:  # SafetensorError, and whatever an odd header makes torch raise
+    except Exception as error:  # SafetensorError, or anything torch raises for a malformed header
         raise CheckpointError(f"{path}: must be safetensors, got: {error}") from error
     return dict(sorted(named.items()))  # safetensors' own order differs from run to run

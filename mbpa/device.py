@@ -1,8 +1,9 @@
-"""What the device at hand can do: our Triton kernels or not, how much memory, how fast.
+"""Capabilities of a device: whether it runs our Triton kernels, its free memory and its speed.
 
-The kernels want a recent NVIDIA GPU and float32. Everything they compute has a plain torch form
-with the same result, which is what runs elsewhere. `MBPA_TRITON=0` in the environment forgoes them;
-`MBPA_TRITON=1` with `TRITON_INTERPRET=1` runs them, slowly, on a CPU.
+The kernels need a recent NVIDIA GPU and float32. Everything they compute has a plain torch
+equivalent with the same result, which runs elsewhere. Setting the environment variable
+`MBPA_TRITON=0` disables the kernels; `MBPA_TRITON=1` with `TRITON_INTERPRET=1` runs them on a CPU,
+slowly.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ OLDEST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Throughput:
-    """How fast a device computes, for choosing among ways of the same result."""
+    """The speed of a device, used to choose the fastest of several equivalent computations."""
 
     operations: float
-    """Of large matrix products, a second."""
+    """Floating-point operations per second in large matrix products."""
     bytes: float
-    """Read and written, a second."""
+    """Bytes read and written per second."""
     call: float
-    """Seconds that any operation takes, however small."""
+    """Seconds that even the smallest operation takes."""
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of this name; "auto" is a CUDA device where there is one, else the CPU.
+    """Return the device called `name`: "cpu", "cuda", or "auto" for CUDA if available, else CPU.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: `name` is "cuda" and there is no CUDA device.
     """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
@@ -48,7 +49,7 @@ def choose_device(name: str) -> torch.device:
 
 @contextlib.contextmanager
 def use_one_thread() -> Iterator[None]:
-    """Compute on one thread: for tiny tensors a second one gains nothing, and may cost a lot."""
+    """Limit torch to one thread: with tiny tensors more threads gain nothing and may cost a lot."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -59,8 +60,10 @@ def use_one_thread() -> Iterator[None]:
 
 @cache
 def measure_throughput(device: torch.device) -> Throughput:
-    """Timed once a process, a few hundredths of a second; rounded to powers of two, so that noise
-    does not change what is chosen by them."""
+    """Measure how fast a device computes; takes a few hundredths of a second, once per process.
+
+    The results are rounded to powers of two, so that noise does not change decisions based on them.
+    """
     size, numbers = (4096, 1 << 26) if device.type == "cuda" else (512, 1 << 22)
     square = torch.full((size, size), 1e-3, device=device)
     row, few = square.new_ones(numbers), square.new_ones(8)
@@ -71,12 +74,12 @@ def measure_throughput(device: torch.device) -> Throughput:
 
 
 def takes_kernels(tensor: Tensor) -> bool:
-    """Whether a kernel of ours may compute with this tensor."""
+    """Return whether our kernels can process this tensor."""
     return tensor.dtype == torch.float32 and runs_kernels(tensor.device)
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether our kernels run on this device."""
+    """Return whether our kernels run on this device."""
     wanted = os.environ.get("MBPA_TRITON")
     if wanted == "0" or not _has_triton():
         return False
@@ -86,24 +89,26 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run as plain Python, one program after the other."""
+    """Return whether Triton interprets kernels in Python, one program after the other."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be had."""
+    """Return how many bytes can still be allocated on this device."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not every system tells
+    except (ValueError, OSError, AttributeError):  # not every system reports this
         return 1 << 32
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that there was not enough memory; torch has a
-    class for some of them."""
+    """Return whether this error means that memory ran out.
+
+    Torch has an exception class for some of these errors only; the rest are known by their message.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     texts = "DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
@@ -121,7 +126,7 @@ def _is_recent(device: torch.device) -> bool:
 
 
 def _seconds(work: object, device: torch.device) -> float:
-    """The least of a few timings."""
+    """Return the shortest of a few timings of `work`, in seconds."""
     assert callable(work)
     took = []
     for _ in range(4):

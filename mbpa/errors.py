@@ -1,4 +1,4 @@
-"""The few errors somebody would catch. Bad arguments raise `ValueError`, not one of these."""
+"""Exceptions that callers may want to catch. Bad arguments raise `ValueError` instead."""
 
 
 class CheckpointError(Exception):
@@ -6,11 +6,11 @@ class CheckpointError(Exception):
 
 
 class RunError(Exception):
-    """A run directory, or the data for one, cannot be used; the message is a line on what to do."""
+    """A run directory, or the data for one, cannot be used; a one-line message says what to do."""
 
 
 class MissingExtraError(ImportError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+    """An optional dependency is not installed; the message names the extra that installs it."""
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} is not installed: pip install 'mbpa[{extra}]'")

@@ -1,4 +1,4 @@
-"""Why a prediction came out as it did: neighbours, weights, before and after; readable in print."""
+"""Explanations of predictions: neighbours, their weights, and the prediction before and after."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from mbpa.predictors import Part
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """What `MbPA.explain` found out about B queries; index or iterate for one query at a time.
+    """The result of `MbPA.explain` for B queries; index or iterate to get one query at a time.
 
-    Print it to read it. Class names given to `explain` stand in for label numbers.
+    Print it for a readable summary. If class names were passed to `explain`, they are printed
+    instead of label numbers.
     """
 
     before: Float[Tensor, "B *C"]
-    """The parametric prediction: log-probabilities, or values."""
+    """The parametric prediction: log-probabilities, or values for regression."""
     after: Float[Tensor, "B *C"]
-    """The prediction."""
+    """The final prediction, in the same form."""
     neighbors: Neighbors | None
-    """`None` if the predictor asked for none. Their distances are squared, those in print not."""
+    """The neighbours, or `None` if the predictor uses none. Their distances are squared; printed
+    distances are not."""
     parts: tuple[Part, ...]
-    """What the prediction is made of; one part unless the predictor is a mixture."""
+    """The components of the prediction; one, unless the predictor is a mixture."""
     has_labels: bool
     labels: tuple[str, ...] | None = None
 
     @property
     def weights(self) -> Float[Tensor, "B K"] | None:
-        """Of the neighbours: in the adaptation if there was one, else in the vote."""
+        """Weights of the neighbours in the adaptation if there was one, else in the vote."""
         found = [part for part in self.parts if part.weights is not None]
         found.sort(key=lambda part: part.adaptation is None)
         return found[0].weights if found else None
 
     @property
     def change(self) -> Float[Tensor, "B"] | None:
-        """‖θˣ − θ‖, how far the parameters moved; `None` if nothing adapted."""
+        """The distance that the parameters moved, ‖θˣ − θ‖; `None` if nothing adapted."""
         changes = [part.adaptation.change for part in self.parts if part.adaptation]
         return changes[0] if changes else None
 
     @property
     def path(self) -> str | None:
-        """How the adaptation was computed; `None` if nothing adapted."""
+        """Name of the method that computed the adaptation; `None` if nothing adapted."""
         paths = [part.adaptation.path for part in self.parts if part.adaptation]
         return paths[0] if paths else None
 
@@ -75,7 +77,7 @@ class Explanation:
         return "\n\n".join(f"query {i}\n{one}" for i, one in enumerate(self))
 
 
-SHOWN = 5  # classes and neighbours that are printed
+SHOWN = 5  # neighbours printed per query
 
 
 def _lines(one: Explanation) -> Iterator[str]:
@@ -105,7 +107,7 @@ def _lines(one: Explanation) -> Iterator[str]:
 
 
 def _path(adaptation: Adaptation) -> str:
-    """How it was computed, and what speaks for that."""
+    """Describe how the adaptation was computed, with estimated times of it and the alternatives."""
     others = dict(sorted(adaptation.seconds.items(), key=lambda pair: pair[1]))
     own = others.pop(adaptation.path, 0.0)
     beside = "".join(f", {name} {_micros(took)}" for name, took in others.items())

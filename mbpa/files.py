@@ -1,6 +1,6 @@
-"""Locks, atomic writes and flushes: what keeps files whole through crashes and power cuts.
+"""Locks, atomic writes and flushes, which keep files intact through crashes and power cuts.
 
-Standard library only, so that the journal loads without torch.
+This module uses the standard library only, so that the journal loads without torch.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ _AT_WORKING_DIRECTORY = -100  # AT_FDCWD
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that readers see the old content or the new one, never a part.
+    """Write a file so that readers see either the old content or the new, never a mixture.
 
-    The content is on disk before it gets its name. The name itself is durable after
+    The content is on disk before the file gets its name. The name itself is durable after
     `flush_directory(path.parent)`.
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
@@ -47,7 +47,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replace a file, content and name, so that it survives a power cut from here on."""
+    """Replace a file; on return both its content and its name would survive a power cut."""
     replace_file(path, content)
     flush_directory(path.parent)
 
@@ -61,7 +61,7 @@ def make_directory(path: Path) -> None:
 
 
 def flush_directory(path: Path) -> None:
-    """Bring the names in a directory to disk: files created, renamed and removed there."""
+    """Flush a directory to disk, so that files created, renamed or removed there stay so."""
     if sys.platform == "win32":  # directories cannot be opened there
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -75,7 +75,7 @@ def flush_directory(path: Path) -> None:
 
 
 def flush_file(path: Path) -> None:
-    """Bring the content of a file to disk, whoever wrote it."""
+    """Flush the content of a file to disk, even if another process wrote it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,14 +84,14 @@ def flush_file(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two files or directories in one step.
+    """Swap the names of two files or directories atomically.
 
     Returns:
-        Whether it was done: some systems and file systems cannot.
+        Whether they were swapped: some systems and file systems do not support it.
     """
     if sys.platform == "win32":
         return False
-    import ctypes  # here: it takes a while, and `import mbpa` needs none of it
+    import ctypes  # imported here because it is slow and `import mbpa` does not need it
 
     library = ctypes.CDLL(None, use_errno=True)
     paths = os.fsencode(one), os.fsencode(other)
@@ -111,13 +111,18 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def lock(descriptor: int, *, exclusive: bool = True, wait: bool = False) -> bool:
-    """Lock an open file for this process; the lock ends with the process at the latest.
+    """Lock an open file for this process; the lock ends when the process does, if not before.
+
+    Args:
+        descriptor: of the open file.
+        exclusive: take an exclusive lock, not one that is shared with other readers.
+        wait: wait for a lock that another process holds.
 
     Returns:
-        Whether it is locked: some file systems have no locks.
+        Whether the file is locked: some file systems do not support locks.
 
     Raises:
-        BlockingIOError: another process holds it, and `wait` is false.
+        BlockingIOError: another process holds the lock, and `wait` is false.
     """
     if sys.platform == "win32":
         return False
@@ -132,7 +137,7 @@ def lock(descriptor: int, *, exclusive: bool = True, wait: bool = False) -> bool
 
 
 def unlock(descriptor: int) -> None:
-    """Release a lock; closing is not enough while a forked process has the descriptor, too."""
+    """Release a lock; closing the file is not enough while a forked process has it open, too."""
     if sys.platform != "win32":
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -142,7 +147,7 @@ def unlock(descriptor: int) -> None:
 
 
 def is_at(path: Path, status: os.stat_result) -> bool:
-    """Whether the file with this status is the one that the path names."""
+    """Return whether `path` names the file that has this status."""
     try:
         return os.path.samestat(os.stat(path), status)
     except OSError:

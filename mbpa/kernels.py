@@ -1,8 +1,9 @@
-"""Kernels: how much each neighbour counts, by its nearness to the query.
+"""Kernels, which weight each neighbour by how near it is to the query.
 
 A kernel is called as `kernel(distances, dots)` with squared Euclidean distances and inner products,
-both (B, K), and returns log-weights (B, K) up to a constant a row; `neighbor_weights` normalises
-them. Any function of that form is a kernel. Ours are classes so that a checkpoint can name them.
+both of shape (B, K). It returns log-weights (B, K) up to a constant per row; `neighbor_weights`
+normalises them. Any function of that form is a kernel. Those defined here are classes so that a
+checkpoint can name them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class inverse_distance:
-    """`1 / (ε + ‖h − q‖²)`, the paper's kernel; ε is on the squared distance."""
+    """The paper's kernel, `1 / (ε + ‖h − q‖²)`.
+
+    Args:
+        epsilon: ε, above 0, in units of the squared distance.
+    """
 
     epsilon: float = 1e-3
 
@@ -38,7 +43,11 @@ class inverse_distance:
 
 @dataclass(frozen=True)
 class gaussian:
-    """`exp(−‖h − q‖² / 2σ²)`."""
+    """The Gaussian kernel, `exp(−‖h − q‖² / 2σ²)`.
+
+    Args:
+        bandwidth: σ, above 0, in units of the distance (not squared).
+    """
 
     bandwidth: float
 
@@ -55,7 +64,11 @@ class gaussian:
 
 @dataclass(frozen=True)
 class exp_dot:
-    """`exp(θ h·q)`: attention, and with the whole memory as neighbours the neural cache."""
+    """The kernel of attention, `exp(θ h·q)`; with the whole memory as neighbours, a neural cache.
+
+    Args:
+        theta: θ, the inverse temperature.
+    """
 
     theta: float = 1.0
 
@@ -70,7 +83,7 @@ class exp_dot:
 
 @dataclass(frozen=True)
 class uniform:
-    """Every neighbour counts the same."""
+    """The kernel that gives every neighbour the same weight."""
 
     def __call__(
         self, distances: Float[Tensor, "B K"], dots: Float[Tensor, "B K"]
@@ -79,7 +92,10 @@ class uniform:
 
 
 def neighbor_weights(kernel: Kernel, neighbors: Neighbors) -> Float[Tensor, "B K"]:
-    """Weights of the neighbours, summing to 1 in each row; 0 for padding and in rows of padding."""
+    """Return the weights of the neighbours, which sum to 1 in each row.
+
+    Padding has weight 0, so a row that consists of padding alone sums to 0.
+    """
     logs = kernel(neighbors.distances, neighbors.dots)
     if logs.shape != neighbors.mask.shape:
         raise ValueError(
@@ -88,11 +104,12 @@ def neighbor_weights(kernel: Kernel, neighbors: Neighbors) -> Float[Tensor, "B K
         )
     if (logs.isnan() & neighbors.mask).any():
         raise ValueError(f"a kernel must not return NaN, and {kernel} did")
-    limits = torch.finfo(logs.dtype)  # infinite ones count the same, and finite ones beside them 0
+    # After the clamp, infinite log-weights share the weight equally, and finite ones get 0.
+    limits = torch.finfo(logs.dtype)
     logs = logs.clamp(limits.min, limits.max).masked_fill(~neighbors.mask, -torch.inf)
     return logs.softmax(1).masked_fill(~neighbors.mask, 0)
 
 
 def _make_plain(kernel: object, name: str) -> None:
-    """Turn a field of a kernel into a plain float; `ValueError` if it is no finite number."""
+    """Convert a field of a kernel to a plain float; raise `ValueError` unless it is finite."""
     object.__setattr__(kernel, name, validation.parse_number(name, getattr(kernel, name)))

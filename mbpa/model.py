@@ -1,7 +1,7 @@
-"""MbPA: a network, a memory and a predictor, bound together.
+"""MbPA: a network, a memory and a predictor combined into one model.
 
-`p(y | x) = g_θˣ(f(x))`: `embed` is f, `head` is g, and θˣ comes from the entries nearest to f(x) in
-the memory, for this one prediction. Neither module is ever changed.
+`p(y | x) = g_θˣ(f(x))`, where `embed` is f and `head` is g. The parameters θˣ are derived from the
+entries in the memory nearest to f(x), for this one prediction. Neither module is ever changed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from mbpa.modules.split import grow
 from mbpa.predictors import Context, Predictor
 from mbpa.serialization import build, custom_parts, describe
 
-READ_BYTES = 1 << 28  # of neighbours' keys, at a time
+READ_BYTES = 1 << 28  # upper limit for the neighbours' keys read at a time
 
 
 class MbPA:
-    """A network with an episodic memory that adapts its head, per query, at prediction time.
+    """A network with an episodic memory that adapts its head to each query at prediction time.
 
     Args:
-        embed: from inputs to keys; default: inputs are keys.
-        head: from keys to logits, or to values for regression. Both modules are used as they are,
-            never written to, and must have no active dropout or training-mode batch norm
-            (`split` gives copies that are always in eval mode).
-        memory: where examples are kept; its key_dim is what the head takes.
-        predictor: what to do with the neighbours.
-        engine: limits for scratch and kept memory; the default suits most.
+        embed: maps inputs to keys. By default inputs are used as keys.
+        head: maps keys to logits, or to values for regression. Both modules are used as they are
+            and never written to. They must have no active dropout or batch norm in training mode
+            (`split` returns copies that are always in eval mode).
+        memory: stores the examples; its `key_dim` must be the head's input size.
+        predictor: turns the head's outputs and the neighbours into a prediction.
+        engine: limits for scratch and cache memory; the default suits most uses.
 
     Example:
         >>> import torch, mbpa
@@ -82,17 +82,17 @@ class MbPA:
 
     @property
     def memory(self) -> Memory:
-        """Where the examples are."""
+        """The memory that stores the examples."""
         return self._memory
 
     @property
     def head(self) -> nn.Module:
-        """The head in use: the one handed in, or after `grow` one of MbPA's own."""
+        """The head in use: the module passed in, or after `grow` MbPA's own enlarged copy."""
         return self._head.module
 
     @property
     def classes(self) -> int:
-        """How many labels the head knows."""
+        """The number of classes that the head outputs."""
         if not self.memory.holds_labels:
             raise ValueError("classes is for labels, the memory holds regression targets")
         return self._head.output_shape[0]
@@ -103,12 +103,15 @@ class MbPA:
     # Predicting
 
     def embed(self, *inputs: Any, **named: Any) -> Float[Tensor, "..."]:
-        """Keys of inputs, any number of leading dimensions before the key's own; no gradients."""
+        """Return the keys of inputs, without gradients.
+
+        Keys may have any number of leading dimensions before the memory's key shape.
+        """
         check_mode("embed", self._embed)
         try:
             with torch.no_grad():
                 keys = self._running_embed(*inputs, **named)
-        except RuntimeError as error:  # the network's own, who alone knows what it takes
+        except RuntimeError as error:  # from the network, which alone knows what inputs it accepts
             given = [each.shape for each in (*inputs, *named.values()) if isinstance(each, Tensor)]
             error.add_note(f"raised by embed, given shapes {[tuple(shape) for shape in given]}")
             raise
@@ -125,12 +128,15 @@ class MbPA:
         neighbors: Neighbors | None = None,
         **named: Any,
     ) -> Float[Tensor, "..."]:
-        """Predictions for inputs, or for keys that `embed` gave: log-probabilities (…, C), or
-        values for regression. Each comes from a head of its own, which is then forgotten.
+        """Return predictions for inputs: log-probabilities (…, C), or values for regression.
+
+        Each query gets its own adapted head, which is discarded afterwards.
 
         Args:
-            neighbors: of these queries, if they were read before: one `memory.read` serves any
-                number of predictors and heads.
+            inputs: passed to `embed`, as are further keyword arguments.
+            keys: keys from `embed`, to be used instead of inputs.
+            neighbors: neighbours of these queries, if they have been read before: one
+                `memory.read` serves any number of predictors and heads.
         """
         flat, leading = self._flat_keys(inputs, named, keys)
         key_bytes = self.memory.key_size * self.memory.distance_dtype.itemsize
@@ -153,10 +159,12 @@ class MbPA:
         labels: Sequence[str] | None = None,
         **named: Any,
     ) -> Explanation:
-        """Why the predictions for these inputs, or keys, come out as they do.
+        """Explain the predictions for these inputs.
 
         Args:
-            labels: names of the classes, to be printed in place of numbers.
+            inputs: passed to `embed`, as are further keyword arguments.
+            keys: keys from `embed`, to be used instead of inputs.
+            labels: names of the classes, to be printed instead of numbers.
         """
         flat, _ = self._flat_keys(inputs, named, keys)
         with own_precision(flat):
@@ -180,9 +188,14 @@ class MbPA:
         *,
         keys: Float[Tensor, "..."] | None = None,
     ) -> Int[Tensor, "N"]:
-        """Store examples, from inputs (embedded now) or from keys that `embed` gave; return ids.
+        """Store examples in the memory and return their ids.
 
         The paper's order in a training loop is to embed, update the network, then write the keys.
+
+        Args:
+            inputs: embedded now.
+            values: labels or targets, one per input.
+            keys: keys from `embed`, to be used instead of inputs.
         """
         if values is None:
             raise ValueError("write needs values: write(inputs, values) or write(keys=, values=)")
@@ -201,9 +214,10 @@ class MbPA:
     def score_then_write(
         self, inputs: Float[Tensor, "T ..."], labels: Int[Tensor, "T"] | Sequence[int]
     ) -> Float[Tensor, "T"]:
-        """Log-probability of each label as if inputs came one by one, each written once scored.
+        """Score each label as if inputs arrived one by one and each was written after scoring.
 
-        See `score_stream`, which does this for streams of any length.
+        Returns the log-probability of each label. `score_stream` does this for streams of any
+        length.
         """
         keys = self.embed(inputs)
         labels = validation.parse_labels(labels).to(keys.device)
@@ -217,8 +231,8 @@ class MbPA:
         return scores
 
     def check_labels(self, values: Shaped[Tensor, "..."]) -> None:
-        """Raise `ValueError` if the memory is for labels, and these are not such as the head
-        knows: whole numbers from 0 to below `classes`."""
+        """Raise `ValueError` if the memory holds labels and these are not whole numbers from 0 to
+        `classes − 1`."""
         if not self.memory.holds_labels:
             return
         labels = validation.parse_labels(values)
@@ -229,14 +243,15 @@ class MbPA:
             )
 
     def grow(self, classes: int, *, bias: float = 0.0) -> None:
-        """Make room for labels the head has never seen.
+        """Add output rows for labels that the head does not know yet.
 
-        MbPA gets a head of its own, the old rows copied, the new ones of zero weight; the module
-        handed in stays as it is (assign `model.head` to it to adopt the grown one).
+        MbPA replaces its head with its own enlarged copy: the old rows are copied, the new ones
+        have zero weights. The module passed in stays as it is; to use the enlarged head in your
+        network, assign `model.head` to the layer there.
 
         Args:
-            classes: how many there are to be.
-            bias: of the new rows.
+            classes: the new number of classes.
+            bias: the bias of the new rows.
         """
         classes = validation.count("classes", classes, least=self.classes)
         grown = Head.probed(grow(self.head, classes, bias=bias), self.memory, is_ours=True)
@@ -248,12 +263,13 @@ class MbPA:
         self._head = grown
 
     def refresh(self, inputs_of: Callable[[Tensor], Any], *, batch_size: int = 256) -> None:
-        """Embed every entry's input anew, after `embed` has been trained further.
+        """Recompute the keys of all entries after `embed` has been trained further.
 
-        Predictions go on with the old keys meanwhile; the new ones take effect all at once.
+        Meanwhile predictions use the old keys; the new ones take effect all at once.
 
         Args:
-            inputs_of: gives the inputs of entries by their ids (a 1-d tensor).
+            inputs_of: returns the inputs of the entries with the given ids (a 1-d tensor).
+            batch_size: number of entries embedded at a time.
         """
         ids = self.memory.ids
         batches = []
@@ -273,9 +289,9 @@ class MbPA:
     # Saving
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write memory, predictor and, if it has grown, the head into a directory, atomically.
+        """Save the memory, the predictor and, if it has grown, the head to a directory atomically.
 
-        The modules handed in are yours to save.
+        The modules passed in are not saved; that is up to the caller.
         """
         memory, head = self.memory, self._head
         with memory.lock:
@@ -310,11 +326,16 @@ class MbPA:
         predictor: Predictor | None = None,
         engine: Engine | None = None,
     ) -> MbPA:
-        """The model that `save` wrote, around the same `embed` and `head` as when it was made.
+        """Load a model that `save` wrote; `embed` and `head` must be those it was created with.
 
         Args:
-            memory: filled with the saved entries; needed if the saved one was of your own class.
-            predictor: used in place of the saved one; needed if that had parts of your own.
+            directory: the directory passed to `save`.
+            embed: as in the constructor.
+            head: as in the constructor, before any `grow`.
+            memory: filled with the saved entries; required if the saved memory was of a custom
+                class.
+            predictor: used instead of the saved one; required if that had custom parts.
+            engine: as in the constructor.
         """
         checkpoint = load_checkpoint(directory)
         try:
@@ -340,7 +361,7 @@ class MbPA:
     def _flat_keys(
         self, inputs: tuple[Any, ...], named: dict[str, Any], keys: Tensor | None
     ) -> tuple[Tensor, tuple[int, ...]]:
-        """Keys (B, *key_shape) and the leading dimensions they had."""
+        """Return keys as (B, *key_shape), and the leading dimensions they had."""
         if (keys is None) == (not inputs and not named):
             raise ValueError("give inputs or keys=, one of the two")
         if keys is None:
@@ -357,7 +378,7 @@ class MbPA:
         return self.memory.read(keys, self.predictor.k, keys_for=self.predictor.keys_for)
 
     def _enough(self, neighbors: Neighbors, queries: int) -> Neighbors:
-        """As many of these as the predictor looks at, if they are there."""
+        """Return as many of the neighbours as the predictor uses; `ValueError` if too few."""
         k, keys_for = self.predictor.k, self.predictor.keys_for
         (count, width), with_keys = neighbors.mask.shape, neighbors.keys.shape[1]
         if count != queries:
@@ -370,7 +391,7 @@ class MbPA:
         return neighbors.first(k)
 
     def _context(self, keys: Float[Tensor, "B *D"], neighbors: Neighbors | None) -> Context:
-        """Everything a predictor needs to know of these queries."""
+        """Return everything that a predictor needs to know about these queries."""
         head, has_labels = self._head, self.memory.holds_labels
         check_mode("head", head.module)
         if neighbors is not None and has_labels:
@@ -378,7 +399,7 @@ class MbPA:
             self.check_labels(labels)
             neighbors = replace(neighbors, values=labels)
         queries = keys.to(dtype_of(head.running, keys.dtype))
-        outputs = head.running(queries.clone())  # it may work in place
+        outputs = head.running(queries.clone())  # a head may work in place
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return Context(
             head=head.running,

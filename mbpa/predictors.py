@@ -1,7 +1,7 @@
-"""Predictors: what is said of a query, given the head and the query's neighbours.
+"""Predictors, which turn the head's outputs and the query's neighbours into a prediction.
 
-Each returns log-probabilities (B, C) where the memory holds labels, and values where it holds
-regression targets. A query without neighbours gets the parametric prediction, to the bit.
+Each returns log-probabilities (B, C) if the memory holds labels, and values if it holds regression
+targets. A query without neighbours gets exactly the parametric prediction, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mbpa.rules import AUTO, MAP, Gradient, Rule, require_rule
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What a predictor may look at: B queries, what the head says of them, and their neighbours."""
+    """The input of a predictor: B queries, the head's outputs for them, and their neighbours."""
 
     head: nn.Module
     engine: Engine
@@ -43,55 +43,55 @@ class Context:
     parametric: Float[Tensor, "B *C"]
     """The prediction without a memory."""
     neighbors: Neighbors | None
-    """`None` if the predictor asked for none."""
+    """The neighbours, or `None` if the predictor uses none."""
 
     def finished(self, outputs: Float[Tensor, "B *C"]) -> Float[Tensor, "B *C"]:
-        """A prediction from outputs of a head."""
+        """Convert outputs of a head to a prediction."""
         return outputs.log_softmax(1) if self.has_labels else outputs
 
     def nearest(self, k: int) -> Context:
-        """The same with only the first k neighbours."""
+        """Return this context with only the first k neighbours."""
         return replace(self, neighbors=self.neighbors and self.neighbors.first(k))
 
     @property
     def found(self) -> Neighbors:
-        """The neighbours, for those who asked for some."""
+        """The neighbours, for predictors that use some."""
         assert self.neighbors is not None
         return self.neighbors
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """How one predictor came to its prediction; `explain` shows these."""
+    """One predictor's contribution to a prediction; `explain` shows these."""
 
     name: str
     share: float
-    """Its weight in the prediction."""
+    """The weight of this part in the whole prediction."""
     prediction: Float[Tensor, "B *C"]
     weights: Float[Tensor, "B K"] | None = None
-    """Of the neighbours, nearest first."""
+    """Weights of the neighbours, nearest first."""
     adaptation: Adaptation | None = None
 
     def rows(self, rows: slice) -> Part:
-        """The same for some of the queries."""
+        """Return this part for some of the queries."""
         weights = None if self.weights is None else self.weights[rows]
         adaptation = None if self.adaptation is None else self.adaptation.rows(rows)
         return Part(self.name, self.share, self.prediction[rows], weights, adaptation)
 
 
 class Predictor(abc.ABC):
-    """The base of the predictors; call one on a `Context`, or leave that to `MbPA`."""
+    """The base class of predictors; call one on a `Context`, or leave that to `MbPA`."""
 
     k: int
-    """How many neighbours it wants."""
+    """The number of neighbours it uses."""
 
     @property
     def keys_for(self) -> int:
-        """How many of the neighbours it wants with their keys."""
+        """The number of neighbours whose keys it uses, too."""
         return 0
 
     def check(self, head: nn.Module, memory: Memory) -> None:  # noqa: B027 (most accept any)
-        """Raise `ValueError` if it cannot work with this head and this memory."""
+        """Raise `ValueError` if the predictor cannot work with this head and this memory."""
 
     def __call__(self, context: Context) -> Float[Tensor, "B *C"]:
         if context.neighbors is None:
@@ -108,16 +108,16 @@ class Predictor(abc.ABC):
 
     @abc.abstractmethod
     def _predict(self, context: Context) -> Float[Tensor, "B *C"]:
-        """The prediction for queries that have neighbours; for the others anything finite."""
+        """Return the prediction for queries that have neighbours; for the others any value."""
 
     @abc.abstractmethod
     def parts(self, context: Context) -> list[Part]:
-        """What the prediction is made of, with everything there is to tell about it."""
+        """Return the components of the prediction, with all details for an explanation."""
 
 
 @dataclass(frozen=True)
 class Parametric(Predictor):
-    """The head as it is."""
+    """The prediction of the unadapted head, without the memory."""
 
     k = 0
 
@@ -133,13 +133,13 @@ class Adapted(Predictor):
     """The head after local adaptation to the neighbours: memory-based parameter adaptation.
 
     Args:
-        rule: how the parameters move: `Gradient`, `RMSprop`, `Adam`, or your own `Rule`; or where
-            to: `MAP`. Default: 20 gradient steps of a size that follows the neighbours.
-        k: number of neighbours (the paper: performance saturates after 50).
-        kernel: how much each neighbour counts.
+        rule: how the parameters change: `Gradient`, `RMSprop`, `Adam`, `MAP`, or a `Rule` of your
+            own. Default: 20 gradient steps, whose size is derived from the neighbours.
+        k: number of neighbours (according to the paper, performance saturates after 50).
+        kernel: weights the neighbours by their distance; by default the paper's.
         loss: "cross_entropy", "squared_error", or a function of outputs (K, …) and values (K, …)
-            that returns (K,); default: the first for labels, the second for regression targets.
-        params: names of the head's parameters that adapt (default: all).
+            that returns (K,). Default: the first for labels, the second for regression targets.
+        params: names of the head's parameters to adapt (default: all).
     """
 
     rule: Rule = field(default_factory=lambda: Gradient(AUTO, steps=20))
@@ -214,16 +214,17 @@ class Adapted(Predictor):
 
 @dataclass(frozen=True)
 class NeighborVote(Predictor):
-    """The neighbours' values, weighted: attention over the memory.
+    """The weighted mean of the neighbours' values: attention over the memory.
 
-    With `inverse_distance` it is the paper's memory-only prediction, with `exp_dot` attention, with
-    `exp_dot` and k the whole memory the neural cache.
+    With `inverse_distance` this is the paper's memory-only prediction. With `exp_dot` it is
+    attention, and with `exp_dot` and the whole memory as neighbours it is the neural cache.
 
     Args:
-        kernel: how much each neighbour counts.
+        kernel: weights the neighbours by their distance; by default the paper's.
         k: number of neighbours.
-        smoothing: share of the probability spread evenly over all classes. Without it a class
-            that no neighbour has gets probability zero, and a vote's perplexity is infinite.
+        smoothing: share of the probability, from 0 to 1, spread evenly over all classes. Without
+            it, a class that no neighbour has gets probability zero, so the perplexity may be
+            infinite.
     """
 
     kernel: Kernel = field(default_factory=inverse_distance)
@@ -261,9 +262,14 @@ class NeighborVote(Predictor):
 
 @dataclass(frozen=True, init=False)
 class Mixture(Predictor):
-    """`p = Σ_m λ_m p_m`, in log space; for regression the weighted sum of values.
+    """A mixture of predictors, `p = Σ_m λ_m p_m`; for regression the weighted sum of values.
 
-    One read of the memory serves all parts: each takes its own k of the neighbours.
+    It is computed in log space. One read of the memory serves all predictors: each uses the first
+    k neighbours, for its own k.
+
+    Args:
+        mixed: the predictors.
+        weights: λ, one per predictor; not negative, with sum 1.
     """
 
     mixed: tuple[Predictor, ...]
@@ -322,7 +328,7 @@ def _check_neighbors(predictor: Adapted | NeighborVote) -> None:
 
 
 def in_short(part: object) -> str:
-    """A predictor, rule or kernel as people read it: long numbers in three digits."""
+    """Return a predictor, rule or kernel as readable text, with long numbers in three digits."""
 
     def shorter(found: re.Match[str]) -> str:
         number = float(found[0])

@@ -1,11 +1,11 @@
-"""Rules: what one adaptation does to the parameters, θ → θˣ, given gradients of the weighted loss.
+"""Rules: how an adaptation changes the parameters, θ → θˣ, given gradients of the weighted loss.
 
-A rule is written for ONE query and batched by the library. Symbols as in the paper: α is `lr`,
-β is `decay`, the pull of θˣ back to θ, which is applied beside the step and not through it:
+A rule is written for ONE query; the library batches it. Symbols are those of the paper: α is `lr`,
+and β is `decay`, which pulls θˣ back to θ. The pull is applied separately from the gradient step:
 
     θˣ ← θˣ − α · direction(∇) − β (θˣ − θ)        `steps` times, from θˣ = θ
 
-The pull-back is zero at θˣ = θ, so `decay` does nothing when `steps` is 1.
+The pull is zero at θˣ = θ, so `decay` has no effect when `steps` is 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AUTO: Final = "auto"
 
 
 class Rule(abc.ABC):
-    """How parameters change over `steps` steps. Extend it with one method, `update`.
+    """The base class of rules: how parameters change over `steps` steps. Implement `update`.
 
     Example:
         >>> import mbpa
@@ -41,16 +41,16 @@ class Rule(abc.ABC):
     def update(
         self, params: Params, grads: Params, start: Params, state: Any
     ) -> tuple[Params, Any]:
-        """One step for one query.
+        """Take one step for one query.
 
-        Pure: it returns new tensors, draws no random numbers, and must not branch on the values
-        of tensors, since many queries run through it at once.
+        This function is pure: it returns new tensors and draws no random numbers. It must not
+        branch on the values of tensors, since many queries run through it at once.
 
         Args:
-            params: the adapted parameters so far, by name.
-            grads: gradient of the weighted loss at `params`.
-            start: the parameters before adaptation.
-            state: what the previous step returned; `None` at the first.
+            params: the parameters adapted so far, by name.
+            grads: gradient of the weighted loss at `params`, by name.
+            start: the parameters before adaptation, by name.
+            state: the state that the previous step returned; `None` in the first step.
 
         Returns:
             The new parameters and the state for the next step.
@@ -62,8 +62,12 @@ class Gradient(Rule):
     """Gradient steps: `v ← μv + ∇`, `θˣ ← θˣ − αv − β(θˣ − θ)`. The paper's rule has μ = 0.
 
     Args:
-        lr: α; "auto" finds one for each query, by how strongly its neighbours pull at the
-            parameters (docs/tuning.md). It takes cross-entropy or squared error, and any head.
+        lr: α. "auto" chooses one for each query, based on how strongly its neighbours pull at the
+            parameters (docs/tuning.md). It works with cross-entropy or squared error, and with any
+            head.
+        steps: number of steps.
+        decay: β, the pull back to θ per step; no effect in a single step.
+        momentum: μ.
     """
 
     lr: float | Literal["auto"] = AUTO
@@ -72,14 +76,14 @@ class Gradient(Rule):
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.lr == AUTO and type(self) is Gradient:  # a subclass may do otherwise with gradients
+        if self.lr == AUTO and type(self) is Gradient:  # a subclass may use gradients differently
             _check_rates(self, "decay", "momentum")
         else:
             _check_rates(self, "lr", "decay", "momentum")
 
     @property
     def rate(self) -> float:
-        """`lr`, where it is a number."""
+        """The value of `lr` if it is a number; raises `NotImplementedError` for "auto"."""
         if isinstance(self.lr, str):
             raise NotImplementedError(
                 f"lr={self.lr!r} is found from a query's neighbours by Adapted; a rule on its own "
@@ -98,11 +102,15 @@ class Gradient(Rule):
 
 @dataclass(frozen=True)
 class RMSprop(Rule):
-    """RMSprop as in `torch.optim`, with the decoupled pull-back.
+    """RMSprop as in `torch.optim`, with a decoupled pull back to θ.
 
     Args:
-        smoothing: of the second moment (`alpha` in torch).
-        initial_square: where the second moment starts: 0 as in torch, or 1 as in TensorFlow 1,
+        lr: α.
+        steps: number of steps.
+        decay: β, the pull back to θ per step; no effect in a single step.
+        smoothing: decay rate of the second moment (`alpha` in torch).
+        epsilon: added to the root of the second moment.
+        initial_square: initial value of the second moment: 0 as in torch, or 1 as in TensorFlow 1,
             which makes the first steps smaller by orders of magnitude.
     """
 
@@ -133,7 +141,16 @@ class RMSprop(Rule):
 
 @dataclass(frozen=True)
 class Adam(Rule):
-    """Adam as in `torch.optim`, with the decoupled pull-back (towards θ, not towards zero)."""
+    """Adam as in `torch.optim`, with a decoupled pull back to θ (not towards zero).
+
+    Args:
+        lr: α.
+        steps: number of steps.
+        decay: β, the pull back to θ per step; no effect in a single step.
+        beta1: decay rate of the first moment, below 1.
+        beta2: decay rate of the second moment, below 1.
+        epsilon: added to the root of the second moment.
+    """
 
     lr: float
     steps: int = 1
@@ -168,25 +185,25 @@ class Adam(Rule):
 
 @dataclass(frozen=True)
 class MAP(Rule):
-    """The optimum itself, which `Gradient` steps with `decay = lr · prior` approach:
+    """The exact optimum, which `Gradient` steps with `decay = lr · prior` converge to:
 
         θˣ = argmin Σ_k w_k loss(head(h_k), v_k) + prior/2 ‖θˣ − θ‖²
 
-    That is the paper's equation 3 with nothing left to choose but the prior: no step size, no
-    number of steps. It takes a head that is one linear layer, and cross-entropy or squared error,
-    for which there is one optimum.
+    This is the paper's equation 3, and the prior is the only hyper-parameter: there is no step size
+    and no number of steps. The head must be a single linear layer and the loss cross-entropy or
+    squared error, for which the optimum is unique.
 
-    It is not made of steps that a gradient leads to, as the other rules are, but of products of
-    the neighbours, so it has no `update`; the library solves for it.
+    Unlike the other rules, it does not take gradient steps. The library solves for the optimum
+    using products of the neighbours, so this rule has no `update`.
 
     Args:
-        prior: how much moving the parameters costs, above zero: without it neighbours that can be
-            told apart have no optimum. A large one leaves the head as it is.
-        tolerance: the outputs at a query are within this of the optimum's, as a Euclidean
-            distance (log-probabilities within √2 times that), or within what rounding allows.
+        prior: cost of moving the parameters, above 0. Without it, neighbours that can be told
+            apart have no optimum. A large prior leaves the head nearly unchanged.
+        tolerance: largest Euclidean distance between the outputs at a query and those of the
+            optimum (log-probabilities are within √2 times that), unless rounding errors are larger.
             Squared error is solved directly.
-        most_steps: of conjugate gradients; where they do not suffice for `tolerance` a warning
-            says so.
+        most_steps: maximum number of conjugate-gradient steps; if they do not reach `tolerance`, a
+            warning says so.
     """
 
     prior: float
@@ -204,7 +221,7 @@ class MAP(Rule):
 
     @property
     def steps(self) -> int:  # type: ignore[override]  # derived where the others store it
-        """As many as it may take."""
+        """The maximum number of steps, `most_steps`."""
         return self.most_steps
 
     def update(self, params: Params, grads: Params, start: Params, state: Any) -> NoReturn:
@@ -215,7 +232,7 @@ class MAP(Rule):
 
 
 def require_rule(rule: Rule) -> None:
-    """Raise `ValueError` unless this is a rule with at least one step."""
+    """Raise `ValueError` unless `rule` is a `Rule` with at least one step."""
     if not isinstance(rule, Rule):
         raise ValueError(f"rule must be a mbpa.Rule, got {rule!r}")
     steps = getattr(rule, "steps", None)

@@ -1,7 +1,7 @@
-"""Predictors, kernels and rules as JSON, for a checkpoint's manifest, and back.
+"""Conversion of predictors, kernels and rules to JSON, for a checkpoint's manifest, and back.
 
-Only what the library ships has a name there; anything of the user's own is recorded as such, so
-that loading can ask for it.
+Only the library's own classes can be described. A user's own parts are recorded as custom, so that
+loading can ask for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OURS: dict[str, type] = {
 
 
 def describe(thing: Any) -> Any:
-    """A JSON value that `build` turns into the same thing, if it is ours all through."""
+    """Return a JSON value from which `build` restores `thing`, unless it has custom parts."""
     if thing is None or isinstance(thing, bool | int | float | str):
         return thing
     if isinstance(thing, tuple):
@@ -36,7 +36,7 @@ def describe(thing: Any) -> Any:
 
 
 def custom_parts(description: Any) -> list[str]:
-    """Names of the user's own parts in a description."""
+    """Return the names of the custom parts in a description."""
     if isinstance(description, list):
         return [name for item in description for name in custom_parts(item)]
     if not isinstance(description, dict):
@@ -47,7 +47,7 @@ def custom_parts(description: Any) -> list[str]:
 
 
 def build(description: Any) -> Any:
-    """The thing described; `ValueError` if its type or fields are not known here."""
+    """Restore what `describe` described; raise `ValueError` for an unknown type or field."""
     if isinstance(description, list):
         return tuple(build(item) for item in description)
     if not isinstance(description, dict):

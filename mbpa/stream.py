@@ -1,7 +1,8 @@
-"""Streams are scored before they are learnt: predict item t from those before it, then write it.
+"""Scoring of streams: predict item t from the items before it, then write it to the memory.
 
-Blocks make this as fast as a batch: within a block every item sees exactly what it would have seen
-one at a time, the items before it in the block included, those they overwrite excluded.
+Items are scored in blocks, which is as fast as a batch. Within a block every item still sees
+exactly what it would see one at a time: it sees the items before it in the block, and not the
+entries that those overwrite.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ def score_stream(
     block: int | None = None,
     progress: bool = False,
 ) -> Float[Tensor, "T"]:
-    """Log-probability of each target, predicted before it is written to the memory.
+    """Return the log-probability of each target, predicted before it is written to the memory.
 
-    Item t sees what the memory held at the start and the items before t, at most `capacity` of
-    them. Afterwards the memory holds the stream; if a block fails, everything before it.
+    Item t sees the initial content of the memory and the items before t, at most `capacity` entries
+    in all. Afterwards the memory also holds the stream; if a block fails, it holds everything
+    before that block.
 
     Args:
-        inputs: in order of time; embedded block by block.
-        targets: the label of each; whole numbers from 0, of any integer dtype.
-        block: how many items are scored at once; the scores do not depend on it. Default: 64, or
-            2,048 where the memory is on a GPU.
-        progress: show a bar on standard error.
+        model: its memory must hold labels.
+        inputs: the items in order of time; embedded block by block.
+        targets: the label of each item; whole numbers from 0, of any integer dtype.
+        block: number of items scored at once; the scores do not depend on it. Default: 64, or
+            2,048 if the memory is on a GPU.
+        progress: show a progress bar on standard error.
     """
     if block is None:
         block = 64 if model.memory.device.type == "cpu" else 2048

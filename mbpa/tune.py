@@ -1,7 +1,7 @@
-"""Choose a predictor: by validation data, or where there is none by the memory's own entries.
+"""Choice of a predictor by its score on validation data, or on the memory's own entries.
 
-Left out of the memory in turn, every entry is a query whose answer is known. One retrieval, with as
-many neighbours as any predictor wants, serves all that are tried.
+Every entry, left out of the memory in turn, is a query whose answer is known. The neighbours are
+read once, as many as any candidate needs, and serve all candidates.
 
 Shapes: B queries at a time, Q in all, K neighbours, C classes.
 """
@@ -29,26 +29,26 @@ from mbpa.predictors import Adapted, Context, Mixture, Parametric, Predictor, in
 from mbpa.rules import AUTO, Gradient
 
 Objective = Literal["loss", "accuracy"]
-SHOWN = 12  # trials in a printed result
+SHOWN = 12  # trials printed per result
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How well one predictor did."""
+    """The scores of one predictor."""
 
     predictor: Predictor
     loss: float
-    """The mean of −log p(label), or of half the squared error of targets."""
+    """Mean of −log p(label), or of half the squared error for regression targets."""
     accuracy: float | None
-    """The share of labels that were right; none for targets."""
+    """Share of labels predicted correctly, from 0 to 1; `None` for regression targets."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` found; print it for a table."""
+    """The result of `tune`; print it for a table."""
 
     trials: tuple[Trial, ...]
-    """All that was tried, the best first."""
+    """All predictors that were tried, the best first."""
     objective: Objective
     queries: int
     left_out: bool
@@ -56,7 +56,7 @@ class Tuning:
 
     @property
     def best(self) -> Predictor:
-        """The predictor to use."""
+        """The predictor with the best score."""
         return self.trials[0].predictor
 
     def __str__(self) -> str:
@@ -71,12 +71,12 @@ class Tuning:
 
 
 class LeftOut(NamedTuple):
-    """Entries, and what is said of each by a memory without it."""
+    """Entries, and the prediction for each by a memory that does not hold it."""
 
     ids: Int[Tensor, "Q"]
     values: Shaped[Tensor, "Q *V"]
     predictions: Float[Tensor, "Q *C"]
-    """Log-probabilities, or values for targets."""
+    """Log-probabilities, or values for regression targets."""
 
 
 def tune(
@@ -100,30 +100,36 @@ def tune(
     adopt: bool = False,
     progress: bool = False,
 ) -> Tuning:
-    """Try predictors, on validation data or on the memory's own entries; return what they did.
+    """Score predictors on validation data, or on the memory's own entries, and rank them.
 
-    Without data every entry that is asked about is left out of the memory for its own prediction.
-    A head that was trained on these very entries then looks better than it is: prefer data of its
-    own, where there is some. The model's predictor and `Parametric` are tried beside the others.
+    Without validation data, each entry is left out of the memory while it is predicted. A head
+    that was trained on these entries then looks better than it is, so prefer separate validation
+    data if you have some. The model's current predictor and `Parametric` are always tried, too.
 
     Args:
-        x, y: inputs and their labels or targets; or `keys` that `embed` gave, and `values`.
-        predictors: to be tried, in place of adaptations with all combinations of the following.
-        k: neighbours.
-        lr: of gradient steps; "auto" follows each query's neighbours.
-        steps: of the adaptation.
-        decay: the pull back to the head's parameters.
-        bandwidth: of a Gaussian kernel, in units of the mean distance from a query to its nearest
-            neighbour; 0 is the inverse distance.
-        weight: of the adaptation in a mixture with the head alone; 1 is the adaptation alone.
-        objective: "loss", the mean of −log p or of half the squared error; or "accuracy", where
-            loss decides among equals.
-        balanced: let every label count the same, however many queries have it: for labels that have
-            just been taught, among others with many examples.
-        queries: at most so many entries or inputs are asked about, drawn at random.
-        seed: of that draw.
-        adopt: give the model the best predictor; else it is left as it is.
-        progress: show a bar on standard error.
+        model: the model to tune.
+        x: validation inputs; default: the memory's own entries.
+        y: labels or targets of `x`.
+        keys: keys from `embed`, to be used instead of `x`.
+        values: labels or targets of `keys`.
+        predictors: predictors to try. By default, adaptations with all combinations of the
+            following six arguments.
+        k: numbers of neighbours.
+        lr: learning rates of gradient steps; "auto" derives one from each query's neighbours.
+        steps: numbers of gradient steps.
+        decay: strengths of the pull back to the head's parameters.
+        bandwidth: bandwidths of a Gaussian kernel, in units of the mean distance from a query to
+            its nearest neighbour; 0 stands for the inverse-distance kernel.
+        weight: weights of the adaptation in a mixture with the head alone; 1 is the adaptation
+            without a mixture.
+        objective: "loss", the mean of −log p or of half the squared error; or "accuracy", with
+            ties broken by the loss.
+        balanced: give every label the same total weight, however many queries have it. This suits
+            new labels with few examples among others with many.
+        queries: maximum number of entries or inputs to score; more are sampled at random.
+        seed: seed of that sample.
+        adopt: assign the best predictor to the model.
+        progress: show a progress bar on standard error.
 
     Example:
         >>> import torch, mbpa
@@ -166,12 +172,17 @@ def leave_one_out(
     seed: int = 0,
     progress: bool = False,
 ) -> LeftOut:
-    """What is said of entries by the memory without them: probably wrong labels have a low
-    probability, and thresholds for abstaining can be read off.
+    """Predict each entry by the memory without it.
+
+    Entries whose label gets a low probability are probably mislabelled. The predictions also serve
+    to choose a threshold for abstaining.
 
     Args:
+        model: the model whose entries are predicted.
         predictor: default: the model's own.
-        queries: ask about so many at most, drawn at random; default: all.
+        queries: maximum number of entries, sampled at random; default: all.
+        seed: seed of that sample.
+        progress: show a progress bar on standard error.
     """
     predictor = predictor or model.predictor
     if queries is not None:
@@ -186,16 +197,16 @@ def leave_one_out(
     return LeftOut(asked.ids, asked.values, torch.cat(found))
 
 
-# What is asked
+# Queries
 
 
 class _Asked(NamedTuple):
     keys: Float[Tensor, "Q *D"]
     values: Shaped[Tensor, "Q *V"]
     ids: Int[Tensor, "Q"] | None
-    """Of the entries, if the queries are entries."""
+    """Ids of the entries if the queries are entries, else `None`."""
     shares: Float[Tensor, "Q"]
-    """How much each counts; as many as there are in all."""
+    """Weight of each query; the sum is Q."""
 
 
 def _asked(model: MbPA, x: Any, y: Any, keys: Tensor | None, values: Any) -> _Asked:
@@ -234,13 +245,13 @@ def _entries(model: MbPA) -> _Asked:
 
 
 def _drawn(asked: _Asked, most: int | None, seed: int, balanced: bool = False) -> _Asked:
-    """Some of them, in their order."""
+    """Sample at most `most` of the queries, in their original order, and set their weights."""
     keys, values, ids, shares = asked
     count = len(keys)
     order = torch.arange(count)
     if most is not None and count > most:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        if balanced:  # the first of each label, the second of each, and so on
+        if balanced:  # take the first query of each label, then the second of each, and so on
             labels = values.cpu()[order]
             by_label = labels.argsort(stable=True)
             sizes = labels.bincount()
@@ -261,7 +272,10 @@ Block = tuple[Float[Tensor, "B *D"], Shaped[Tensor, "B *V"], Float[Tensor, "B"],
 
 
 def _blocks(model: MbPA, asked: _Asked, k: int, keys_for: int, progress: bool) -> Iterator[Block]:
-    """Queries with their answers and at least the k nearest entries that are not themselves."""
+    """Yield blocks of queries with their values, weights and at least the k nearest other entries.
+
+    There may be fewer neighbours if the memory does not hold k.
+    """
     memory, extra = model.memory, int(asked.ids is not None)
     k = max(1, k)
     keys_for = keys_for + extra if keys_for else 0
@@ -276,14 +290,17 @@ def _blocks(model: MbPA, asked: _Asked, k: int, keys_for: int, progress: bool) -
 
 
 def _at_once(model: MbPA, keys_for: int) -> int:
-    """Queries in a block."""
+    """Return the number of queries per block."""
     key_bytes = model.memory.key_size * model.memory.distance_dtype.itemsize
     return min(256, max(1, READ_BYTES // (max(1, keys_for) * key_bytes)))  # for a bar that moves
 
 
 def without(neighbors: Neighbors, ids: Int[Tensor, "B"]) -> Neighbors:
-    """The neighbours of each query but the one of this id; where it is not among them, but the
-    last, so that all have as many."""
+    """Remove from each query's neighbours the one with the given id.
+
+    Where that id is not among them, the last neighbour is removed, so that all rows keep the same
+    length.
+    """
     width = neighbors.ids.shape[1]
     if width < 2:
         raise ValueError(f"there must be two neighbors to leave one out, got {width}")
@@ -291,7 +308,7 @@ def without(neighbors: Neighbors, ids: Int[Tensor, "B"]) -> Neighbors:
     kept = is_own.to(torch.int8).argsort(dim=1, stable=True)[:, : width - 1]
 
     def of_others(tensor: Tensor) -> Tensor:
-        places = kept[:, : max(0, tensor.shape[1] - 1)]  # keys may be there for some only
+        places = kept[:, : max(0, tensor.shape[1] - 1)]  # only some neighbours may have keys
         places = places.reshape(*places.shape, *(1,) * (tensor.ndim - 2))
         return tensor.gather(1, places.expand(-1, -1, *tensor.shape[2:]))
 
@@ -299,12 +316,12 @@ def without(neighbors: Neighbors, ids: Int[Tensor, "B"]) -> Neighbors:
     return replace(neighbors, **others)
 
 
-# What is tried
+# Candidates
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Adaptations with all combinations of these; bandwidths in units that the data decide."""
+    """All combinations of settings of an adaptation; the data decide the unit of bandwidths."""
 
     k: tuple[int, ...]
     lr: tuple[float | Literal["auto"], ...]
@@ -332,7 +349,7 @@ class _Grid:
         rules = [
             Gradient(lr, steps, decay)
             for lr, steps, decay in itertools.product(self.lr, self.steps, self.decay)
-            if steps > 1 or decay == min(self.decay)  # which does nothing in one step
+            if steps > 1 or decay == min(self.decay)  # decay has no effect in a single step
         ]
         every = itertools.product(self.k, kernels, rules)
         return [Adapted(rule, k, kernel) for k, kernel, rule in every]
@@ -348,7 +365,7 @@ def _listed(predictors: Sequence[Predictor]) -> tuple[Predictor, ...]:
 
 
 class _Search:
-    """Sums over all queries, for every predictor."""
+    """Sums of loss and accuracy over all queries, for every candidate."""
 
     def __init__(self, model: MbPA, wanted: _Grid | tuple[Predictor, ...]) -> None:
         self.model, self.wanted = model, wanted
@@ -364,7 +381,7 @@ class _Search:
         self.count = 0
 
     def measure(self, asked: _Asked) -> None:
-        """Find the unit of bandwidths first, where one block does not tell it of all queries."""
+        """Measure the unit of bandwidths in advance, if the queries take more than one block."""
         if isinstance(self.wanted, tuple) or not any(self.wanted.bandwidth):
             return
         if len(asked.keys) <= _at_once(self.model, self.keys_for + 1):
@@ -382,7 +399,7 @@ class _Search:
         shares: Float[Tensor, "B"],
         neighbors: Neighbors,
     ) -> None:
-        """Ask everyone about these queries."""
+        """Add the scores of every candidate on one block of queries."""
         self.nearest = self.nearest or _mean(_to_nearest(neighbors))
         with own_precision(keys):
             context = self.model._context(keys, neighbors)
@@ -410,7 +427,7 @@ class _Search:
         found: list[Trial] = []
         for place, (predictor, sums) in enumerate(zip(self.predictors, self.sums, strict=True)):
             if predictor in self.predictors[:place]:
-                continue  # the model's own may be in the grid
+                continue  # the model's current predictor may also be in the grid
             loss, right = (sums / self.count).tolist()
             has_labels = self.model.memory.holds_labels
             loss = loss if math.isfinite(loss) else math.inf
@@ -422,7 +439,7 @@ class _Search:
 def _in_mixture(
     adapted: Adapted, prediction: Float[Tensor, "B *C"], weight: float, context: Context
 ) -> tuple[Predictor, Tensor]:
-    """With the head alone; what `Mixture` gives, of parts that are known."""
+    """Mix a known prediction with the head's, as `Mixture` would, without computing it again."""
     if weight == 1:
         return adapted, prediction
     mixture = Mixture(Parametric(), adapted, weights=(1 - weight, weight))
@@ -438,7 +455,7 @@ def _scores(
     shares: Float[Tensor, "B"],
     has_labels: bool,
 ) -> Float[Tensor, "2"]:
-    """The sum of losses, and how many are right."""
+    """Return the weighted sums of losses and of correct predictions."""
     if has_labels:
         losses = -prediction.gather(1, values[:, None])[:, 0].double()
         right = (prediction.argmax(1) == values).double()
@@ -449,11 +466,14 @@ def _scores(
 
 
 def _to_nearest(neighbors: Neighbors) -> Float[Tensor, "B"]:
-    """The squared distance from each query to its nearest entry elsewhere, if there is one."""
+    """Return the squared distance from each query to its nearest entry at a distance above 0.
+
+    The result is infinite where there is none.
+    """
     return neighbors.distances.masked_fill(neighbors.distances == 0, math.inf).amin(1)
 
 
 def _mean(squares: Float[Tensor, "Q"]) -> float:
-    """Of distances that there are."""
+    """Return the mean of the finite distances, given their squares."""
     squares = squares[squares.isfinite()]
-    return float(squares.sqrt().mean()) if len(squares) else 1.0  # all are in one place
+    return float(squares.sqrt().mean()) if len(squares) else 1.0  # all keys are in one place

@@ -1,6 +1,6 @@
-"""Trials of what the documentation promises: kills, power cuts, damage, load, random operations.
+"""Trials of the documented guarantees: kills, power cuts, damage, load, random operations.
 
-Each trial is a module with a command, `python -m reliability NAME`, and an oracle of its own. The
-tests run small sizes of the same code; the figures in `docs/serving.md` come from long runs, whose
-reports lie in `results/reliability/`.
+Each trial is a module with a command, `python -m reliability NAME`, and its own oracle. The tests
+run the same code at small sizes. The figures in `docs/serving.md` come from long runs, whose
+reports are in `results/reliability/`.
 """

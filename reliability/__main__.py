@@ -31,7 +31,7 @@ def main() -> int:
 
 
 def find_trial(name: str) -> Trial:
-    """The trial of this name; each module has one, called `TRIAL`."""
+    """Return the trial of this name; each module has one, called `TRIAL`."""
     trial: Trial = importlib.import_module(f"reliability.{name}").TRIAL
     return trial
 

@@ -1,16 +1,15 @@
 """Damage every file of a run and of a checkpoint: each damage is detected or does no harm.
 
 Detected: reading raises `RunError`, `CheckpointError` or `JournalError` with a message that names
-the file. Harmless: what is read is equal to what was there, to the bit, and the journal goes on
-with the same id. Anything else breaks the promise: other contents (unnoticed), an error that names
+the file. Harmless: the contents read are equal to the original, to the bit, and the journal assigns
+the same next id. Anything else breaks the promise: other contents (unnoticed), an error that names
 another file (misnamed), another exception (raised), a crash or hang (died), or more memory than
 twice the file (allocated).
 
-Every file is cut at every length (`mutation.list_truncations` says which where it is large) and
-gets `--mutations` random damages, in equal parts of the kinds in `mutation.KINDS`. Its own reader
-checks these; `--whole` more of each file are checked by loading the classifier and comparing its
-answers. What case N does to a file, and where, is a function of the seed, the file's name and size,
-and N.
+Every file is cut at every length (large files at those chosen by `mutation.list_truncations`) and
+gets `--mutations` random damages, divided equally among the kinds in `mutation.KINDS`. The file's
+own reader checks these. `--whole` more per file are checked by loading the classifier and comparing
+its answers. The damage of case N depends only on the seed, the file's name and size, and N.
 """
 
 from __future__ import annotations
@@ -41,28 +40,28 @@ from reliability.trial import BrokenPromiseError, Trial
 RUN_JSON, JOURNAL, MODEL = "run.json", "journal.sqlite", "model"
 GOOD = ("detected", "harmless")
 IMPOSSIBLE = "impossible"  # no damage of this kind changes the file: it is one byte, or all zeros
-SLACK_BYTES = 16 << 20  # of memory beside twice the file: page caches, objects, what torch keeps
+SLACK_BYTES = 16 << 20  # allowed besides twice the file: page caches, objects, torch's caches
 EXTRA_ADDRESS_BYTES = 1 << 30
 CASES_PER_PROCESS = 5_000
-SHOWN_FAILURES = 5  # of each kind and outcome of a file
+SHOWN_FAILURES = 5  # per kind and outcome of a file
 KEY_DIM, LABELS, EXAMPLES, QUERIES = 16, 6, 60, 8
 
 Read = Callable[[Path], Any]
-"""Reads a directory and returns what was in it, to be compared."""
+"""Reads a directory and returns its contents for comparison."""
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A file to be damaged, and how it is read.
+    """A file to damage, and how to read it.
 
     Args:
-        name: as it is reported.
-        files: contents of a directory, by path; all of them are there before every reading.
-        damaged: the path of the file to be damaged.
+        name: name in the report.
+        files: contents of a directory, by path; all of them exist before every reading.
+        damaged: path of the file to damage.
         read: reads the directory.
-        errors: makes the types of exceptions by which damage may be reported.
-        named: what a message must contain.
-        keeps: whether reading leaves the files as they are; else all are written anew each time.
+        errors: returns the types of exceptions by which damage may be reported.
+        named: text that an error message must contain.
+        keeps: whether reading leaves the files unchanged; if not, all are rewritten each time.
     """
 
     name: str
@@ -84,7 +83,7 @@ class Tally:
 
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     failures: list[tuple[int, str, str, str]] = field(default_factory=list)
-    """Case, kind, outcome and details."""
+    """Case, kind, outcome and details of each."""
     largest_growth_bytes: int = 0
 
     def add(self, case: int, kind: str, outcome: str, details: str) -> None:
@@ -104,7 +103,7 @@ class Tally:
 
     @property
     def broken(self) -> int:
-        """How many damages were neither detected nor harmless."""
+        """Number of damages that were neither detected nor harmless."""
         return sum(
             count
             for counts in self.counts.values()
@@ -136,8 +135,8 @@ class Cases:
     """The damages of one subject, by number: first truncations, then mutations.
 
     Args:
-        lengths: that the file is cut to.
-        mutations: how many, of all kinds together.
+        lengths: lengths to cut the file to.
+        mutations: number of mutations, of all kinds together.
     """
 
     subject: Subject
@@ -149,7 +148,7 @@ class Cases:
         return len(self.lengths) + self.mutations
 
     def make(self, number: int) -> tuple[str, bytes]:
-        """Return kind and content of a case."""
+        """Return the kind and the file content of a case."""
         if number < len(self.lengths):
             return "truncated", self.subject.data[: self.lengths[number]]
         kind = list(KINDS)[number % len(KINDS)]
@@ -161,7 +160,7 @@ class Checker:
     """Writes damaged files into a directory and reads it.
 
     Args:
-        directory: empty, and best in memory.
+        directory: an empty directory, preferably in memory.
     """
 
     def __init__(self, subject: Subject, directory: Path) -> None:
@@ -169,13 +168,13 @@ class Checker:
         self._errors = subject.errors()
         self._meter = MemoryMeter()
         self._restore()
-        self._expected = subject.read(directory)  # also loads what is loaded on first use
+        self._expected = subject.read(directory)  # also triggers lazy loading
         self._write(subject.data)
         if subject.read(directory) != self._expected:
             raise AssertionError(f"{subject.name} is not read the same way twice")
 
     def check(self, data: bytes) -> tuple[str, str, int]:
-        """Return the outcome, details, and by how many bytes memory grew."""
+        """Return the outcome, details, and the growth of memory in bytes."""
         subject = self._subject
         self._write(data)
         self._meter.start()
@@ -217,7 +216,7 @@ class Checker:
 
 
 def describe_difference(found: Any, expected: Any, where: str = "") -> str:
-    """Return one line on the first place where two contents differ."""
+    """Return one line on the first difference between two contents."""
     if isinstance(found, tuple | list) and isinstance(expected, tuple | list):
         for place, (one, other) in enumerate(zip(found, expected, strict=False)):
             if one != other:
@@ -227,7 +226,7 @@ def describe_difference(found: Any, expected: Any, where: str = "") -> str:
 
 
 def make_work(cases: Cases, start: int, stop: int, parent: Path) -> Work:
-    """Return what one process does: check the cases from `start` to `stop`."""
+    """Return the work of one process: check the cases from `start` to `stop`."""
 
     def work(announce: Announce) -> Tally:
         silence()
@@ -258,7 +257,7 @@ def check_cases(
 
 
 def check_all(cases: Sequence[Cases], jobs: int) -> dict[str, Tally]:
-    """Check every case of every subject in processes; a case that kills one is counted so."""
+    """Check every case of every subject in processes; count a case that kills one as "died"."""
     tallies = {each.subject.name: Tally() for each in cases}
     queue = [
         (each, start, min(start + CASES_PER_PROCESS, len(each)))
@@ -285,17 +284,17 @@ def check_all(cases: Sequence[Cases], jobs: int) -> dict[str, Tally]:
                 number = start + result.announced - 1
                 kind, _ = each.make(number)
                 tally.add(number, kind, "died", result.reason)
-                # What it had found before is lost with it, and is done again.
+                # The results of the dead process are lost, so its other cases run again.
                 parts = ((each, start, number), (each, number + 1, stop))
                 queue += [part for part in parts if part[1] < part[2]]
     return tallies
 
 
-# What is damaged
+# Subjects
 
 
 def make_subjects() -> list[Subject]:
-    """Make a run that was closed, one whose process was killed, and a checkpoint."""
+    """Make subjects from a closed run, from one whose process was killed, and a checkpoint."""
     from reliability.fuzzing.file_targets import write_checkpoint
     from reliability.fuzzing.runs import write_random_run
 
@@ -314,7 +313,7 @@ def make_subjects() -> list[Subject]:
 
 
 def make_file_subjects(run: dict[str, bytes], saved: dict[str, bytes]) -> list[Subject]:
-    """Return those that are read without a journal."""
+    """Return the subjects that are read without a journal."""
     subjects = [Subject(RUN_JSON, run, RUN_JSON, read_info, list_run_errors, RUN_JSON)]
     for folder, files, read in (
         (f"{MODEL}/", run, read_model_directory),
@@ -328,7 +327,7 @@ def make_file_subjects(run: dict[str, bytes], saved: dict[str, bytes]) -> list[S
 
 
 def make_journal_subjects(run: dict[str, bytes], killed: dict[str, bytes]) -> list[Subject]:
-    """Return the database and its lock and, after a kill, these and its log."""
+    """Return subjects for the database and its lock and, after a kill, also for its log."""
     alone = {path: data for path, data in run.items() if path.startswith(JOURNAL)}
     left = {path: data for path, data in killed.items() if path.startswith(JOURNAL)}
     parts = [
@@ -346,11 +345,11 @@ def make_journal_subjects(run: dict[str, bytes], killed: dict[str, bytes]) -> li
 
 
 def make_whole_subjects(subjects: Sequence[Subject], run: dict[str, bytes]) -> list[Subject]:
-    """Return the files of a run again, to be read by loading the classifier."""
+    """Return the subjects of a run again, but read by loading the classifier."""
     whole = []
     for subject in subjects:
         if subject.read is read_saved:
-            continue  # no part of a run
+            continue  # not part of a run
         files = {**run, **subject.files}
         whole.append(
             dataclasses.replace(
@@ -366,7 +365,7 @@ def make_whole_subjects(subjects: Sequence[Subject], run: dict[str, bytes]) -> l
 
 
 def read_files(directory: Path) -> dict[str, bytes]:
-    """Return the contents of the files below a directory by relative path."""
+    """Return the contents of all files below a directory, by relative path."""
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -375,7 +374,7 @@ def read_files(directory: Path) -> dict[str, bytes]:
 
 
 def teach(path: Path) -> None:
-    """Give a journal named calls, forgotten examples, pictures and examples that came back."""
+    """Fill a journal with named calls, forgotten examples, pictures and restored examples."""
     from mbpa.serve.journal import Journal
 
     with Journal(path) as journal:
@@ -386,7 +385,7 @@ def teach(path: Path) -> None:
 
 
 def teach_and_die(path: Path) -> None:
-    """Teach in another process that is killed, so that its log stays."""
+    """Teach in another process and kill it, so that its log remains."""
     from mbpa.serve.journal import Journal
 
     pid = os.fork()
@@ -401,7 +400,7 @@ def teach_and_die(path: Path) -> None:
 
 
 def make_rows(call: int) -> list[tuple[str, str | bytes | None, bytes | None]]:
-    """Return the examples of a call: a text, a picture's file, and a key alone."""
+    """Return the examples of a call: a text, the file of a picture, and a key alone."""
     said: tuple[str | bytes | None, ...] = (f"taught {call}", bytes([call]) * 300, None)
     return [(f"new {part % 2}", each, make_key(10 * call + part)) for part, each in enumerate(said)]
 
@@ -436,7 +435,7 @@ def read_saved(directory: Path, name: str = "checkpoint") -> Any:
 
 
 def read_journal(directory: Path) -> Any:
-    """Return all that a journal holds, then the id of one example more."""
+    """Return the contents of a journal, then the id of one more example."""
     from mbpa.serve.journal import InputError, Journal, JournalError
 
     with Journal(directory / JOURNAL) as journal:
@@ -456,7 +455,7 @@ def read_journal(directory: Path) -> Any:
 
 
 def read_classifier(directory: Path) -> Any:
-    """Return what a run answers, and what it says it holds."""
+    """Return the answers of a run, and the contents it reports."""
     import torch
 
     from mbpa.serve.classifier import Classifier
@@ -538,7 +537,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_cases(mutations: int, whole: int, seed: int) -> list[Cases]:
-    """Return the damages of every file, first by its own reader and then by a classifier."""
+    """Return the cases of every file, first for its own reader and then for a classifier."""
     subjects = make_subjects()
     cases = [
         Cases(
@@ -553,7 +552,7 @@ def make_cases(mutations: int, whole: int, seed: int) -> list[Cases]:
 
 
 def check_one(cases: Cases, number: int) -> dict[str, Any]:
-    """Check one case in this process and say all that is known of it."""
+    """Check one case in this process and return its details."""
     kind, data = cases.make(number)
     with make_directory() as directory:
         outcome, details, growth = Checker(cases.subject, directory).check(data)

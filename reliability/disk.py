@@ -1,8 +1,8 @@
-"""What a disk may hold after a power cut, given the system calls that came before it.
+"""A model of what a disk may hold after a power cut, given the preceding system calls.
 
-Names are changes to directories, contents are changes to files; both are lost unless they were
-flushed. A rename changes one or two directories in one step. What was not flushed may be there in
-any part and order: names one by one, contents by sectors of 512 bytes, sizes one by one.
+Changes of names belong to directories, changes of contents to files; both may be lost unless they
+were flushed. A rename changes one or two directories in one step. Any part of the unflushed changes
+may survive, in any order: names one by one, contents by sectors of 512 bytes, sizes one by one.
 
 Standard library only.
 """
@@ -21,13 +21,13 @@ SECTOR_BYTES = 512
 
 @dataclass(eq=False)
 class File:
-    """A file: what was flushed of it, and the changes that were not."""
+    """A file: its flushed content, and the changes not flushed yet."""
 
     flushed: bytes = b""
     pending: list[Call] = field(default_factory=list)
 
     def content(self, draw: random.Random, kept: float) -> bytes:
-        """Return what may be there if each pending change survives with this probability."""
+        """Return a possible content if each pending change survives with this probability."""
         content = self.flushed
         for change in self.pending:
             if change.name == "truncate":
@@ -48,21 +48,21 @@ class File:
 
 @dataclass(eq=False)
 class Directory:
-    """A directory: the names that were flushed, and those it has now."""
+    """A directory: its flushed names, and its current ones."""
 
     flushed: dict[str, File | Directory] = field(default_factory=dict)
     now: dict[str, File | Directory] = field(default_factory=dict)
 
 
 Step = list[tuple[Directory, str, File | Directory | None]]
-"""Names that change together: where, which, and what they stand for afterwards."""
+"""Names that change together: the directory, the name, and what it refers to afterwards."""
 
 
 class Disk:
     """Follows system calls below one directory.
 
     Args:
-        root: the directory; what it holds at the start is flushed.
+        root: the directory; its initial contents count as flushed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -71,7 +71,7 @@ class Disk:
         self._steps: list[Step] = []
 
     def do(self, call: Call, verdict: Verdict = None) -> None:
-        """Follow one call; `verdict` is what it was answered with, if it failed."""
+        """Apply one call; `verdict` is the error that it failed with, if any."""
         if call.name == "sync":
             self._sync(call.path, verdict)
             return
@@ -84,7 +84,7 @@ class Disk:
         elif call.name == "open":
             self._open(call)
         elif call.name == "mkdir":
-            if self._find(call.path) is None:  # it fails where there is one
+            if self._find(call.path) is None:  # mkdir fails if the name exists
                 self._change((call.path, Directory()))
         elif call.name != "exchange" and self._find(call.path) is None:
             return
@@ -100,7 +100,7 @@ class Disk:
         """Return paths below the root with their contents; `None` for directories.
 
         Args:
-            kept: with which probability each change that was not flushed is there.
+            kept: probability that an unflushed change survives.
         """
         names = _Names()
         for step in self._steps:
@@ -113,14 +113,14 @@ class Disk:
     def _sync(self, path: str, verdict: Verdict) -> None:
         node = self._find(path)
         if isinstance(node, File) and verdict is not None:
-            node.pending.clear()  # the kernel now calls them clean
+            node.pending.clear()  # the kernel now treats these pages as clean
         if verdict is not None or node is None:
             return
         if isinstance(node, File):
             node.flush()
         flushed = [step for step in self._steps if _concerns(step, node)]
         names = {(id(directory), name) for step in flushed for directory, name, _ in step}
-        for step in list(self._steps):  # what happened to one name keeps its order
+        for step in list(self._steps):  # changes of the same name keep their order
             if step in flushed or any((id(d), name) in names for d, name, _ in step):
                 self._steps.remove(step)
                 for directory, name, child in step:
@@ -179,7 +179,7 @@ class _Names:
 
 
 def apply_change(old: bytes, change: Call) -> bytes:
-    """Return the content of a file after a write, or after it was cut or extended."""
+    """Return the content of a file after a write, or after a change of its size."""
     if change.name == "truncate":
         return old[: change.offset].ljust(change.offset, b"\0")
     end = change.offset + len(change.data)
@@ -197,7 +197,7 @@ def restore(files: dict[str, bytes | None], root: Path) -> None:
 
 
 def _concerns(step: Step, node: File | Directory) -> bool:
-    """Whether flushing this file or directory flushes these names."""
+    """Return whether flushing this file or directory flushes these names."""
     return any(node in (directory, child) for directory, _, child in step)
 
 

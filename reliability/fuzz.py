@@ -1,11 +1,11 @@
-"""Fuzz what reads requests and files: nothing that is sent or found on a disk may break it.
+"""Fuzz the readers of requests and files: no input from the network or a disk may break them.
 
-For each target thousands of inputs a minute are derived from good ones, guided by the code that
+For each target, thousands of inputs per minute are derived from good ones, guided by the code that
 they reach. Each must be read or refused as documented, within 1 s and a bound on memory. Inputs
-that are not are made small and saved; `--replay` tries one again.
+that violate this are reduced in size and saved; `--replay` tries one again.
 
-The engine is `reliability.fuzzing`, which needs nothing but Python. On x86-64, where its wheels
-are, `--engine atheris` uses Atheris (libFuzzer) on the same targets.
+The engine is `reliability.fuzzing`, which needs only Python. On x86-64, for which it has wheels,
+`--engine atheris` uses Atheris (libFuzzer) on the same targets.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from reliability.trial import BrokenPromiseError, Trial
 TARGETS = {target.name: target for target in (REQUESTS, *FILE_TARGETS)}
 ALL = "all"
 SHARED_MEMORY = Path("/dev/shm")
-EXTRA_ADDRESS_BYTES = 3 << 30  # far above what any case may take, far below an absurd allocation
-MAX_DEATHS = 20  # of processes in one run, after which it ends
-NEXT_SEED = 1_000_003  # added for each process that takes the place of a dead one
+EXTRA_ADDRESS_BYTES = 3 << 30  # far above what any case may use, far below an absurd allocation
+MAX_DEATHS = 20  # processes that may die in one run before it ends
+NEXT_SEED = 1_000_003  # added to the seed for each process that replaces a dead one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def fuzz(
     target: Target, *, seed: int, jobs: int, cases: int | None, seconds: float | None
 ) -> list[Summary]:
-    """Fuzz in `jobs` processes; one that dies is reported as a finding, and another takes over."""
+    """Fuzz in `jobs` processes; one that dies is reported as a finding and replaced."""
     seeds = [seed + job for job in range(jobs)]
     summaries: list[Summary] = []
     with make_directory() as parent:
@@ -107,7 +107,7 @@ def fuzz(
 def make_work(
     target: Target, seed: int, cases: int | None, seconds: float | None, parent: Path
 ) -> Work:
-    """Return what one process does."""
+    """Return the work of one process."""
 
     def work(announce: Announce) -> Summary:
         silence()
@@ -131,10 +131,11 @@ def open_target(target: Target, parent: Path | None = None) -> Iterator[Check]:
 
 @contextlib.contextmanager
 def make_directory(parent: Path | None = None) -> Iterator[Path]:
-    """Make a directory, in memory where there is one for that, and remove it in the end.
+    """Make a temporary directory, in memory if possible, and remove it at the end.
 
     Args:
-        parent: where to make it; that of another process removes what a killed one leaves.
+        parent: where to make it. A parent made by the main process also removes what a killed
+            process leaves.
     """
     if parent is None and os.access(SHARED_MEMORY, os.W_OK):
         parent = SHARED_MEMORY
@@ -146,7 +147,7 @@ def make_directory(parent: Path | None = None) -> Iterator[Path]:
 
 
 def silence() -> None:
-    """Keep warnings and logs of odd inputs off the terminal, and torch to one thread."""
+    """Suppress warnings and logs about odd inputs, and limit torch to one thread."""
     import torch
 
     torch.set_num_threads(1)
@@ -155,7 +156,7 @@ def silence() -> None:
 
 
 def merge(summaries: Sequence[Summary]) -> Summary:
-    """Return the sum of what several processes did; each kind of finding once, the smallest."""
+    """Combine the summaries of several processes; keep the smallest finding per signature."""
     total = Summary()
     found: dict[str, Finding] = {}
     for each in summaries:
@@ -176,7 +177,7 @@ def merge(summaries: Sequence[Summary]) -> Summary:
 
 
 def replay(target: Target, data: bytes) -> dict[str, Any]:
-    """Try one input without tracing, in this process; raises what it raises, named."""
+    """Try one input without tracing, in this process; raise if it breaks a promise."""
     silence()
     with open_target(target) as check:
         outcome = Fuzzer(target, check, seed=0).execute(data, is_traced=False)
@@ -191,7 +192,7 @@ def replay(target: Target, data: bytes) -> dict[str, Any]:
 
 
 def run_atheris(target: Target, seconds: float, seed: int, findings: Path) -> None:
-    """Let libFuzzer drive a target; it ends the process itself, with a status that says how."""
+    """Let libFuzzer drive a target; it ends the process itself, with a status for the outcome."""
     try:
         import atheris  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError as error:

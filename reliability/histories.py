@@ -1,10 +1,10 @@
 """Concurrent clients of a real server, whose recorded histories must be linearizable.
 
-Threads teach, forget and ask one `mbpa serve` process at the same time. Some requests are cut off
-before their answer, and some are sent again by another client under the same request id. Every
-answer reveals something of the state that it was computed from: `/explain` names all examples,
-`/predict` all labels, `/labels` and `/stats` count them. Counters and ids are shared by all labels,
-so a history cannot be split by label; it is checked as a whole.
+Threads teach, forget and query one `mbpa serve` process at the same time. Some requests are cut off
+before their response, and some are repeated by another client under the same request id. Every
+response reveals part of the state that it was computed from: `/explain` names all examples,
+`/predict` names all labels, `/labels` and `/stats` count them. Counters and ids are shared by all
+labels, so a history cannot be split by label; it is checked as a whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRAINED_LABELS = ("trained 0", "trained 1")
 TRAINED_EXAMPLES = 4
 NEIGHBORS = 500  # more than there are examples: /explain names all of them
 LABELS_PER_HISTORY = 4
-LOST_SHARE = 0.06  # of requests whose connection is cut before the answer
+LOST_SHARE = 0.06  # share of requests whose connection is cut before the response
 START_LIMIT_S = 120.0
 ANSWER_LIMIT_S = 60.0
 IDLE_LOOKS = 3
@@ -52,7 +52,7 @@ SHOWN_EVENTS = 25
 
 
 class Request(NamedTuple):
-    """A named call to learn that has happened: its first id, and the labels of its examples."""
+    """A named call to learn that took effect: its first id, and the labels of its examples."""
 
     name: str
     first: int
@@ -60,7 +60,7 @@ class Request(NamedTuple):
 
 
 class ServiceState(NamedTuple):
-    """What the service knows, as far as its answers show it.
+    """The state of the service, as far as its responses show it.
 
     Args:
         live: id and label of every example.
@@ -74,21 +74,21 @@ class ServiceState(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """An argument of learn: the labels of its examples, and a request id."""
+    """The argument of learn: the labels of its examples, and a request id."""
 
     labels: tuple[str, ...]
     request: str | None = None
 
 
 class Acknowledged(NamedTuple):
-    """A result of learn: the ids, and how many labels there were, `None` if that is left open."""
+    """The result of learn: the ids and the number of labels; `None` if that is left open."""
 
     ids: tuple[int, ...]
     labels: int | None
 
 
 class Counted(NamedTuple):
-    """A result of stats."""
+    """The result of stats."""
 
     examples: int
     labels: int
@@ -99,11 +99,12 @@ REFUSED = "refused"
 
 
 def step_service(state: ServiceState, event: Event) -> ServiceState | None:
-    """The state after an operation, or `None` if its result contradicts the state before it.
+    """Return the state after an operation, or `None` if its result contradicts the state before.
 
-    Kinds: "learn" of a `Lesson`; "forget" of ids (a tuple) or of a label (a string), which results
-    in the ids that were there; "explain" in the ids of all examples; "predict" in all labels;
-    "labels" in counts by label; "count" in the number of labels; "stats" in `Counted`.
+    Kinds: "learn" takes a `Lesson` and returns `Acknowledged`; "forget" takes ids (a tuple) or a
+    label (a string) and returns the ids that existed. The others take nothing: "explain" returns
+    the ids of all examples, "predict" all labels, "labels" counts by label, "count" the number of
+    labels, "stats" `Counted`.
     """
     if event.kind == "learn":
         after, result = _learn(state, event.argument)
@@ -169,7 +170,7 @@ def _count_labels(state: ServiceState) -> int:
 
 
 def separate_counts(history: Sequence[Event]) -> list[Event]:
-    """The same history with the label counts of learn as reads of their own, at the same time."""
+    """Return the history with the label counts of learn as separate, simultaneous reads."""
     separate = []
     for event in history:
         if isinstance(event.result, Acknowledged):
@@ -184,7 +185,7 @@ def separate_counts(history: Sequence[Event]) -> list[Event]:
 
 
 def write_small_run(directory: Path) -> None:
-    """Make a run that takes keys only and knows two labels by four examples."""
+    """Write a run that takes keys only and has four examples of two labels."""
     generator = torch.Generator().manual_seed(0)
     head = nn.Linear(KEY_DIM, len(TRAINED_LABELS))
     nn.init.zeros_(head.weight)
@@ -204,7 +205,7 @@ def write_small_run(directory: Path) -> None:
 
 @contextlib.contextmanager
 def serve(run: Path) -> Iterator[int]:
-    """`mbpa serve` in a process of its own; gives its port."""
+    """Run `mbpa serve` in a process of its own and yield its port."""
     command = [sys.executable, "-m", "mbpa.cli", "serve", str(run), "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MBPA_TOKEN": ""}
     process = subprocess.Popen(
@@ -231,13 +232,13 @@ def serve(run: Path) -> Iterator[int]:
 
 
 class Connection:
-    """A connection to the server; the next request after a cut makes a new one."""
+    """A connection to the server; the next request after a cut reconnects."""
 
     def __init__(self, port: int) -> None:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_LIMIT_S)
 
     def ask(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """Send a request and wait for its answer: status and JSON."""
+        """Send a request, wait, and return the status and the JSON of the response."""
         self.send(path, body)
         answer = self._http.getresponse()
         content = answer.read()
@@ -245,7 +246,7 @@ class Connection:
         return answer.status, json.loads(content) if is_json else content.decode()
 
     def send(self, path: str, body: Any = None) -> None:
-        """Send a request and do not wait."""
+        """Send a request without waiting for a response."""
         if body is None:
             self._http.request("GET", path)
         else:
@@ -253,7 +254,7 @@ class Connection:
             self._http.request("POST", path, json.dumps(body), headers)
 
     def cut(self) -> None:
-        """Close the connection, whatever is under way."""
+        """Close the connection, even during a request."""
         self._http.close()
 
 
@@ -261,7 +262,7 @@ class Connection:
 
 
 class Shared:
-    """What the clients of a history know of one another."""
+    """Data shared by the clients of a history."""
 
     def __init__(self, number: int, seed: str) -> None:
         self.labels = tuple(f"history {number} {seed} {n}" for n in range(LABELS_PER_HISTORY))
@@ -274,7 +275,7 @@ class Shared:
             self._ids += ids
 
     def draw_ids(self, random: Random) -> list[int]:
-        """Ids of examples that were there once, mostly of late."""
+        """Draw ids of recently added examples, which may have been forgotten since."""
         with self._lock:
             recent = self._ids[-12:]
         return random.sample(recent, min(len(recent), random.choice((1, 1, 2)))) or [10**9]
@@ -284,7 +285,7 @@ class Shared:
             self._named.append((lesson, body))
 
     def draw_named(self, random: Random) -> tuple[Lesson, Any] | None:
-        """A lesson with a request id that this or another client has sent, or is sending."""
+        """Draw a lesson with a request id that some client has sent or is sending."""
         with self._lock:
             return random.choice(self._named[-6:]) if self._named else None
 
@@ -293,8 +294,8 @@ class Client(threading.Thread):
     """Sends random requests, one after the other, and records them.
 
     Args:
-        operations: how many.
-        begin: all clients wait here for one another.
+        operations: number of requests.
+        begin: barrier at which all clients wait for one another.
     """
 
     def __init__(
@@ -337,7 +338,7 @@ class Client(threading.Thread):
         returned = time.monotonic_ns()
         result: Any = REFUSED
         if status == 422 and kind == "learn":
-            pass  # a request id that has named other examples
+            pass  # the request id has named other examples before
         elif status == 200:
             result = read_result(kind, answer)
         else:
@@ -347,7 +348,7 @@ class Client(threading.Thread):
         self.events.append(Event(self._number, kind, argument, called, returned, result))
 
     def _draw(self) -> tuple[str, Any, Any]:
-        """Kind, argument and body of a request."""
+        """Draw the kind, argument and body of a request."""
         random, shared = self._random, self._shared
         kinds = {"learn": 28, "again": 8, "other": 3, "forget": 20, "forget label": 4}
         kinds |= {"predict": 9, "explain": 9, "labels": 9, "stats": 10}
@@ -393,7 +394,7 @@ class Client(threading.Thread):
 
 
 def read_result(kind: str, answer: Any) -> Any:
-    """The part of an answer that the specification looks at."""
+    """Return the part of a response that the specification covers."""
     if kind == "learn":
         return Acknowledged(tuple(answer["ids"]), answer["labels"])
     if kind == "forget":
@@ -413,7 +414,7 @@ def read_result(kind: str, answer: Any) -> Any:
 def record_history(
     port: int, number: int, seed: int, clients: int, operations: int
 ) -> tuple[ServiceState, list[Event]]:
-    """Let clients loose on a server that knows nothing but its run; returns what they recorded."""
+    """Run clients against a server in its initial state; return that state and their records."""
     shared = Shared(number, str(seed))
     start = read_start(port)
     begin = threading.Barrier(clients)
@@ -433,7 +434,7 @@ def record_history(
 
 
 def read_start(port: int) -> ServiceState:
-    """The state of an idle server; the next id is found by teaching and forgetting an example."""
+    """Return the state of an idle server; teaching and forgetting an example shows the next id."""
     connection = Connection(port)
     example = {"label": TRAINED_LABELS[0], "embedding": [1.0] + [0.0] * (KEY_DIM - 1)}
     (id,) = connection.ask("/learn", {"examples": [example]})[1]["ids"]
@@ -447,7 +448,7 @@ def read_start(port: int) -> ServiceState:
 
 
 def clean(port: int, labels: Sequence[str]) -> None:
-    """Wait until nothing is under way, lost requests included, and forget these labels."""
+    """Wait until no request is in progress, including lost ones, and forget these labels."""
     connection = Connection(port)
     idle, seen = 0, -1
     give_up = time.monotonic() + ANSWER_LIMIT_S
@@ -457,7 +458,7 @@ def clean(port: int, labels: Sequence[str]) -> None:
         time.sleep(IDLE_PAUSE_S)
         inside = _read_metric(connection, "mbpa_in_flight")
         change = connection.ask("/stats")[1]["change"]
-        idle = idle + 1 if inside == 1 and change == seen else 0  # 1: this very request
+        idle = idle + 1 if inside == 1 and change == seen else 0  # 1: the request for the metrics
         seen = change
     for label in labels:
         connection.ask("/forget", {"label": label})
@@ -472,7 +473,7 @@ def _read_metric(connection: Connection, name: str) -> float:
 
 
 def describe_violation(history: Sequence[Event], order: Sequence[int]) -> str:
-    """The end of the longest order that explains a part, and what could not follow it."""
+    """Describe the end of the longest explained order, and the operations that cannot follow."""
     explained = [history[index] for index in order]
     rest = [event for index, event in enumerate(history) if index not in set(order)]
     ends = [event.returned for event in rest if event.returned is not None]
@@ -544,7 +545,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _count_overlaps(history: Sequence[Event]) -> int:
-    """Pairs of operations of which neither ended before the other began."""
+    """Count the pairs of operations that overlap in time."""
     ended = [event for event in history if event.returned is not None]
     ended.sort(key=lambda event: event.called)
     pairs = 0

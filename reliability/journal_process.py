@@ -1,4 +1,4 @@
-"""What happens to a journal in processes of its own, without torch.
+"""Trials of a journal in separate processes, without torch.
 
 ``python -I -S journal_process.py learn|kills|faults|limits|power|visit …`` prints one JSON value
 per line.
@@ -29,7 +29,7 @@ from reliability import system_calls  # noqa: E402
 from reliability.disk import Disk, restore  # noqa: E402
 from reliability.system_calls import KILL, SHORT, Call, Verdict  # noqa: E402
 
-if __name__ == "__main__":  # without what these packages import
+if __name__ == "__main__":  # stub packages, to avoid their imports
     for name in ("mbpa", "mbpa.serve"):
         package = types.ModuleType(name)
         package.__path__ = [str(HERE.parent.joinpath(*name.split(".")))]
@@ -42,7 +42,7 @@ def say(value: Any) -> None:
 
 
 def set_limits(*, log: int, waste: int) -> None:
-    """Bytes, few enough for some calls to pass them."""
+    """Lower the limits on the log and on waste, in bytes, so that some calls exceed them."""
     for module, name, limit in (
         (database, "_LOG_BYTES", log),
         (journal, "_WASTE_BYTES", waste),
@@ -55,7 +55,10 @@ def set_limits(*, log: int, waste: int) -> None:
 
 
 def numbered(call: int) -> list[tuple[str, str, None]]:
-    """The examples of a call, to be recognised whole or torn: from one byte to some pages."""
+    """Return the examples of a call, from a few bytes to some pages each.
+
+    Their texts show whether the call is complete or torn.
+    """
     draw = random.Random(call)
     parts = draw.choice([1, 3, 20])
     return [
@@ -65,7 +68,7 @@ def numbered(call: int) -> list[tuple[str, str, None]]:
 
 
 def learn(path: Path) -> None:
-    """Teach without end, from the call after the last, and forget what is 100 calls old."""
+    """Teach endlessly, starting after the last call found, and forget calls 100 numbers back."""
     set_limits(log=1 << 18, waste=1 << 16)
     with journal.Journal(path) as taught:
         ids: dict[int, list[int]] = {}
@@ -83,7 +86,7 @@ def learn(path: Path) -> None:
 
 
 def kills(path: Path, times: str, seed: str) -> None:
-    """Kill a teaching process again and again, and check each time what it left.
+    """Kill a teaching process again and again, and check each time what it left behind.
 
     Prints the number of kills, acknowledged calls and calls in doubt every 100 kills.
     """
@@ -100,7 +103,7 @@ def kills(path: Path, times: str, seed: str) -> None:
 
 
 def kill_once(path: Path, draw: random.Random) -> list[list[Any]]:
-    """Return what a teaching process had said when it was killed: as it began, or later."""
+    """Kill a teaching process while it opens the journal, or later; return what it had printed."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -122,7 +125,10 @@ def kill_once(path: Path, draw: random.Random) -> list[list[Any]]:
 
 
 def check_against_what_was_said(path: Path, said: list[list[Any]], live: set[int]) -> set[int]:
-    """Whole calls only; the last one may have been under way. Returns the calls found."""
+    """Check that the journal holds whole calls, as printed; the last may have been in progress.
+
+    Returns the calls found.
+    """
     told = Counter((what, *call) for what, *call in said)
     for what, (call,) in [(what, call) for what, *call in said if call]:
         live = live | {call} if what == "learned" else live - {call} if what == "forgot" else live
@@ -142,7 +148,7 @@ def check_against_what_was_said(path: Path, said: list[list[Any]], live: set[int
         for number, found in parts.items():
             assert found == numbered(number), f"call {number} is torn, or there twice"
         assert live - doubtful <= set(parts) <= live | doubtful
-        if said and said[-1][0] == "learning":  # the client asks again
+        if said and said[-1][0] == "learning":  # the client repeats its request
             taught.learn(numbered(said[-1][1]), request=str(said[-1][1]))
             parts[said[-1][1]] = []
         assert len(taught) == sum(len(numbered(number)) for number in parts)
@@ -173,7 +179,7 @@ def contents(taught: Any) -> list[list[Any]]:
 
 
 def states(directory: Path) -> list[list[list[Any]]]:
-    """What the journal holds before and after each of the calls when nothing fails."""
+    """Return the contents of the journal before and after each of the calls if nothing fails."""
     with journal.Journal(directory / "clean.sqlite") as taught:
         return [contents(taught), *[call(taught) and contents(taught) for call in CALLS]]
 
@@ -181,7 +187,7 @@ def states(directory: Path) -> list[list[list[Any]]]:
 def scenario(
     path: Path, report: int, expected: list[list[list[Any]]], *, close: bool = True
 ) -> None:
-    """The calls still to be made, up to the first that fails; then reads, and one more write."""
+    """Make the remaining calls up to the first that fails; then read, and try one more write."""
 
     def tell(**what: Any) -> None:
         os.write(report, json.dumps(what).encode() + b"\n")
@@ -212,7 +218,10 @@ def scenario(
 
 
 def fault(number: int, kind: str) -> Callable[[Call], Verdict]:
-    """Fails the ``number``-th call that changes a file or, as ``kind`` says, flushes one."""
+    """Return a verdict that fails the ``number``-th system call that counts for ``kind``.
+
+    "flush" counts flushes, "short" counts writes, all other kinds every call that changes a file.
+    """
     error = {"full": errno.ENOSPC, "kill": KILL, "short": SHORT}.get(kind, errno.EIO)
     seen = itertools.count(1)
 
@@ -227,7 +236,7 @@ def fault(number: int, kind: str) -> Callable[[Call], Verdict]:
 
 
 def faults(directory: Path, kind: str) -> None:
-    """One line for every call that can fail: what the process saw, and what the next one finds."""
+    """Print one line per call that can fail: what the process saw, and what the next one finds."""
     expected = states(directory)
     say(expected)
     for number in itertools.count(1):
@@ -257,7 +266,10 @@ def faults(directory: Path, kind: str) -> None:
 
 
 def limits(directory: Path) -> None:
-    """As `faults`, by a limit on the size of files, which any system has: 1 KiB more each time."""
+    """Like `faults`, but with a limit on the size of files that grows by 1 KiB each time.
+
+    Every system has such a limit.
+    """
     expected = states(directory)
     say(expected)
     for size in range(0, 1 << 20, 1 << 10):
@@ -285,7 +297,7 @@ def aftermath(path: Path, output: bytes) -> dict[str, Any]:
     with journal.Journal(path) as taught:
         found, writable = contents(taught), taught.read_only is None
         if acknowledged < len(CALLS):
-            CALLS[acknowledged](taught)  # the client asks again
+            CALLS[acknowledged](taught)  # the client repeats its call
         settled = contents(taught)
     for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
@@ -299,7 +311,7 @@ def aftermath(path: Path, output: bytes) -> dict[str, Any]:
 
 
 def power(directory: Path) -> None:
-    """Power fails before every call; then, for each flush, after it failed and a restart."""
+    """Cut the power after every call; then, for each flush, after it failed and a restart."""
     expected = states(directory)
     for failing in itertools.count():
         place = directory / str(failing)
@@ -317,7 +329,7 @@ def power(directory: Path) -> None:
         def child(report: int, path: Path = place / "cut.sqlite", n: int = failing) -> None:
             scenario(path, report, expected, close=n == 0)
 
-        for _ in range(2):  # the second process goes on where the first ended
+        for _ in range(2):  # the second process continues where the first ended
             system_calls.supervise(child, verdict)
         if failing and not any(answer for _, answer in trace):
             return
@@ -334,7 +346,7 @@ def power(directory: Path) -> None:
 def cuts(
     trace: list[tuple[Call, Verdict]], place: Path, failing: int
 ) -> Iterator[tuple[int, bytes, list[list[Any]]]]:
-    """Calls acknowledged when power failed, all bytes then on the disk, and what they restore."""
+    """Yield, per power cut, the acknowledged calls, all bytes on the disk, and the contents."""
     empty = place / "empty"
     empty.mkdir()
     disk = Disk(empty)
@@ -363,7 +375,7 @@ def cuts(
 
 
 def visit(path: Path) -> None:
-    """As a user who must not write there."""
+    """Open a journal as a user who must not write there."""
     if os.getuid() == 0:
         os.setuid(65534)
     try:

@@ -1,8 +1,8 @@
 """Kill a teaching process, and a whole server, at random moments; nothing acknowledged is lost.
 
-The journal is killed in processes without torch (`journal_process`). Servers are forked from this
-process, which has imported what they need, so that most of the time is spent being taught. The
-oracle is what clients were told, and looks at the files once the server is dead.
+Trials of the journal run in processes without torch (`journal_process`). Servers are forked from
+this process, which has imported what they need, so that they spend most of the time being taught.
+The oracle compares the responses that clients received with the files of the dead server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ JOURNAL_PROGRAM = Path(__file__).with_name("journal_process.py")
 CLIENTS = 3
 LONGEST_ROUND_S = 0.6
 LONGEST_REPLACEMENT_S = 0.25
-RETRAINING_ROUNDS = 5  # one in so many rounds a new run replaces the old one, and is killed at it
+RETRAINING_ROUNDS = 5  # every so many rounds, a process that replaces the run is killed, too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def kill_journals(path: Path, times: int, seed: int) -> dict[str, int]:
-    """Kill a process that teaches a journal; returns counts."""
+    """Kill a process that teaches a journal, many times; return counts."""
     command = [sys.executable, "-I", "-S", str(JOURNAL_PROGRAM), "kills", str(path)]
     counts: dict[str, int] = {}
     with subprocess.Popen(
@@ -73,18 +73,18 @@ def kill_journals(path: Path, times: int, seed: int) -> dict[str, int]:
 
 @dataclass
 class Call:
-    """What became of one call of `learn`, and of the call that forgot it."""
+    """The state of one call to `learn`, and of the call that forgot it."""
 
     label: str
     ids: list[int] | None = None
-    """`None` until it was acknowledged."""
+    """Ids of the examples; `None` until the call is acknowledged."""
     is_forgotten: bool | None = False
-    """`None`: that was asked for, and not acknowledged."""
+    """Whether the examples were forgotten; `None`: requested, but not acknowledged."""
 
 
 @dataclass
 class Told:
-    """What clients have sent and were told, by the name of the call."""
+    """The calls that clients have sent and the responses they received, by name of the call."""
 
     calls: dict[str, Call] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -93,7 +93,7 @@ class Told:
 
 
 def kill_servers(folder: Path, times: int, seed: int) -> dict[str, int]:
-    """Kill servers that are taught by several clients; returns counts."""
+    """Kill servers while several clients teach them; return counts."""
     from reliability.small_run import write_small_run
 
     directory, draw, told = folder / "run", random.Random(seed), Told()
@@ -125,7 +125,7 @@ def kill_servers(folder: Path, times: int, seed: int) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _serve(directory: Path) -> Any:
-    """Give the process and the port of a server that was forked from this process."""
+    """Fork a server from this process; yield its process id and port."""
     from mbpa.serve.server import serve
 
     read, write = os.pipe()
@@ -208,7 +208,7 @@ def _post(client: Any, told: Told, path: str, content: dict[str, Any]) -> list[i
 
 
 def _check(directory: Path, told: Told) -> None:
-    """Compare the journal with what clients were told; what was in doubt is settled by it."""
+    """Compare the journal with the responses to clients; it also settles calls in doubt."""
     from mbpa.serve.journal import Journal
 
     with Journal(directory / "journal.sqlite", create=False) as journal:
@@ -237,7 +237,7 @@ def _check(directory: Path, told: Told) -> None:
 
 
 def _replace_and_kill(directory: Path, draw: random.Random, told: Told) -> None:
-    """Kill a process that replaces the run: the old one or the new one is there, whole."""
+    """Kill a process that replaces the run; either the old or the new run must be complete."""
     from mbpa.serve.journal import Journal
     from mbpa.serve.run_directory import in_its_place
     from mbpa.serve.verification import check_run

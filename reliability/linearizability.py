@@ -1,10 +1,10 @@
-"""Whether a concurrent history is linearizable: the search of Wing & Gong, as Lowe improved it.
+"""A check that a concurrent history is linearizable: the search of Wing & Gong, improved by Lowe.
 
-A history is linearizable if each operation can be thought to happen at one moment between its call
-and its return, so that a sequential specification gives every result. The search tries, from the
-earliest call on, each operation that no other had returned before; what has been tried, a set of
-operations and the state after them, is remembered and not tried again (G. Lowe, "Testing for
-linearizability", 2017; porcupine does the same).
+A history is linearizable if each operation can be assigned one moment between its call and its
+return, so that a sequential specification explains every result. Starting from the earliest call,
+the search tries each operation that was called before any other remaining one returned. It
+remembers every visited pair of a set of operations and the state after them, and does not try it
+again (G. Lowe, "Testing for linearizability", 2017; porcupine does the same).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Event:
     """One operation of a history.
 
     Args:
-        called: when it was called, on a clock that all clients share.
-        returned: when its result was there; `None`: never, so that it may have happened at any
-            time after the call, or not at all.
-        result: of what the specification looks at; meaningless if it never returned.
+        called: time of the call, on a clock that all clients share.
+        returned: time of the return; `None` if it never returned, so that it may have taken effect
+            at any time after the call, or not at all.
+        result: the result, as far as the specification covers it; meaningless if it never returned.
     """
 
     client: int
@@ -43,7 +43,7 @@ class Event:
 
 
 class Verdict(enum.Enum):
-    """What is known about a history."""
+    """The verdict on a history."""
 
     LINEARIZABLE = "linearizable"
     VIOLATION = "not linearizable"
@@ -54,9 +54,9 @@ class Check(NamedTuple):
     """The outcome of a search.
 
     Args:
-        order: indices into the history: an order that explains it, or the longest one that was
-            found to explain a part of it.
-        tried: pairs of a set of operations and a state that were visited.
+        order: indices into the history: an order that explains it, or else the longest order found
+            that explains a part of it.
+        tried: number of pairs of a set of operations and a state that were visited.
     """
 
     verdict: Verdict
@@ -66,7 +66,7 @@ class Check(NamedTuple):
 
 @dataclass(eq=False)
 class _Entry:
-    """A call or a return, in a list that is linked both ways."""
+    """A call or a return, in a doubly linked list."""
 
     index: int
     is_call: bool
@@ -76,7 +76,7 @@ class _Entry:
 
 
 Step = Callable[[State, Event], State | None]
-"""The specification: the state after an operation with its result; `None` if it cannot be."""
+"""The specification: returns the state after an operation; `None` if its result is impossible."""
 
 
 def check_history(
@@ -85,10 +85,10 @@ def check_history(
     """Search for an order that explains a history.
 
     Args:
-        start: the state before it.
-        step: must be deterministic. For an operation without a result it returns the state after
-            it, whatever the result was.
-        limit_s: seconds, after which the verdict is `UNDECIDED`.
+        start: the state before the history.
+        step: the specification, which must be deterministic. For an operation without a result it
+            returns the state after it, whatever the result was.
+        limit_s: seconds after which the verdict is `UNDECIDED`.
     """
     return _Search(history, start, step).run(time.monotonic() + limit_s)
 
@@ -99,7 +99,7 @@ class _Search(Generic[State]):
         self._head = _link(history)
         self._returns_left = sum(not event.is_lost for event in history)
         self._chosen: list[tuple[_Entry, State]] = []
-        self._done = 0  # a bit for each operation
+        self._done = 0  # one bit per operation
         self._seen: set[tuple[int, State]] = set()
         self._longest: tuple[int, ...] = ()
 
@@ -121,10 +121,10 @@ class _Search(Generic[State]):
         return tuple(entry.index for entry, _ in self._chosen)
 
     def _choose(self, entry: _Entry) -> bool:
-        """Let an operation happen next, if it can and leads to where the search has not been."""
+        """Choose an operation as the next one if it is possible and leads to an unvisited state."""
         after = self._step(self._state, self._history[entry.index])
         if after is None or (entry.matching is None and after == self._state):
-            return False  # what was lost and changed nothing need not have happened
+            return False  # a lost operation that changed nothing can be left out
         reached = self._done | 1 << entry.index, after
         if reached in self._seen:
             return False
@@ -150,7 +150,7 @@ class _Search(Generic[State]):
 
 
 def _link(history: Sequence[Event]) -> _Entry:
-    """Calls and returns by time; at the same time calls come first, which forbids less."""
+    """Link calls and returns by time; at equal times calls come first, which allows more orders."""
     timed = []
     for index, event in enumerate(history):
         call = _Entry(index, is_call=True)

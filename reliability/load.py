@@ -1,9 +1,9 @@
-"""Load and slow clients: what is accepted is answered in time, whatever else is asked.
+"""Load and slow clients: accepted requests are answered in time, whatever else is requested.
 
-Offers three times what a server holds, and puts hundreds of clients beside it that send or read a
-byte at a time. Server and clients share this machine, so the clients cost as little as can be:
-prepared bytes, one callback per answer. Latency counts from the moment of sending; how late the
-clients themselves were is reported beside it.
+The trial offers three times the load that a server can handle, and adds hundreds of clients that
+send or read one byte at a time. Server and clients share this machine, so the clients cost as
+little as possible: prepared bytes, one callback per response. Latency is measured from the moment
+of sending; the delay of the clients themselves is reported beside it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from reliability.trial import BrokenPromiseError, Trial
 
 CLIENT_COUNTS = (64, 48, 32, 24, 16, 8)
 NORMAL_CLIENTS = 8
-OVERLOAD = 3.0  # times what the server holds
-MAX_RATIO = 2.0  # of 99th percentiles
+OVERLOAD = 3.0  # multiple of the rate that the server can handle
+MAX_RATIO = 2.0  # between 99th percentiles
 MAX_CONNECTIONS = 1024
 SLOW_KINDS = ("headers", "bodies", "readers")
-SETTLE_S = 60.0  # for connections to be given up
+SETTLE_S = 60.0  # time for the server to close connections
 CALM_CORES = 0.1
-UNREAD = b"GET /labels HTTP/1.1\r\nHost: x\r\n\r\n" * 10  # answers that fill a client's buffer
+UNREAD = b"GET /labels HTTP/1.1\r\nHost: x\r\n\r\n" * 10  # the responses fill a client's buffer
 SLOW_HEAD = request("/predict", [0] * 1000).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
-LATE_S = 0.05  # a client that sends so late is itself the bottleneck
+LATE_S = 0.05  # a client that is this late is itself the bottleneck
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run all parts; what did not hold is told when all of them are done."""
+    """Run all parts; report broken promises when all of them are done."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         make_run(directory)
@@ -98,7 +98,7 @@ async def _measure(server: Server, arguments: argparse.Namespace) -> dict[str, A
 
 
 async def _find_saturation(server: Server, bodies: Sequence[bytes], seconds: float) -> int:
-    """Return how many clients keep the server as busy as it can be without being refused."""
+    """Return the largest number of clients of which (nearly) none is refused."""
     for clients in CLIENT_COUNTS:
         tally = await closed_loop(server, bodies, clients, seconds)
         if len(tally.seconds) >= 0.99 * tally.statuses.total():
@@ -109,7 +109,7 @@ async def _find_saturation(server: Server, bodies: Sequence[bytes], seconds: flo
 async def _overload(
     server: Server, bodies: Sequence[bytes], clients: int, seconds: float
 ) -> dict[str, Any]:
-    """Offer more than the server holds, between two measurements of what it holds."""
+    """Offer more than the server can handle, between two measurements of what it can handle."""
     before = await closed_loop(server, bodies, clients, seconds)
     rate = OVERLOAD * len(before.seconds) / before.took_s
     offered = await open_loop(server, bodies, rate, seconds)
@@ -128,15 +128,15 @@ async def _overload(
 
 @dataclass
 class Tally:
-    """What came of many requests."""
+    """The outcomes of many requests."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of those that were answered, from the moment of sending."""
+    """Latency of each answered request, from the moment of sending."""
     late: list[float] = field(default_factory=list)
-    """By how many seconds requests were sent too late."""
+    """Delay of each request behind its schedule, in seconds."""
     statuses: Counter[int] = field(default_factory=Counter)
     unsent: int = 0
-    """Requests for which there was no free connection."""
+    """Number of requests for which there was no free connection."""
     took_s: float = 0.0
     server_cpu_s: float = 0.0
 
@@ -146,7 +146,7 @@ class Tally:
             self.seconds.append(seconds)
 
     def percentile(self, share: float) -> float:
-        """Return the latency, in seconds, that this share of the answers had at most."""
+        """Return the latency, in seconds, that this share of the answers did not exceed."""
         return _percentile(self.seconds, share)
 
     def summary(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 class Caller(asyncio.Protocol):
-    """A connection that sends prepared requests, and tells of each answer by a callback."""
+    """A connection that sends prepared requests, and reports each response to a callback."""
 
     def __init__(self, done: Callable[[Caller, int, float], None]) -> None:
         self._done, self._received, self._sent_s = done, b"", 0.0
@@ -201,7 +201,7 @@ class Caller(asyncio.Protocol):
 async def connected(
     server: Server, count: int, done: Callable[[Caller, int, float], None]
 ) -> AsyncIterator[list[Caller]]:
-    """So many connections."""
+    """Open `count` connections, and close them at the end."""
     loop = asyncio.get_running_loop()
     callers = []
     try:
@@ -217,7 +217,7 @@ async def connected(
 async def closed_loop(
     server: Server, bodies: Sequence[bytes], clients: int, seconds: float
 ) -> Tally:
-    """Let each client ask again as soon as it is answered; one that is refused waits a moment."""
+    """Let each client send again as soon as it is answered; one that is refused waits briefly."""
     tally, turn, loop = Tally(), itertools.cycle(bodies), asyncio.get_running_loop()
     is_over = asyncio.Event()
 
@@ -238,12 +238,12 @@ async def closed_loop(
         is_over.set()
         tally.took_s = time.perf_counter() - start
         tally.server_cpu_s = server.cpu_seconds - cpu
-        await asyncio.sleep(1.0)  # for those that are under way
+        await asyncio.sleep(1.0)  # for requests in progress
     return tally
 
 
 async def open_loop(server: Server, bodies: Sequence[bytes], rate: float, seconds: float) -> Tally:
-    """Send requests when they are due, at random, whatever became of those before."""
+    """Send requests at random times, independently of the responses to earlier ones."""
     tally, turn, chance = Tally(), itertools.cycle(bodies), random.Random(0)
     free: list[Caller] = []
 
@@ -257,7 +257,7 @@ async def open_loop(server: Server, bodies: Sequence[bytes], rate: float, second
         while due_s < seconds:
             due_s += chance.expovariate(rate)
             wait_s = start + due_s - time.perf_counter()
-            if wait_s > 0 or len(tally.late) % 8 == 0:  # to read answers, too
+            if wait_s > 0 or len(tally.late) % 8 == 0:  # also lets the loop read responses
                 await asyncio.sleep(max(0.0, wait_s))
             tally.late.append(max(0.0, time.perf_counter() - start - due_s))
             if free:
@@ -276,8 +276,8 @@ async def open_loop(server: Server, bodies: Sequence[bytes], rate: float, second
 async def _beside_slow(
     server: Server, bodies: Sequence[bytes], kind: str, count: int, seconds: float
 ) -> dict[str, Any]:
-    """Measure normal clients without slow ones, beside them, and again without."""
-    await asyncio.sleep(2.0)  # for connections of before to be closed
+    """Measure normal clients without slow ones, with them, and again without."""
+    await asyncio.sleep(2.0)  # for earlier connections to be closed
     held = _held(server)
     before = await closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
     async with _slow_clients(server, kind, count) as alive:
@@ -303,7 +303,7 @@ async def _beside_slow(
 
 @contextlib.asynccontextmanager
 async def _slow_clients(server: Server, kind: str, count: int) -> AsyncIterator[Callable[[], int]]:
-    """Clients that send, or read, a byte per second; yields how many are still connected."""
+    """Start clients that send or read one byte per second; yield a count of those connected."""
     tasks = [asyncio.create_task(_drip(server, kind)) for _ in range(count)]
     await _wait_until_calm(server)
     try:
@@ -315,7 +315,7 @@ async def _slow_clients(server: Server, kind: str, count: int) -> AsyncIterator[
 
 
 async def _wait_until_calm(server: Server) -> None:
-    """Wait until a server has done what slow clients have asked for."""
+    """Wait until a server has finished the work requested by slow clients."""
     give_up = time.monotonic() + SETTLE_S
     while time.monotonic() < give_up:
         before = server.cpu_seconds
@@ -325,7 +325,7 @@ async def _wait_until_calm(server: Server) -> None:
 
 
 async def _drip(server: Server, kind: str) -> None:
-    """One slow client, until it is cancelled or given up."""
+    """Act as one slow client until cancelled or disconnected."""
     taken = socket.socket()
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     taken.setblocking(False)
@@ -344,7 +344,7 @@ async def _drip(server: Server, kind: str) -> None:
 
 
 def _held(server: Server) -> dict[str, int]:
-    """Return what the process of a server holds."""
+    """Return the numbers of descriptors and threads of a server, and its resident memory."""
     process = Path(f"/proc/{server.process.pid}")
     threads = re.search(r"^Threads:\s+(\d+)$", (process / "status").read_text(), re.MULTILINE)
     assert threads is not None
@@ -356,7 +356,7 @@ def _held(server: Server) -> dict[str, int]:
 
 
 async def _wait_until_released(server: Server, held: dict[str, int]) -> dict[str, int]:
-    """Wait until a server holds no more than before; return what it holds after some time."""
+    """Wait until a server has no more descriptors than before; return what it holds then."""
     give_up = time.monotonic() + SETTLE_S
     async with Client(server) as client:
         await client.send(request("/predict", {"embeddings": [[1.0] + [0.0] * (DIM - 1)]}))

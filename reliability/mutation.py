@@ -1,4 +1,4 @@
-"""Damage as disks and memory do it: bits, bytes, sectors, and files that end too early."""
+"""Damage as caused by disks and memory: bits, bytes, sectors, and files that end too early."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from random import Random
 SECTOR_BYTES = 512
 PAGE_BYTES = 4096
 EVERY_LENGTH_BYTES = 1 << 17  # files up to this size are cut at every length
-RANDOM_LENGTHS = 1_000  # at which larger files are cut besides
-MAX_DRAWS = 100  # until a mutation changes something: zeroing zeros does not
+RANDOM_LENGTHS = 1_000  # additional random lengths for larger files
+MAX_DRAWS = 100  # attempts until a mutation changes something: zeroing zeros does not
 
 Damage = Callable[[Random, bytearray], None]
 
@@ -32,7 +32,7 @@ def zero_sector(random: Random, data: bytearray) -> None:
 
 
 def swap_sectors(random: Random, data: bytearray) -> None:
-    """Exchange two sectors; where the last is shorter, as much as it has."""
+    """Exchange two sectors; if the last one is shorter, only as many bytes as it has."""
     first, second = draw_sector(random, data), draw_sector(random, data)
     size = min(first[1] - first[0], second[1] - second[0])
     kept = data[first[0] : first[0] + size]
@@ -57,7 +57,7 @@ KINDS: dict[str, Damage] = {
 
 
 def draw_sector(random: Random, data: bytearray) -> tuple[int, int]:
-    """Return start and end of a sector; of half the file where that has fewer than two."""
+    """Return the start and end of a sector; of half the file if it has fewer than two sectors."""
     size = min(SECTOR_BYTES, max(1, len(data) // 2))
     start = random.randrange(-(-len(data) // size)) * size
     return start, min(start + size, len(data))
@@ -66,7 +66,7 @@ def draw_sector(random: Random, data: bytearray) -> tuple[int, int]:
 def mutate_file(random: Random, data: bytes, kind: str) -> bytes:
     """Return the content after one mutation of this kind.
 
-    It differs from what it was, unless none of `MAX_DRAWS` mutations changed anything.
+    It differs from the original unless none of `MAX_DRAWS` mutations changed anything.
     """
     for _ in range(MAX_DRAWS):
         changed = bytearray(data)
@@ -85,8 +85,8 @@ def list_truncations(
 ) -> list[int]:
     """Return the lengths that a file of `size` bytes is cut to, in rising order.
 
-    Up to `every_length_bytes` these are all lengths. Larger files are cut at every multiple of
-    `SECTOR_BYTES` (so at every page as well) and one byte before and after it, and at
+    Files of up to `every_length_bytes` are cut at every length. Larger files are cut at every
+    multiple of `SECTOR_BYTES` (and so at every page), one byte before and after it, and at
     `random_lengths` random places.
     """
     if size <= every_length_bytes:

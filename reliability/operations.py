@@ -1,10 +1,10 @@
-"""Random operations on the service, each answer compared with a plain model of it.
+"""Random operations on the service, with each response compared with a plain reference model.
 
-The app runs in this process: requests go through its middleware, parsers and handlers without a
+The app runs in this process: requests pass through its middleware, parsers and handlers without a
 socket. A trial is a series of episodes. Each has a run of its own, made in one of several ways, and
-operations drawn from the seed. What is discrete must equal the reference exactly; probabilities
-must lie within `TOLERANCE` of a float64 computation, and equal, to the bit, those of a classifier
-that was given the present examples alone, in another order.
+operations drawn from the seed. Discrete results must equal the reference exactly. Probabilities
+must lie within `TOLERANCE` of a float64 computation, and must equal, to the bit, those of a
+classifier that was taught only the current examples, in another order.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from reliability.reference import (
 from reliability.trial import BrokenPromiseError, Trial
 
 OPERATIONS_PER_EPISODE = 1000
-TOLERANCE = 1e-5  # of probabilities and weights, against float64
-SPREAD_FACTOR = 10.0  # by which float32 may differ more than a random disturbance of its size
+TOLERANCE = 1e-5  # for probabilities and weights, against float64
+SPREAD_FACTOR = 10.0  # allowed ratio of float32 errors to random perturbations of that size
 PROGRESS_EVERY_S = 5.0
 SHRINKING_LIMIT_S = 120.0
 SHOWN_OPERATIONS = 30
@@ -76,7 +76,7 @@ METHODS = (
     Method(lr="auto", steps=20, k=20, bandwidth=0.5),
     Method(lr=0.5, steps=8, k=8, decay=0.05, momentum=0.5, has_rows=True),
 )
-SIZES = (20, 60, 60, 150, 150, 400, 1200)  # examples around which an episode stays
+SIZES = (20, 60, 60, 150, 150, 400, 1200)  # approximate numbers of examples in an episode
 
 
 # Runs
@@ -84,20 +84,20 @@ SIZES = (20, 60, 60, 150, 150, 400, 1200)  # examples around which an episode st
 
 @cache
 def encode_word(word: str) -> tuple[int, ...]:
-    """Whole numbers for a word, from its hash: their sums are exact in any order."""
+    """Return integers for a word, from its hash; their sums are exact in any order."""
     return tuple(byte - 128 for byte in hashlib.sha256(word.encode()).digest()[:KEY_DIM])
 
 
 @cache
 def encode_text(text: str) -> Key:
-    """The key of a text: its words as a bag, of unit norm."""
+    """Return the key of a text: a bag of its words, of unit norm."""
     total = np.array([encode_word(word) for word in text.lower().split()]).sum(0)
     key: Key = (total / np.linalg.norm(total)).astype(np.float32)
     return key
 
 
 class BagEncoder(TextEncoder):
-    """A bag of words; two orders of the same words have one key."""
+    """An encoder by bags of words: the order of words does not matter."""
 
     name, key_dim = "bag", KEY_DIM
 
@@ -107,7 +107,7 @@ class BagEncoder(TextEncoder):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What an episode starts from: how the run adapts, and its trained head and examples."""
+    """The start of an episode: how the run adapts, its trained head and its examples."""
 
     method: Method
     threshold: float
@@ -118,7 +118,7 @@ class Plan:
 
     @classmethod
     def draw(cls, random: Random) -> Plan:
-        """Choose how the run of an episode is made."""
+        """Draw a plan at random."""
         generator = torch.Generator().manual_seed(random.getrandbits(32))
         texts = [" ".join(random.choices(WORDS, k=3)) for _ in range(len(LABELS))]
         trained = [
@@ -138,7 +138,7 @@ class Plan:
         )
 
     def write(self, directory: Path, trained: Sequence[Known]) -> None:
-        """Make a run directory whose head was trained as planned and that holds these examples."""
+        """Write a run directory with the planned head and these examples."""
         method = self.method
         head = nn.Linear(KEY_DIM, len(LABELS))
         with torch.no_grad():
@@ -174,7 +174,7 @@ class Plan:
 
 
 def stack_keys(keys: Sequence[Key]) -> Tensor:
-    """Keys as a tensor of shape (N, D), for N = 0 too."""
+    """Return keys as a tensor of shape (N, D), including N = 0."""
     return torch.from_numpy(np.array(keys, np.float32).reshape(-1, KEY_DIM))
 
 
@@ -183,13 +183,13 @@ def stack_keys(keys: Sequence[Key]) -> Tensor:
 
 @dataclass(frozen=True)
 class Operation:
-    """A request, or something else that happens to a service.
+    """A request, or another event in the life of a service.
 
     Args:
         kind: the path of a request without its slash, "restart" or "compare".
-        body: a JSON value; bytes are sent as they are.
-        refusal: the status that any service must answer with, whatever it knows.
-        seed: of whatever the operation leaves open.
+        body: a JSON value; bytes are sent unchanged.
+        refusal: the status with which any service must refuse the request, whatever its state.
+        seed: seed of the choices that the operation leaves open.
     """
 
     kind: str
@@ -208,11 +208,11 @@ class Operation:
 
 
 class Source:
-    """Draws operations that suit what is there at the moment.
+    """Draws operations that suit the current state.
 
     Args:
-        reference: looked at, never changed.
-        size: examples around which their number stays.
+        reference: the current state; read, never changed.
+        size: approximate number of examples to maintain.
     """
 
     def __init__(self, random: Random, reference: Reference, size: int) -> None:
@@ -221,7 +221,7 @@ class Source:
         self._keys: list[list[float]] = []
 
     def draw(self) -> Operation:
-        """The next operation."""
+        """Draw the next operation."""
         random = self._random
         has_many = len(self._reference.examples) > self._size
         kinds: dict[Callable[[], Operation], float] = {
@@ -259,7 +259,7 @@ class Source:
         if not self._named:
             return self._learn()
         body = self._random.choice(self._named)
-        if self._random.random() < 0.2:  # the same, said otherwise
+        if self._random.random() < 0.2:  # the same examples in another form
             body = {**body, "examples": [self._say_again(each) for each in body["examples"]]}
         return Operation("learn", body, why="again ")
 
@@ -270,7 +270,7 @@ class Source:
         return {**example, "label": padded if len(padded) <= 200 else example["label"]}
 
     def _reuse(self) -> Operation:
-        """A request id with other examples."""
+        """Draw a request that reuses a request id with other examples."""
         if not self._named:
             return self._learn()
         random, body = self._random, self._random.choice(self._named)
@@ -367,7 +367,7 @@ class Source:
         return " ".join(words)
 
     def _key(self) -> list[float]:
-        """A key of unit norm; many are equally near to many others, or copies of earlier ones."""
+        """Draw a key of unit norm; many are equally near to others, or copies of earlier ones."""
         random = self._random
         kind = random.random()
         if kind < 0.15 and self._keys:
@@ -375,7 +375,7 @@ class Source:
         if kind < 0.3 and self._reference.examples:
             held: list[float] = random.choice(list(self._reference.examples.values())).key.tolist()
             return held
-        if kind < 0.5:  # exact in float32, and so are the distances between them
+        if kind < 0.5:  # keys and distances between them are exact in float32
             key = [0.0] * KEY_DIM
             for place in random.sample(range(KEY_DIM), 4):
                 key[place] = random.choice((0.5, -0.5))
@@ -385,7 +385,7 @@ class Source:
             key[random.randrange(KEY_DIM)] = random.choice((1, -1))
             return key
         drawn = np.array([random.gauss(0, 1) for _ in range(KEY_DIM)])
-        if kind < 0.7 and self._keys:  # very near to an earlier one
+        if kind < 0.7 and self._keys:  # very near to an earlier key
             drawn = np.array(random.choice(self._keys)) + 10 ** random.uniform(-8, -2) * drawn
         drawn *= random.choice((1, 1, 1, 1.009, 0.991)) / np.linalg.norm(drawn)
         near: list[float] = drawn.astype(np.float32).tolist()
@@ -399,14 +399,14 @@ class Source:
         return self._random.choice(self.list_bad_requests())
 
     def list_bad_requests(self) -> list[Operation]:
-        """One request of each kind that must be refused and change nothing."""
+        """Return one request of each kind that must be refused and change nothing."""
         return [
             replace(Operation(kind, body, status, *rest), why=f"({why}) ")
             for why, (kind, body, status, *rest) in self._describe_bad_requests().items()
         ]
 
     def _describe_bad_requests(self) -> dict[str, tuple[Any, ...]]:
-        """Path, body and status, and where they are others than usual method and type."""
+        """Return path, body and status by name, with method and type where they are unusual."""
         good = self._example()
         label, key, text = good["label"], self._key(), self._text()
         asks = self._random.choice(("predict", "explain"))
@@ -516,11 +516,11 @@ Contents = Mapping[int, Known]
 
 
 class Session:
-    """A service in this process beside its reference; use `open_session`.
+    """A service in this process together with its reference; use `open_session`.
 
     Args:
-        directory: for the run and for others that it is compared with.
-        kind: what is served; tests serve broken ones.
+        directory: for the run and for other runs that it is compared with.
+        kind: class of the served classifier; tests serve broken ones.
     """
 
     def __init__(self, plan: Plan, directory: Path, kind: type[Classifier] = Classifier) -> None:
@@ -554,7 +554,7 @@ class Session:
         await self._opened.aclose()
 
     async def apply(self, operation: Operation) -> None:
-        """Do an operation on both and compare; `BrokenPromiseError` says what differs."""
+        """Apply an operation to both and compare; `BrokenPromiseError` says what differs."""
         self.counts[operation.kind if operation.refusal is None else "refused"] += 1
         if operation.kind == "restart":
             await self.stop()
@@ -610,7 +610,7 @@ class Session:
         pieces = [body]
 
         async def receive() -> dict[str, Any]:
-            if not pieces:  # the client stays until it is answered
+            if not pieces:  # the client stays connected until it is answered
                 await asyncio.Event().wait()
             return {"type": "http.request", "body": pieces.pop(), "more_body": False}
 
@@ -627,7 +627,7 @@ class Session:
         _require_equal(f"status of {path}", status, 200)
         return answer
 
-    # Comparing what is discrete
+    # Comparing discrete results
 
     def _check_change(self, operation: Operation, status: int, body: Any) -> None:
         change = self.reference.learn if operation.kind == "learn" else self.reference.forget
@@ -692,7 +692,7 @@ class Session:
             self._check_reason(query, reason)
 
     def _check_form(self, asked: Any, answer: Any) -> None:
-        """What holds for any answer, whatever the numbers."""
+        """Check what must hold for any answer, whatever the numbers."""
         labels = self.reference.labels
         top = answer["top"]
         shares = [each["probability"] for each in top]
@@ -745,7 +745,7 @@ class Session:
     # Comparing with a classifier that has no history
 
     async def _compare(self, operation: Operation) -> None:
-        """The present examples in a new run, taught in a random order, must give the same bits."""
+        """Compare with a new run taught the current examples in random order, to the bit."""
         random = Random(operation.seed)
         keys = operation.body["embeddings"]
         texts = [" ".join(random.choices(WORDS, k=2)) for _ in range(3)]
@@ -791,7 +791,7 @@ class Session:
 def _check_numbers(
     labels: Sequence[str], reason: Any, expected: Expected, tolerance: float
 ) -> float:
-    """Compare probabilities and their ranks; returns the largest difference."""
+    """Compare probabilities and their ranks; return the largest difference."""
     scale = max(1.0, expected.change)
     off = _require_near("change", [reason["change"] / scale], [expected.change / scale], tolerance)
     columns = {label: column for column, label in enumerate(labels)}
@@ -826,7 +826,7 @@ def _read_queries(body: Any) -> list[Key]:
 
 
 def _describe_answer(answer: Answer) -> dict[str, Any]:
-    """An answer as the service writes it."""
+    """Return an answer in the form that the service sends."""
     return {
         "label": answer.label,
         "confidence": answer.confidence,
@@ -836,7 +836,7 @@ def _describe_answer(answer: Answer) -> dict[str, Any]:
 
 
 def _describe_reason(reason: Reason, contents: Contents) -> dict[str, Any]:
-    """A reason without ids and texts, which tell of the order of teaching."""
+    """Return a reason without ids and texts, which depend on the order of teaching."""
     return {
         "answer": _describe_answer(reason.answer),
         "before": [{"label": label, "probability": share} for label, share in reason.before],
@@ -867,7 +867,7 @@ def _require_refused(status: int, body: Any, expected: int) -> None:
 
 @asynccontextmanager
 async def open_session(plan: Plan, kind: type[Classifier] = Classifier) -> AsyncIterator[Session]:
-    """A service on a run that is made as planned, and deleted afterwards."""
+    """Start a service on a run written as planned, and delete it afterwards."""
     with tempfile.TemporaryDirectory(prefix="operations-") as place:
         session = Session(plan, Path(place), kind)
         await session.start()
@@ -882,7 +882,7 @@ async def open_session(plan: Plan, kind: type[Classifier] = Classifier) -> Async
 
 @dataclass
 class Tally:
-    """What was done so far."""
+    """Counts of what was done so far."""
 
     counts: Counter[str] = field(default_factory=Counter)
     operations: int = 0
@@ -897,11 +897,14 @@ async def run_episode(
     tick: Callable[[], None] = lambda: None,
     kind: type[Classifier] = Classifier,
 ) -> Session:
-    """Draw and do operations on a new run; `BrokenPromiseError` ends with a short way there.
+    """Draw and apply operations on a new run.
 
     Args:
         tick: called after every operation.
-        kind: what is served.
+        kind: class of the served classifier.
+
+    Raises:
+        BrokenPromiseError: a response is wrong; the message ends with a short way to reproduce it.
     """
     random = Random(f"{seed}/{number}")
     plan = Plan.draw(random)
@@ -928,7 +931,7 @@ async def run_episode(
 async def replay(
     plan: Plan, operations: Sequence[Operation], kind: type[Classifier]
 ) -> tuple[int, Exception] | None:
-    """Do these operations on a new run; returns where and how they fail, if they do."""
+    """Apply these operations to a new run; return where and how they fail, or `None`."""
     async with open_session(plan, kind) as session:
         for place, operation in enumerate(operations):
             try:
@@ -945,7 +948,7 @@ async def shrink(
     kind: type[Classifier],
     limit_s: float = SHRINKING_LIMIT_S,
 ) -> tuple[list[Operation], Exception]:
-    """Leave out operations, ever smaller parts, as long as the rest still fails somewhere."""
+    """Leave out ever smaller parts of the operations as long as the rest still fails somewhere."""
     give_up = time.monotonic() + limit_s
     size = len(operations) // 2
     while size:
@@ -962,7 +965,7 @@ async def shrink(
 
 
 async def run_episodes(seed: int, count: int) -> Tally:
-    """Run as many episodes as it takes for so many operations."""
+    """Run episodes until `count` operations are done."""
     tally, begin = Tally(), time.monotonic()
     said = begin
 
@@ -998,7 +1001,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    sys.setswitchinterval(5e-4)  # as `mbpa serve` does
+    sys.setswitchinterval(5e-4)  # the same as in `mbpa serve`
     start = time.monotonic()
     tally = asyncio.run(run_episodes(arguments.seed, arguments.count))
     return {

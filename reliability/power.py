@@ -1,10 +1,10 @@
 """Cut the power at every point, and let every system call fail, while something is written.
 
-Each scenario runs in a forked process whose system calls are followed (`system_calls`). After every
-call the disk is rebuilt as a power cut may leave it (`disk`), and must hold a state that an
-acknowledged prefix of the work explains: what was there before, or all of what is new, and nothing
-else once the process has said that it is done. Then each call fails in turn: with an input/output
-error, with a full disk from there on, with half of a write.
+Each scenario runs in a forked process whose system calls are traced (`system_calls`). After every
+call, the disk is rebuilt as a power cut may leave it (`disk`). It must hold either the old state or
+all of the new one, and only the new one once the process has reported that it is done. Then each
+call fails in turn: with an input/output error, with a full disk from there on, or after half of a
+write.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from reliability.kills import JOURNAL_PROGRAM
 from reliability.system_calls import SHORT, Call, Verdict
 from reliability.trial import BrokenPromiseError, Trial
 
-KEPT = (0.0, 0.5, 1.0)  # shares of what was not flushed that are there after a power cut
+KEPT = (0.0, 0.5, 1.0)  # shares of unflushed changes that survive a power cut
 FAULTS = {"error": errno.EIO, "full": errno.ENOSPC, "short": SHORT}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Something that is written, and what may be found of it.
+    """A piece of work that writes files, and how to read its result.
 
     Args:
-        prepare: makes what is there before, in an empty directory.
+        prepare: creates the initial state in an empty directory.
         write: does the work there; it is acknowledged when this returns.
         read: returns "before", "after", or a line on what is wrong.
     """
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def try_scenario(scenario: Scenario, folder: Path, seed: int = 0) -> dict[str, int]:
-    """Cut the power after every call, then let every call fail; returns counts."""
+    """Cut the power after every call, then let every call fail; return counts."""
     trace, counts = _trace(scenario, folder / "traced"), Counter[str]()
     start = folder / "start"
     start.mkdir()
@@ -105,7 +105,7 @@ def try_scenario(scenario: Scenario, folder: Path, seed: int = 0) -> dict[str, i
 
 
 def _fail_calls(scenario: Scenario, folder: Path, kind: str, calls: int) -> int:
-    """Let each call fail in turn; returns how many did."""
+    """Let each call fail in turn; return how many did."""
     failed = 0
     for number in range(1, calls + 1):
         place = folder / "failing"
@@ -141,7 +141,7 @@ def _fail_calls(scenario: Scenario, folder: Path, kind: str, calls: int) -> int:
 def _trace(
     scenario: Scenario, place: Path, decide: Callable[[Call], Verdict] = lambda call: None
 ) -> list[tuple[Call, Verdict]]:
-    """Run a scenario in a process of its own; returns its calls that change files there."""
+    """Run a scenario in a process of its own; return its calls that change files there."""
     place.mkdir()
     scenario.prepare(place)
     trace: list[tuple[Call, Verdict]] = []
@@ -168,7 +168,7 @@ def _trace(
 
 
 def _classify(error: Exception) -> str:
-    """Return "error" for what people are told in a line; everything else is a mistake of ours."""
+    """Return "error" for errors reported to users in one line; any other is a bug of ours."""
     from experiments.errors import ExperimentError
     from mbpa.errors import CheckpointError, RunError
 
@@ -192,11 +192,11 @@ def _moved(call: Call, old: str, new: str) -> Call:
     return Call(call.name, move(call.path), call.offset, call.data, move(call.other), call.cuts)
 
 
-# What is written
+# Scenarios
 
 
 def make_scenarios() -> list[Scenario]:
-    """Make the scenarios; what they need is imported and trained once, before any process forks."""
+    """Make the scenarios; import and train what they need once, before any process forks."""
     import torch
 
     import mbpa
@@ -250,7 +250,7 @@ def make_scenarios() -> list[Scenario]:
         return "it holds something else"
 
     def write_results(place: Path) -> None:
-        """Do with files what an experiment does: keep state, write a result, discard the state."""
+        """Write files as an experiment does: keep state, write a result, discard the state."""
         workspace = Workspace(place / "results" / "illustration" / ".unfinished" / "run")
         with workspace.alone():
             for step in range(2):
@@ -284,7 +284,7 @@ def make_scenarios() -> list[Scenario]:
 
 
 def try_journal(folder: Path) -> dict[str, int]:
-    """Try `learn` and `forget` of a journal, call by call; returns counts."""
+    """Try `learn` and `forget` of a journal, call by call; return counts."""
     counts = Counter[str]()
     for moment in _journal_process("power", folder):
         done, found = moment["acknowledged"], moment["found"]

@@ -1,8 +1,8 @@
-"""A plain model of the service: which examples there are, and what is answered about them.
+"""A plain reference model of the service: its examples and its answers.
 
-Nothing here imports mbpa. Bookkeeping is dicts and lists; predictions are computed one query at a
-time in float64, from the description of the method in `docs/serving.md`: nearest neighbours, kernel
-weights, gradient steps on a copy of the head.
+Nothing here imports mbpa. Examples are kept in dicts and lists. Predictions are computed one query
+at a time in float64, following the description of the method in `docs/serving.md`: nearest
+neighbours, kernel weights, gradient steps on a copy of the head.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Key = NDArray[np.float32]
 MAX_REMEMBERED_REQUESTS = 10_000
 MAX_NEW_LABELS_PER_CALL = 100
 LEAST_SURPRISE = 0.1  # see `Gradient(lr="auto")` in docs/tuning.md
-FLOAT32_ROUNDOFF = 2.0**-23  # relative
+FLOAT32_ROUNDOFF = 2.0**-23  # relative error
 SPREAD_DRAWS = 8
-ROUNDING = 1e-6  # difference of squared distances that float32 may or may not see
+ROUNDING = 1e-6  # difference of squared distances that float32 may not resolve
 
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """An example that is there.
+    """An example that is present.
 
     Args:
         key: float32 numbers, shape (D,).
@@ -43,19 +43,19 @@ class Known:
 
     @property
     def content(self) -> tuple[str, bytes]:
-        """What the order of equally near examples may depend on."""
+        """Content that the order of equally near examples may depend on."""
         return self.label, self.key.tobytes()
 
 
 class Call(NamedTuple):
-    """A named call to learn: the first id it was given, and the examples that it wrote."""
+    """A named call to learn: the first id assigned to it, and the examples that it wrote."""
 
     first: int
     written: tuple[Known, ...]
 
 
 class Outcome(NamedTuple):
-    """What a request must be answered with: a status, and the body if it is 200."""
+    """The required response to a request: a status, and the body if it is 200."""
 
     status: int
     body: dict[str, Any] | None = None
@@ -67,7 +67,7 @@ class Reference:
     Args:
         labels: trained labels, in the order of the head's rows.
         trained: examples that the run was made from; their ids count from 1.
-        encode: gives the key of a text.
+        encode: returns the key of a text.
     """
 
     def __init__(
@@ -81,24 +81,24 @@ class Reference:
         self._requests: dict[str, Call] = {}
         self.examples = dict(enumerate(trained, 1))
         self.last_id = len(trained)
-        self.change = 1  # making the run was one write
+        self.change = 1  # writing the run was one write
 
-    # What is there
+    # Contents
 
     @property
     def trained_labels(self) -> list[str]:
-        """Labels that still have one of the examples they were trained with, in head order."""
+        """Labels that still have an example they were trained with, in the order of the head."""
         held = {each.label for each in self.examples.values() if each.is_trained}
         return [label for label in self._all_trained_labels if label in held]
 
     @property
     def labels(self) -> list[str]:
-        """All labels: trained ones in head order, then new ones by name."""
+        """All labels: trained ones in the order of the head, then new ones by name."""
         trained = self.trained_labels
         return trained + sorted({each.label for each in self.examples.values()} - set(trained))
 
     def count_labels(self) -> dict[str, Any]:
-        """The answer to `GET /labels`."""
+        """Return the response to `GET /labels`."""
         trained = self.trained_labels
         held = [each.label for each in self.examples.values()]
         return {
@@ -109,7 +109,7 @@ class Reference:
         }
 
     def count(self) -> dict[str, int]:
-        """The part of `GET /stats` that depends on the examples."""
+        """Return the part of `GET /stats` that depends on the examples."""
         labels = len(self.labels)
         return {
             "examples": len(self.examples),
@@ -119,10 +119,10 @@ class Reference:
             "change": self.change,
         }
 
-    # What changes it
+    # Changes
 
     def learn(self, body: dict[str, Any]) -> Outcome:
-        """Apply a well-formed call to `/learn`; returns its outcome."""
+        """Apply a well-formed call to `/learn` and return its outcome."""
         given = tuple(
             (
                 each["label"].strip(),
@@ -153,7 +153,7 @@ class Reference:
     def _repeat(
         self, call: Call, given: tuple[tuple[str, str | None, bytes | None], ...]
     ) -> Outcome:
-        """Answer a request id that comes again: its examples count, forgotten or not."""
+        """Answer a repeated request id, whether its examples were forgotten or not."""
         is_same = len(given) == len(call.written) and all(map(_is_same, given, call.written))
         return self._acknowledge(call.first, len(given)) if is_same else Outcome(422)
 
@@ -162,7 +162,7 @@ class Reference:
         return Outcome(200, {"ids": ids, "labels": len(self.labels)})
 
     def forget(self, body: dict[str, Any]) -> Outcome:
-        """Apply a well-formed call to `/forget`; returns its outcome."""
+        """Apply a well-formed call to `/forget` and return its outcome."""
         if body.get("label") is not None:
             label = body["label"].strip()
             gone = [id for id, each in self.examples.items() if each.label == label]
@@ -175,7 +175,7 @@ class Reference:
 
 
 def _is_same(given: tuple[str, str | None, bytes | None], known: Known) -> bool:
-    """Whether an example says what a known one says; a text needs no key."""
+    """Return whether an example equals a known one; an example with a text may lack its key."""
     label, text, key = given
     if (label, text) != (known.label, known.text):
         return False
@@ -194,9 +194,9 @@ class Method:
     """How a run adapts.
 
     Args:
-        lr: step size; "auto" derives one for each query from its neighbours.
-        bandwidth: of a Gaussian kernel; `None`: inverse squared distance with ε = 1e-3.
-        scale, offset: of rows for new labels.
+        lr: step size; "auto" derives one per query from its neighbours.
+        bandwidth: bandwidth of a Gaussian kernel; `None`: inverse squared distance with ε = 1e-3.
+        scale, offset: settings of rows for new labels.
         has_rows: whether new labels get rows from their examples; otherwise rows of zeros.
     """
 
@@ -212,13 +212,13 @@ class Method:
 
 
 class Expected(NamedTuple):
-    """What is expected about one query; probabilities in the order of the labels."""
+    """The expected result for one query; probabilities are in the order of the labels."""
 
     before: Vector
     after: Vector
     weights: Vector
     distances: Vector
-    """Euclidean, of the neighbours."""
+    """Euclidean distances of the neighbours."""
     change: float
 
 
@@ -227,10 +227,10 @@ class Oracle:
 
     Args:
         weight: trained rows, shape (C, D).
-        bias: shape (C,).
+        bias: trained biases, shape (C,).
         labels: trained labels, one per row.
-        trained: all examples that the run was made from, whose directions the rows of new labels
-            are placed around.
+        trained: all examples that the run was made from; rows of new labels are placed relative to
+            their mean direction.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Oracle:
         self._middle = np.mean(directions, axis=0)
 
     def build_head(self, reference: Reference) -> tuple[Vector, Vector]:
-        """Weights (C, D) and biases (C,) for the labels that are there."""
+        """Return the weights (C, D) and biases (C,) for the current labels."""
         method, trained = self._method, set(reference.trained_labels)
         held: dict[str, list[Known]] = {}
         for each in reference.examples.values():
@@ -278,11 +278,11 @@ class Oracle:
         head: tuple[Vector, Vector],
         noise: np.random.Generator | None = None,
     ) -> Expected:
-        """What is expected about a query, given its neighbours from nearest to farthest.
+        """Return the expected result for a query, given its neighbours from nearest to farthest.
 
         Args:
-            head: from `build_head`, for these labels.
-            noise: disturbs the parameters after each step by as much as float32 rounds them.
+            head: returned by `build_head`, for these labels.
+            noise: perturbs the parameters after each step by as much as float32 rounds them.
         """
         method = self._method
         at = query.astype(np.float64)
@@ -318,7 +318,7 @@ class Oracle:
         labels: Sequence[str],
         head: tuple[Vector, Vector],
     ) -> float:
-        """How far rounding to float32 can move a prediction: steps that are too long amplify it."""
+        """Return how far rounding to float32 can move a prediction; too long steps amplify it."""
         exact = self.predict(query, neighbors, labels, head)
         spread = 0.0
         for seed in range(SPREAD_DRAWS):
@@ -345,9 +345,9 @@ class Oracle:
 
 
 def explain_misplaced(reference: Reference, query: Key, found: Sequence[int], k: int) -> str | None:
-    """Check the neighbours of a query, ids from nearest to farthest; says what is wrong.
+    """Check the neighbours of a query, ids from nearest to farthest; return what is wrong, if any.
 
-    The order is exact except among distances that float32 cannot tell apart. Examples with the
+    The order is exact except among distances that float32 cannot distinguish. Examples with the
     same key come in the order of their labels, and from newest to oldest within a label.
     """
     examples = reference.examples

@@ -1,4 +1,4 @@
-"""`python -m reliability.report`: bring the table of trials in docs/serving.md up to date."""
+"""`python -m reliability.report`: update the table of trials in docs/serving.md."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def main() -> None:
 
 
 def read_reports(folder: Path) -> dict[str, Report]:
-    """Read the reports there are, by the name of the trial."""
+    """Read the existing reports, by name of the trial."""
     found = (folder / f"{name}.json" for name in DESCRIBE)
     return {path.stem: json.loads(path.read_text("utf-8")) for path in found if path.exists()}
 
 
 def refresh(page: str, reports: dict[str, Report]) -> str:
-    """Return a document with the table that the reports make today, between its two markers."""
+    """Return the document with the table between its two markers rebuilt from the reports."""
     before, found, rest = page.partition(BEGIN)
     if not found or END not in rest:
         raise ValueError(f"the document must have the lines {BEGIN!r} and {END!r}")

@@ -20,7 +20,7 @@ def draw_keys(count: int, seed: int) -> torch.Tensor:
 
 
 def write_small_run(directory: Path) -> None:
-    """Write a run of random keys around the places of a few labels."""
+    """Write a run of random keys around the centres of a few labels."""
     places = draw_keys(LABELS, seed=0)
     numbers = torch.arange(EXAMPLES) % LABELS
     keys = torch.nn.functional.normalize(places[numbers] + 0.3 * draw_keys(EXAMPLES, 1), dim=1)

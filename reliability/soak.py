@@ -1,9 +1,9 @@
-"""Endurance: an hour of everything that clients do, and what the server holds meanwhile.
+"""Endurance: an hour of everything that clients do, while the server's resources are measured.
 
-Teaches, forgets, predicts, explains, sends what cannot be, breaks connections off and is slow,
-against `mbpa serve` in a process of its own. Every ten seconds its memory, descriptors, threads and
-journal are looked at. The load is modest, so that it can run beside other work: it is throttled to
-half a core, server and clients together.
+Clients teach, forget, predict, explain, send invalid requests, break off connections and are slow,
+against `mbpa serve` in a process of its own. Its memory, descriptors, threads and journal are
+measured every ten seconds. The load is modest, so that the trial can run beside other work: server
+and clients together are throttled to half a core.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from benchmarks.clients import (
 from reliability.trial import BrokenPromiseError, Trial
 
 SAMPLE_S = 10.0
-WARM_UP_MINUTES = 10.0  # after which memory must not grow
-LEAST_MINUTES = 20.0  # of a soak that shows whether it does
+WARM_UP_MINUTES = 10.0  # after this, memory must not grow
+LEAST_MINUTES = 20.0  # shorter soaks are not judged
 MAX_GROWTH_MB_PER_HOUR = 1.0
 MAX_CORES = 0.5
 MAX_RATE = 25.0  # operations per second
-KEPT_EXAMPLES = 120  # of those that are taught; of more, half are forgotten
+KEPT_EXAMPLES = 120  # taught examples to keep; beyond this, the older half is forgotten
 SLOW_CLIENTS = 6
-QUIET_S = 60.0  # for connections to be given up when all clients are gone
+QUIET_S = 60.0  # time for the server to close connections when all clients are gone
 BAD_BODIES = (
     b"{",
     b'{"embeddings": [[1.0]]}',
@@ -54,8 +54,8 @@ BAD_BODIES = (
     b'{"embedings": []}',
     b'{"embeddings": [[' + b"9" * 5000 + b"]]}",
 )
-# Judged by what the process has allocated: which pages of files (libraries, the journal) are there,
-# and shared with whom, is up to the kernel and to other processes.
+# Only memory allocated by the process is judged: which pages of files (libraries, the journal) are
+# resident, and shared with whom, depends on the kernel and on other processes.
 GROWING = ("anonymous_mb", "resident_mb", "pss_mb", "private_mb", "descriptors", "threads")
 Samples = list[dict[str, float]]
 
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the soak; if it is interrupted, the report says so and has what there is."""
+    """Run the soak; if it is interrupted, the report says so and holds the results so far."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         make_run(directory)
@@ -84,7 +84,7 @@ class _Soak:
     """One soak of one server.
 
     Args:
-        partial: where what is known so far is written every minute.
+        partial: file to which the results so far are written every minute.
     """
 
     def __init__(
@@ -122,21 +122,21 @@ class _Soak:
         after = None if self._server.process.poll() is not None else await self._look_when_quiet()
         return self._report(minutes, is_interrupted, failures, before, after)
 
-    # What clients do
+    # Operations of clients
 
     async def _warm_up(self) -> None:
-        """Do each kind of operation a few times, so that what is set up once is there."""
+        """Do each kind of operation a few times, so that one-time set-up is done."""
         for operation in 5 * self._operations:
             await operation()
 
     @property
     def _operations(self) -> list[Callable[[], Awaitable[None]]]:
-        """Return kinds of operations, as often as they are to come."""
+        """Kinds of operations, repeated in proportion to their frequency."""
         often = [self._predict] * 12
         return [*often, self._explain, self._teach, self._send_bad, self._break_off, self._look_up]
 
     async def _act(self) -> None:
-        """Do one thing after the other, at the pace that is allowed."""
+        """Do one operation after the other, at the allowed rate."""
         while True:
             pause = asyncio.create_task(asyncio.sleep(1 / self._rate))
             await self._chance.choice(self._operations)()
@@ -177,7 +177,7 @@ class _Soak:
         await self._call("look up", f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
 
     async def _break_off(self) -> None:
-        """Send a part of a request, or all of a large one, and go away."""
+        """Send a part of a request, or all of a large one, and disconnect."""
         row = [1.0] + [0.0] * (DIM - 1)
         sent = request("/predict", {"embeddings": [row] * 32})
         _, writer = await asyncio.open_connection(self._server.host, self._server.port)
@@ -187,7 +187,7 @@ class _Soak:
         self._done["break off"] += 1
 
     async def _be_slow(self, place: int) -> None:
-        """Send headers or a body, or read an answer, a byte per second; again and again."""
+        """Send headers or a body, or read a response, at one byte per second, repeatedly."""
         whole = next(self._predictions)
         while True:
             with contextlib.suppress(OSError):
@@ -199,7 +199,7 @@ class _Soak:
             self._done["slow client given up"] += 1
             await asyncio.sleep(1.0)
 
-    # What the server holds
+    # Resources of the server
 
     async def _watch(self) -> None:
         cpu = self._cpu_seconds()
@@ -222,7 +222,7 @@ class _Soak:
         return self._server.cpu_seconds + own.user + own.system
 
     def _tell(self) -> None:
-        """Print how it goes, and keep it in case that this process is killed."""
+        """Print the progress, and save it in case this process is killed."""
         last = self._samples[-1]
         print(
             f"{last['minute']:6.1f} min  {sum(self._done.values()):7} operations  "
@@ -236,7 +236,7 @@ class _Soak:
         self._partial.write_text(json.dumps({"samples": self._samples}) + "\n", encoding="utf-8")
 
     async def _look_when_quiet(self) -> dict[str, float]:
-        """Wait until connections are given up, and return what the server then holds."""
+        """Wait until connections are closed, and return the resources of the server then."""
         give_up = time.monotonic() + QUIET_S
         least = look_at(self._server, self._directory)
         last_change = time.monotonic()
@@ -294,10 +294,10 @@ def _find_growth(
 
 
 def find_least(samples: Samples, name: str) -> list[tuple[float, float]]:
-    """Return the hour and the least value of each full minute.
+    """Return the time in hours and the least value of each full minute.
 
-    What a process holds goes up and down, here by the size of all keys, and a sample meets one or
-    the other by chance; what is never given back shows in the least of several samples.
+    The memory of a process goes up and down, here by the size of all keys, and a sample catches
+    either level by chance. Memory that is never released shows in the least of several samples.
     """
     grouped = itertools.groupby(samples, key=lambda each: int(each["minute"]))
     minutes = [(minute / 60, [each[name] for each in group]) for minute, group in grouped]
@@ -307,7 +307,7 @@ def find_least(samples: Samples, name: str) -> list[tuple[float, float]]:
 async def _wait_for_any(
     stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]], seconds: float
 ) -> bool:
-    """Wait until the time is over, a task fails, or it is stopped; return whether it was."""
+    """Wait until the time is over, a task ends, or `stop` is set; return whether it is set."""
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({stopped, *tasks}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -317,7 +317,7 @@ async def _wait_for_any(
 async def _drip(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, whole: bytes, kind: int
 ) -> None:
-    """Be slow with the headers, the body or the answer, until the server gives it up."""
+    """Be slow with the headers, the body or the response, until the server disconnects."""
     head, _, _ = whole.partition(b"\r\n\r\n")
     start = (20, len(head) + 10, len(whole))[kind]
     writer.write(whole[:start])
@@ -334,7 +334,7 @@ async def _drip(
 
 
 def look_at(server: Server, directory: Path) -> dict[str, float]:
-    """Return what the process of a server holds, and how large its journal is."""
+    """Return the memory, descriptors and threads of a server, and the size of its journal."""
     process = Path(f"/proc/{server.process.pid}")
     rollup = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (process / "smaps_rollup").read_text(), re.M))
     threads = re.search(r"^Threads:\s+(\d+)$", (process / "status").read_text(), re.MULTILINE)
@@ -353,9 +353,9 @@ def look_at(server: Server, directory: Path) -> dict[str, float]:
 
 
 def fit_growth(points: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Fit a line by least squares; returns slope, its standard error, and the spread around it.
+    """Fit a line by least squares; return its slope, the standard error, and the spread around it.
 
-    The error takes samples for independent of each other, which those of memory are not quite.
+    The error assumes independent samples, which those of memory are not quite.
     """
     if len(points) < 3:
         return {"slope": 0.0, "error": 0.0, "spread": 0.0}

@@ -1,9 +1,9 @@
-"""System calls of a child process, watched and made to fail: real failures without a compiler.
+"""Watch the system calls of a child process and make them fail, without a compiler.
 
-Linux hands a call that a seccomp filter names to a supervisor, which lets it pass or answers in
-the kernel's place (``SECCOMP_RET_USER_NOTIF``, Linux 5.5; no privileges needed). Whatever writes in
-the child, SQLite's C code included, is seen as it would be on a failing disk. Standard library
-only, so that it also serves processes started with ``python -I -S``.
+Linux passes a call named by a seccomp filter to a supervisor, which lets it pass or answers in the
+kernel's place (``SECCOMP_RET_USER_NOTIF``, Linux 5.5; no privileges needed). All code that writes
+in the child, including SQLite's C code, sees real failures as on a failing disk. Standard library
+only, so that it also works in processes started with ``python -I -S``.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ KILL, SHORT = -1, -2  # verdicts
 
 @dataclass(frozen=True)
 class Call:
-    """A call that changes files: what it is, of which file, and what it writes there."""
+    """A call that changes files: its name, the path, and the data that it writes."""
 
     name: str
     path: str
     offset: int = 0
-    """Where it writes; the new size of a file that is cut."""
+    """Offset of a write, or the new size of a truncated file."""
     data: bytes = b""
     other: str = ""
-    """The second path of a rename or an exchange."""
+    """Second path of a rename or an exchange."""
     cuts: bool = False
-    """Whether opening empties the file."""
+    """Whether opening truncates the file."""
 
 
 Verdict = int | None
-"""None lets the call pass, an errno fails it; `KILL` kills the process before it, `SHORT` writes
-half of what a call is to write."""
+"""`None` lets the call pass, an errno fails it; `KILL` kills the process before the call, `SHORT`
+performs only half of a write."""
 
 
 def supervise(child: Callable[[int], None], verdict: Callable[[Call], Verdict]) -> bytes:
-    """Run ``child(report)`` in a forked process; returns what it wrote to ``report``.
+    """Run ``child(report)`` in a forked process; return what it wrote to ``report``.
 
-    Writes to ``report`` are also shown to ``verdict``, as calls named "report".
+    Writes to ``report`` are also passed to ``verdict``, as calls named "report".
     """
     ours, theirs = socket.socketpair()
     read, report = os.pipe()
@@ -98,7 +98,7 @@ def supervise(child: Callable[[int], None], verdict: Callable[[Call], Verdict]) 
 
 
 def available() -> bool:
-    """Whether this machine can: not where containers forbid filters, nor outside Linux."""
+    """Return whether this works here; it needs Linux, and some containers forbid filters."""
     if sys.platform != "linux" or not _NUMBERS:
         return False
     try:
@@ -122,7 +122,7 @@ def _answer(
                 output += chunk
                 continue
             if not events & select.POLLIN:
-                poll.unregister(listener)  # the process is gone; what it wrote may still be read
+                poll.unregister(listener)  # the process is gone; its output may still be read
                 continue
             notice = bytearray(80)
             try:
@@ -155,7 +155,7 @@ def _answer(
 
 
 def _write_half(pid: int, name: str, arguments: list[int], call: Call) -> int:
-    """Do half of a write in the process's place; 0 if there is no half."""
+    """Perform half of a write in place of the process; return its size, 0 if there is no half."""
     half = call.data[: len(call.data) // 2]
     if call.name != "write" or not half:
         return 0
@@ -172,7 +172,7 @@ def _write_half(pid: int, name: str, arguments: list[int], call: Call) -> int:
 
 
 def _describe(pid: int, name: str, arguments: list[int], report: int) -> Call | None:
-    """None for calls that change nothing."""
+    """Return the call as a `Call`; `None` if it changes nothing."""
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         if name.startswith("rename"):
             first, second = (0, 1) if name == "rename" else (1, 3)
@@ -201,7 +201,7 @@ def _describe(pid: int, name: str, arguments: list[int], report: int) -> Call | 
 
 
 def _path(pid: int, memory: BinaryIO, name: str, arguments: list[int], at: int) -> str:
-    """Return the path that an argument points to, from the root on."""
+    """Return the absolute path that an argument points to."""
     memory.seek(arguments[at])
     text = os.fsdecode(memory.read(1024).split(b"\0")[0])
     if os.path.isabs(text):
@@ -220,11 +220,11 @@ def _position(pid: int, descriptor: int) -> int:
 
 
 def _install_filter() -> int:
-    """For this process from now on; returns the descriptor that its supervisor listens at."""
+    """Install the filter in this process; return the descriptor for its supervisor."""
     libc = ctypes.CDLL(None, use_errno=True)
-    steps = [struct.pack("HBBI", 0x20, 0, 0, 0)]  # load the number of the call
+    steps = [struct.pack("HBBI", 0x20, 0, 0, 0)]  # load the system call number
     for i, number in enumerate(_NUMBERS.values()):
-        steps.append(struct.pack("HBBI", 0x15, len(_NUMBERS) - i, 0, number))  # equal: to the last
+        steps.append(struct.pack("HBBI", 0x15, len(_NUMBERS) - i, 0, number))  # equal: last step
     steps.append(struct.pack("HBBI", 0x06, 0, 0, _ALLOW))
     steps.append(struct.pack("HBBI", 0x06, 0, 0, _NOTIFY))
     code = ctypes.create_string_buffer(b"".join(steps))

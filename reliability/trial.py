@@ -1,4 +1,4 @@
-"""What every trial has in common: how it is described, run and recorded."""
+"""The common part of all trials: description, running and recording."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS = Path("results/reliability")
 
 
 class BrokenPromiseError(AssertionError):
-    """Something that the documentation promises did not hold; the message says what and where."""
+    """A documented guarantee did not hold; the message says which and where."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Trial:
     """One kind of trial.
 
     Args:
-        name: the word on the command line, and the name of the report.
+        name: name on the command line and of the report.
         summary: one line of help.
         add_arguments: declares the options.
-        run: does it and returns the figures of the report; raises `BrokenPromiseError`.
+        run: runs the trial and returns the figures of the report; raises `BrokenPromiseError`.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Trial:
     run: Callable[[argparse.Namespace], dict[str, Any]]
 
     def record(self, arguments: argparse.Namespace, command: str) -> Path:
-        """Run the trial and write its report; returns where."""
+        """Run the trial, write its report, and return the path."""
         start = time.perf_counter()
         figures = self.run(arguments)
         report = {

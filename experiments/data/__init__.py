@@ -1,7 +1,8 @@
-"""Data sets: where they come from, fetching and checking them, and a loader for each.
+"""Data sets: their sources, download and verification, and one loader per data set.
 
-A data directory (`data_dir`) holds one directory a data set. Loaders take it, or find it, and
-return tensors; what is not there raises `MissingDataError`, which says what to do.
+A data directory (`data_dir`) holds one directory per data set. Loaders take it as an argument or
+find it themselves, and return tensors. If data is missing, they raise `MissingDataError`, whose
+message says what to do.
 """
 
 from experiments.data.download import Fetched, Patience, fetch

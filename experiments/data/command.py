@@ -23,19 +23,19 @@ Names = tyro.conf.Positional[tuple[Name, ...]]
 
 @dataclass(frozen=True)
 class Fetch(Command):
-    """Download data sets, verify them by check sum and unpack them; an interrupted one resumes."""
+    """Download data sets, verify their checksums and unpack them; interrupted downloads resume."""
 
     names: Names
-    """Which data sets."""
+    """Names of the data sets to fetch."""
     data_dir: Path | None = None
-    """Where they lie; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+    """Directory of the data sets; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
     force: bool = False
-    """Replace what is there and damaged."""
+    """Replace damaged files."""
     progress: bool = True
     """Show a progress bar on standard error."""
 
     def run(self) -> int:
-        """Fetch them one after the other; 1 if any could not be."""
+        """Fetch the data sets one after the other; return 1 if any of them failed."""
         if not self.names:
             return _failed(f"name at least one data set: {', '.join(SETS)}", 2)
         code = 0
@@ -56,13 +56,13 @@ class Fetch(Command):
 
 @dataclass(frozen=True)
 class List(Command):
-    """The data sets: what uses them, how large they are, on which terms, whether they are here."""
+    """List the data sets: which experiments use them, size, terms, and whether they are present."""
 
     data_dir: Path | None = None
-    """Where to look; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+    """Directory of the data sets; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
 
     def run(self) -> int:
-        """Print a table."""
+        """Print the table and return 0."""
         print(f"{'data set':15}{'here':6}{'download':>10}  used by")
         for one in SETS.values():
             here = "yes" if is_present(one, self.data_dir) else "no"
@@ -78,16 +78,19 @@ class List(Command):
 
 @dataclass(frozen=True)
 class Check(Command):
-    """Verify data sets: check sums, sizes, counts, labels."""
+    """Verify data sets: checksums, sizes, counts, labels."""
 
     names: Names = ()
-    """Which; by default all, and those that are missing are no error unless all are."""
+    """Names of the data sets to verify; by default all. A missing data set is then an error only if
+    all are missing.
+    """
     data_dir: Path | None = None
-    """Where they lie; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+    """Directory of the data sets; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
 
     def run(self) -> int:
-        """Print a line for each; 1 if one that was asked for is not good, any is damaged, or there
-        is none."""
+        """Print one line per data set. Return 1 if a named data set is not good, if any is damaged,
+        or if none is present.
+        """
         code, is_any_there = 0, False
         for name in self.names or get_args(Name):
             try:
@@ -105,25 +108,25 @@ class Check(Command):
 
 @dataclass(frozen=True)
 class Pack(Command):
-    """Pack Tiny ImageNet: all its images at 40x40 in 40 MB, recompressed with loss."""
+    """Pack Tiny ImageNet into 40 MB: all images at 40x40, recompressed lossily."""
 
     name: tyro.conf.Positional[Literal["tiny-imagenet"]]
-    """The data set."""
+    """Name of the data set."""
     original: Path | None = None
-    """The published zip or its folder; by default the folder that `fetch` leaves."""
+    """The published zip or its unpacked folder; by default the folder that `fetch` creates."""
     data_dir: Path | None = None
-    """Where to write; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
+    """Directory to write to; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""
     size: int = 40
-    """Height and width of an image."""
+    """Height and width of an image, in pixels."""
     quality: int = 50
-    """Of the WebP pictures, 0 to 100."""
+    """Quality of the WebP pictures, 0 to 100."""
     force: bool = False
-    """Replace what is packed there."""
+    """Replace files that were packed before."""
     progress: bool = True
     """Show a progress bar on standard error."""
 
     def run(self) -> int:
-        """Pack, and print the files."""
+        """Pack the images and list the files written."""
         folder = data_dir(self.data_dir) / TINY_IMAGENET.name
         original = self.original or folder / ORIGINAL
         if not original.exists():
@@ -153,7 +156,7 @@ COMMANDS: dict[str, type[Command]] = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command on data sets; help and wrong usage end in `SystemExit`."""
+    """Run a `data` command and return its exit code; help and wrong usage raise `SystemExit`."""
     return parse_command(
         COMMANDS,
         arguments or ["--help"],

@@ -1,8 +1,9 @@
-"""Fetching a data set: download, verify, unpack, put in place.
+"""Fetching a data set: download, verify, unpack, move into place.
 
-Nothing has its final name before its check sum is right. A download grows as `name.part`, which
-the next attempt, of this process or another, goes on with; an archive is unpacked into a scratch
-folder and moved from there. One process at a time works on a data set: the others wait.
+A file gets its final name only after its checksum has been verified. A download grows as
+`name.part`, and the next attempt, by this process or another, resumes from it. An archive is
+unpacked into a scratch folder and moved from there. Only one process at a time works on a data set;
+the others wait.
 """
 
 from __future__ import annotations
@@ -32,47 +33,47 @@ from experiments.data.sources import Archive, DataError, DataSet, File, data_dir
 
 _SCRATCH = ".unpacking"
 _BLOCK = 1 << 16
-_SLACK = 16 << 20  # what a file system should have left
-_AGAIN = {408, 425, 429, 500, 502, 503, 504}  # answers that may be others the next time
-# Some hosts refuse the name that Python gives itself. Compressed in transit, sizes would be wrong.
+_SLACK = 16 << 20  # bytes that must remain free on the file system
+_AGAIN = {408, 425, 429, 500, 502, 503, 504}  # statuses that may differ on the next attempt
+# Some hosts refuse Python's default user agent. Compressed transfers would report wrong sizes.
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; mbpa)", "Accept-Encoding": "identity"}
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What `fetch` did."""
+    """The outcome of `fetch`."""
 
     name: str
     folder: Path
     was_there: bool
-    """It was there and right, and nothing was done."""
+    """Whether a valid copy was already present, so that nothing was done."""
     detail: str
-    """What the data set has."""
+    """Description of the contents, such as the number of images."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to put up with a server."""
+    """How long to wait for a server, and how often to retry."""
 
     timeout: float = 30.0
-    """Seconds without a byte."""
+    """Seconds to wait for data before a connection is considered broken."""
     attempts: int = 4
-    """In a row that bring nothing new; after that, the next address."""
+    """Consecutive attempts without progress before the next address is tried."""
     pause: float = 1.0
-    """Seconds after the first failure; twice as many after each further one."""
+    """Seconds to wait after the first failure; doubled after each further one."""
 
 
 class _Unreachable(DataError):
-    """No address gave what it should."""
+    """No address delivered the expected file."""
 
 
 class _Refused(Exception):
-    """This address will not give it, now or later."""
+    """This address will not deliver the file, so retrying is useless."""
 
 
 class _Broken(Exception):
-    """The transfer ended early; another attempt may go on with it."""
+    """The transfer ended early; another attempt may resume it."""
 
 
 def fetch(
@@ -83,14 +84,15 @@ def fetch(
     progress: bool = False,
     patience: Patience | None = None,
 ) -> Fetched:
-    """Get what is lacking of a data set, verify it, and put it into its place in `directory`.
+    """Fetch the missing parts of a data set, verify them, and put them in place in `directory`.
 
     Args:
-        force: replace what is there and not right; without it, that is refused.
-        progress: show a bar on standard error, and what is waited for.
+        force: replace files that are damaged; otherwise they cause an error.
+        progress: show a bar on standard error, and what is being waited for.
 
     Raises:
-        DataError: it cannot be had, or something else is in its place; what was right stays.
+        DataError: the data cannot be fetched, or damaged files are in its place. Valid files are
+            kept.
     """
     started = time.perf_counter()
     folder = data_dir(directory) / data_set.name
@@ -121,7 +123,7 @@ def _refuse_damage(finding: Finding, force: bool) -> Finding:
 
 @dataclass(frozen=True)
 class _Work:
-    """One data set on its way into its folder, whose lock is held."""
+    """One data set being fetched into its folder, whose lock is held."""
 
     data_set: DataSet
     folder: Path
@@ -129,14 +131,14 @@ class _Work:
     progress: bool
 
     def run(self, finding: Finding) -> None:
-        """Get what `finding` lacks, and replace what it calls wrong."""
+        """Fetch the files that `finding` lists as lacking, and replace those it lists as wrong."""
         placed = self._placed(finding)
         for path in finding.wrong:
             if path not in placed and path != self.folder:
                 _remove(path)
 
     def _placed(self, finding: Finding) -> set[Path]:
-        """File by file if that works, else from the archive."""
+        """Fetch file by file if possible, otherwise from the archive; return the paths placed."""
         archive, failure = self.data_set.archive, ""
         if self.data_set.files:
             try:
@@ -163,7 +165,9 @@ class _Work:
         return placed
 
     def _place_archive(self, archive: Archive) -> set[Path]:
-        """Unpack beside the final place, then move; a killed one starts again from the zip."""
+        """Unpack beside the final place, then move; if interrupted, unpacking restarts from the
+        zip.
+        """
         path = self.folder / archive.file.name
         if not path.exists() or mismatch(path, archive.file):
             os.replace(self._download(archive.file), path)
@@ -173,7 +177,7 @@ class _Work:
         placed = set()
         for entry in sorted((scratch / archive.inside).iterdir()):
             target = self.folder / entry.name
-            if target.is_dir():  # a folder cannot be replaced in one step
+            if target.is_dir():  # a folder cannot be replaced atomically
                 os.rename(target, scratch / f"{entry.name}.replaced")
             os.replace(entry, target)
             placed.add(target)
@@ -196,10 +200,10 @@ class _Work:
             if (scratch / top).is_dir():
                 write_sums(scratch / top, of_files)
         if hasattr(os, "sync"):
-            os.sync()  # at once: a flush for each of 100,000 files would take minutes
+            os.sync()  # one sync: flushing each of 100,000 files would take minutes
 
     def _download(self, file: File) -> Path:
-        """A verified `name.part`, from the first address that gives it."""
+        """Return a verified `name.part`, from the first address that delivers it."""
         part = self.folder / f"{file.name}.part"
         failures = []
         for address in file.addresses:
@@ -214,14 +218,14 @@ class _Work:
                 if (why := mismatch(part, file)) is None:
                     return part
                 part.unlink()
-                if not resumed:  # else the fault may be in what was there before
+                if not resumed:  # otherwise the fault may be in the resumed part
                     failures.append(f"{address} ({why})")
                     break
         tried = "; ".join(failures)
         raise _Unreachable(f"{self.data_set.name}: {file.name} cannot be had from {tried}")
 
     def _transfer(self, address: str, file: File, part: Path) -> None:
-        """Bring `part` to its end, in as many attempts as patience allows."""
+        """Complete `part`, in as many attempts as `patience` allows."""
         failures, furthest = 0, _size(part)
         while True:
             try:
@@ -266,7 +270,7 @@ class _Work:
             raise _Broken(f"it ended after {_size(part):,} of {expected:,} bytes")
 
     def _answer(self, address: str, start: int, part: Path) -> http.client.HTTPResponse | None:
-        """The response to a request for the bytes from `start` on; None if there are none."""
+        """Request the bytes from `start` on; return `None` if there are none."""
         headers = _HEADERS | ({"Range": f"bytes={start}-"} if start else {})
         request = urllib.request.Request(address, headers=headers)
         try:
@@ -310,11 +314,11 @@ class _Work:
         )
 
 
-# The transfer
+# Transfers
 
 
 def _extent(response: http.client.HTTPResponse, start: int, part: Path) -> tuple[int, int | None]:
-    """Where the response begins, 0 if the server sends everything, and where it ends."""
+    """Return where the response starts (0 if the server sends everything) and the file's size."""
     if response.status == 206:
         told = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
         if told is None or int(told[1]) != start:
@@ -343,7 +347,7 @@ def _refuse_escape(path: Path, member: zipfile.ZipInfo) -> None:
 
 
 def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, scratch: Path) -> str:
-    """Write one file and return its SHA-256."""
+    """Write one file of an archive and return its SHA-256."""
     target = scratch / member.filename
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()

@@ -1,7 +1,7 @@
-"""Files on disk: their check sums, and one writer at a time.
+"""Files on disk: checksums, and a lock that admits one writer at a time.
 
-A folder gets a `SHA256SUMS` when it is unpacked, in the format of the command `sha256sum`, so that
-damage done later can be found.
+Unpacking writes a `SHA256SUMS` file to the folder, in the format of the `sha256sum` command, so
+that later damage can be detected.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if sys.platform != "win32":
 
 SUMS = "SHA256SUMS"
 
-# Some network file systems have no locks; there, one process at a time is up to the user.
+# Some network file systems have no locks; there, users must run one process at a time.
 _CANNOT_LOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 def mismatch(path: Path, file: File) -> str | None:
-    """How the content of `path` differs from `file`, if it does; `.xz` is looked into."""
+    """Return how the content of `path` differs from `file`, or `None`; `.xz` is decompressed."""
     try:
         with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as stream:
             found, size = _digest(stream)
@@ -42,13 +42,13 @@ def mismatch(path: Path, file: File) -> str | None:
 
 
 def write_sums(folder: Path, sums: dict[str, str]) -> None:
-    """Note the SHA-256 of the files of `folder`, by their names inside it."""
+    """Write the SHA-256 sums of the files in `folder`, by their names relative to it."""
     lines = (f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
     (folder / SUMS).write_text("".join(lines), "utf-8")
 
 
 def verify_sums(folder: Path) -> bool:
-    """Compare the files of `folder` with its noted sums; False if it has none."""
+    """Compare the files in `folder` with its recorded sums; return False if there are none."""
     if not (folder / SUMS).is_file():
         return False
     for line in (folder / SUMS).read_text("utf-8").splitlines():
@@ -63,7 +63,7 @@ def verify_sums(folder: Path) -> bool:
 
 
 def _digest(stream: BinaryIO | lzma.LZMAFile) -> tuple[str, int]:
-    """SHA-256 and number of bytes."""
+    """Return the SHA-256 and the number of bytes."""
     digest, size = hashlib.sha256(), 0
     while block := stream.read(1 << 20):
         digest.update(block)
@@ -73,7 +73,7 @@ def _digest(stream: BinaryIO | lzma.LZMAFile) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def alone(folder: Path, *, progress: bool = False) -> Iterator[None]:
-    """Be the only writer in `folder`: others wait until this process is done, or dead."""
+    """Lock `folder` for one writer: others wait until this process finishes or dies."""
     with (folder / ".lock").open("ab") as lock:
         if sys.platform != "win32":
             try:
@@ -87,7 +87,7 @@ def alone(folder: Path, *, progress: bool = False) -> Iterator[None]:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make renames survive a power cut, where folders can be opened."""
+    """Make renames survive a power failure, on platforms where folders can be opened."""
     if sys.platform != "win32":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

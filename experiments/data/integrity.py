@@ -1,4 +1,4 @@
-"""Whether a data set is here, and whether it is what it should be: check sums, then structure."""
+"""Whether a data set is present and valid: first its checksums, then its structure."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ Counts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Finding:
-    """What `check` found."""
+    """The outcome of `check`."""
 
     name: str
     status: Literal["good", "missing", "incomplete", "damaged"]
     detail: str
-    """One line: what it has, what it lacks, or what is wrong."""
+    """One line: what the copy contains, what it lacks, or what is wrong."""
     lacking: tuple[str, ...] = ()
-    """Names of files."""
+    """Names of missing files."""
     wrong: tuple[Path, ...] = ()
-    """Files and folders that are not what they should be."""
+    """Files and folders whose content is wrong."""
 
 
 def check(data_set: DataSet, directory: Directory = None) -> Finding:
-    """Verify the copy of `data_set` in `directory`, every byte of it that has a check sum."""
+    """Verify the copy of `data_set` in `directory`, including every byte that has a checksum."""
     root = data_dir(directory)
     folder = root / data_set.name
     paths = {file.name: located(folder, file.name) for file in data_set.files}
@@ -70,11 +70,11 @@ def check(data_set: DataSet, directory: Directory = None) -> Finding:
 
 
 def require(name: str, directory: Directory = None) -> None:
-    """Make sure that an experiment gets the data set it was made for.
+    """Raise an error unless a data set is present and valid, before an experiment uses it.
 
     Raises:
-        MissingDataError: it is not there, or not all of it.
-        DamagedDataError: something in it is not what it should be.
+        MissingDataError: all or part of the data set is missing.
+        DamagedDataError: some of its content is wrong.
     """
     data_set, root = SETS[name], data_dir(directory)
     found = check(data_set, root)
@@ -86,7 +86,7 @@ def require(name: str, directory: Directory = None) -> None:
 
 
 def is_present(data_set: DataSet, directory: Directory = None) -> bool:
-    """Whether the files are there, whatever is in them: fast, for a table."""
+    """Return whether the files exist, regardless of their content: fast enough for a table."""
     folder = data_dir(directory) / data_set.name
     if data_set.files:
         return all(located(folder, file.name) for file in data_set.files)
@@ -95,7 +95,7 @@ def is_present(data_set: DataSet, directory: Directory = None) -> bool:
 
 
 def _structure(data_set: DataSet, root: Path) -> Finding:
-    """Load it, or as much of it as tells its parts, and count."""
+    """Load the data set, or as much as is needed to count its parts, and compare the counts."""
     if data_set.name not in _COUNTERS:
         return Finding(data_set.name, "good", f"{len(data_set.files)} files")
     try:

@@ -1,8 +1,8 @@
-"""Pictures: decoding them with Pillow, and a folder of ImageNet.
+"""Pictures: decoding with Pillow, and an ImageNet folder.
 
-ImageNet does not fit into memory: its loader lists the files, `ImageFiles.read` decodes some, and
-`ImageFiles.stream` many, in worker processes. A worker hands back what is wrong with a picture
-instead of raising, since an error loses its kind and its line on the way.
+ImageNet does not fit into memory: its loader lists the files, `ImageFiles.read` decodes a few, and
+`ImageFiles.stream` decodes many, in worker processes. A worker returns a description of a damaged
+picture instead of raising, since an exception loses its type and message between processes.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from experiments.data.sources import IMAGENET, DamagedDataError, data_dir
 from mbpa.errors import MissingExtraError
 
 _ENDINGS = (".jpeg", ".jpg", ".png")
-_MIDDLE = 0.875  # of the shorter side is looked at
-_STRETCH = 4 / 3  # a random crop is at most so much wider or higher than a square
+_MIDDLE = 0.875  # share of the shorter side that is used
+_STRETCH = 4 / 3  # largest ratio of the sides of a random crop
 _CHECKED_AT_ONCE, _NAMED = 200, 5
 
 
 @dataclass(frozen=True, eq=False)
 class ImageFiles:
-    """Pictures too many to hold at once."""
+    """Pictures that are too many to hold in memory."""
 
     paths: tuple[str, ...]
     labels: Int64[Tensor, "N"]
 
     def read(self, indices: Sequence[int], size: int) -> UInt8[Tensor, "B 3 {size} {size}"]:
-        """Some of them: the shorter side brought to `size`, the middle cut out."""
+        """Read some pictures: the shorter side is resized to `size` and the centre is cropped."""
         images = torch.empty((len(indices), 3, size, size), dtype=torch.uint8)
 
         def load(at: int, index: int) -> None:
@@ -53,12 +53,12 @@ class ImageFiles:
             square = torch.from_numpy(rgb(path, path.read_bytes(), size).copy())
             images[at] = square.permute(2, 0, 1)
 
-        with ThreadPoolExecutor() as pool:  # decoders do not hold Python's lock
+        with ThreadPoolExecutor() as pool:  # decoders release the GIL
             list(pool.map(load, range(len(indices)), indices))
         return images
 
     def chosen(self, rows: Int64[Tensor, "n"]) -> ImageFiles:
-        """Some of them."""
+        """Return the files at `rows`."""
         rows = rows.cpu()
         return ImageFiles(tuple(self.paths[row] for row in rows.tolist()), self.labels[rows])
 
@@ -70,13 +70,13 @@ class ImageFiles:
         *,
         pin: bool = False,
     ) -> Iterator[UInt8[Tensor, "B {size} {size} 3"]]:
-        """Batch after batch, read ahead by other processes.
+        """Yield one batch after the other, read ahead by worker processes.
 
         Args:
-            wanted: for each batch the rows, and of each picture a random crop, as four numbers from
-                0 to 1: the share of its area, shape, and place; `None`: the middle of each.
-            processes: as many as there are cores unless given.
-            pin: into memory from which a GPU can copy on its own.
+            wanted: for each batch the rows, and one random crop per picture as four numbers from 0
+                to 1: share of its area, shape, and position; `None` takes the centre of each.
+            processes: number of worker processes; by default one per core.
+            pin: whether to use pinned memory, from which a GPU copies asynchronously.
         """
         tasks = (([self.paths[row] for row in rows.tolist()], crops) for rows, crops in wanted)
         work = functools.partial(_squares, size=size)
@@ -86,13 +86,13 @@ class ImageFiles:
             yield found
 
     def verify(self, tick: Callable[[int], object] = lambda count: None) -> None:
-        """Read every picture to its end, though not at its full size.
+        """Decode every picture completely, although at a reduced size.
 
         Args:
-            tick: told how many are done, again and again.
+            tick: called repeatedly with the number of pictures just finished.
 
         Raises:
-            DamagedDataError: some cannot be read.
+            DamagedDataError: some pictures cannot be read.
         """
         starts = range(0, len(self.paths), _CHECKED_AT_ONCE)
         tasks = (self.paths[start : start + _CHECKED_AT_ONCE] for start in starts)
@@ -107,15 +107,15 @@ class ImageFiles:
 
 @dataclass(frozen=True, eq=False)
 class ImageFolder:
-    """A folder of ImageNet; classes are numbered in the order of their wnids."""
+    """An ImageNet folder; classes are numbered in the order of their wnids."""
 
     train: ImageFiles
     test: ImageFiles
-    """The validation images."""
+    """The published validation images."""
     wnids: tuple[str, ...]
 
     def digest(self) -> str:
-        """Of the names of all files, wherever the folder is."""
+        """Return a digest of the names of all files, independent of where the folder is."""
         digest = hashlib.sha256()
         for part in (self.train, self.test):
             for path in part.paths:
@@ -125,7 +125,7 @@ class ImageFolder:
 
 
 def imagenet(directory: Directory = None) -> ImageFolder:
-    """ImageNet, or any part of it: `imagenet/train/<wnid>/*.JPEG`, `imagenet/val/<wnid>/*.JPEG`."""
+    """Load ImageNet or a part of it: `imagenet/{train,val}/<wnid>/*.JPEG`."""
     root = data_dir(directory)
     folder = root / IMAGENET.name
     if not ((folder / "train").is_dir() and (folder / "val").is_dir()):
@@ -154,18 +154,18 @@ def _files(folder: Path, wnids: Sequence[str]) -> ImageFiles:
     return ImageFiles(tuple(paths), labels)
 
 
-# Many at once
+# Parallel work
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class _Calls(Dataset[Any]):
-    """A function, in the shape of what DataLoader's workers ask."""
+    """A function in the form of a dataset, as DataLoader's workers require."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -177,18 +177,18 @@ class _Calls(Dataset[Any]):
 def _in_processes(
     function: Callable[[Any], Any], tasks: Iterable[Any], processes: int, *, pin: bool = False
 ) -> Iterator[Any]:
-    """What a function gives for one task after the other, in their order."""
+    """Yield the results of a function for one task after the other, in order."""
     loader = DataLoader(
         _Calls(function),
         batch_size=None,
         sampler=tasks,
         num_workers=processes,
         pin_memory=pin,
-        multiprocessing_context="fork" if sys.platform == "linux" else None,  # at once, not anew
-        generator=torch.Generator(),  # it would draw from everybody's
+        multiprocessing_context="fork" if sys.platform == "linux" else None,  # starts at once
+        generator=torch.Generator(),  # keeps the global one untouched
     )
     with warnings.catch_warnings():
-        # The children do nothing but decode, on one thread: none waits for a lock that it lacks.
+        # The children only decode, on one thread, so none can wait for a lock held at the fork.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         arriving = iter(loader)
     yield from arriving
@@ -197,7 +197,7 @@ def _in_processes(
 def _squares(
     task: tuple[list[str], Float[Tensor, "B 4"] | None], size: int
 ) -> UInt8[Tensor, "B {size} {size} 3"] | str:
-    """A batch, or what is wrong with one of its pictures."""
+    """Return a batch, or a description of what is wrong with one of its pictures."""
     paths, crops = task
     images = np.empty((len(paths), size, size, 3), np.uint8)
     try:
@@ -215,7 +215,7 @@ def _square(path: Path, size: int, crop: list[float] | None) -> UInt8[np.ndarray
 
     picture = _opened(path, _content(path))
     (width, height), (left, top, right, bottom) = picture.size, box(*picture.size)
-    # JPEG can be decoded at a half, a quarter or an eighth: as long as that is more than enough.
+    # JPEG can be decoded at a half, a quarter or an eighth of its size, if that is large enough.
     wanted = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
     picture.draft("RGB", wanted)
     picture = _in_colour(path, picture)
@@ -224,7 +224,7 @@ def _square(path: Path, size: int, crop: list[float] | None) -> UInt8[np.ndarray
 
 
 def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a square in the middle."""
+    """Return left, top, right and bottom of the central square."""
     side = _MIDDLE * min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
@@ -233,13 +233,14 @@ def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
 def random_box(
     width: int, height: int, share: float, shape: float, x: float, y: float
 ) -> tuple[float, float, float, float]:
-    """The same of a part that has this share of the area, or less where it would not fit.
+    """Return the box of a crop with this share of the area, or less where it would not fit.
 
     Args:
-        shape: from 0, higher than wide, to 1.
-        x: from 0, at the left, to 1; and `y` from 0, at the top.
+        shape: from 0, higher than wide, to 1, wider than high.
+        x: from 0, at the left, to 1, at the right.
+        y: from 0, at the top, to 1, at the bottom.
     """
-    stretch = _STRETCH ** (2 * shape - 1)  # of width over height
+    stretch = _STRETCH ** (2 * shape - 1)  # ratio of width to height
     across = min(float(width), math.sqrt(share * width * height * stretch))
     down = min(float(height), math.sqrt(share * width * height / stretch))
     left, top = x * (width - across), y * (height - down)
@@ -247,7 +248,7 @@ def random_box(
 
 
 def _faults(paths: Sequence[str]) -> list[str]:
-    """What is wrong with some pictures."""
+    """Return a description of each picture that cannot be read."""
     found = []
     for name in paths:
         path = Path(name)
@@ -264,7 +265,7 @@ def _faults(paths: Sequence[str]) -> list[str]:
 
 
 def pillow() -> ModuleType:
-    """`PIL.Image`, which only pictures need."""
+    """Import `PIL.Image`, which only pictures need."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -273,13 +274,13 @@ def pillow() -> ModuleType:
 
 
 def dimensions(path: Path, content: bytes) -> tuple[int, int]:
-    """Width and height of an encoded picture; `path` is for the error."""
+    """Return width and height of an encoded picture; `path` is used in errors only."""
     width, height = _opened(path, content).size
     return int(width), int(height)
 
 
 def rgb(path: Path, content: bytes, size: int | None = None) -> UInt8[np.ndarray, "h w 3"]:
-    """A decoded picture; with `size`, the square in its middle reduced or enlarged to that."""
+    """Decode a picture; with `size`, crop the central square and resize it."""
     picture = _in_colour(path, _opened(path, content))
     if size is not None and picture.size != (size, size):
         width, height = picture.size
@@ -309,5 +310,5 @@ def _opened(path: Path, content: bytes) -> Any:
 def _in_colour(path: Path, picture: Any) -> Any:
     try:
         return picture.convert("RGB")
-    except (OSError, SyntaxError) as error:  # Pillow's, for truncated and for broken pictures
+    except (OSError, SyntaxError) as error:  # raised by Pillow for truncated and broken pictures
         raise damaged(path, error) from error

@@ -1,7 +1,7 @@
-"""Loaders of digits and texts: one a data set, from a data directory to tensors and tuples.
+"""Loaders for digits and texts: one per data set, from a data directory to tensors and tuples.
 
-Files are read as published or as `name.xz`. What is missing raises `MissingDataError`, what cannot
-be read `DamagedDataError`; whether the content is the published one is for `check` to say.
+Files are read as published or as `name.xz`. Missing files raise `MissingDataError`, unreadable ones
+`DamagedDataError`. Loaders do not compare the content with the published one: `check` does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from experiments.data.sources import (
 
 Directory = str | os.PathLike[str] | None
 
-# Our names of the parts, and those of the files of MNIST and CLINC150.
+# Names of the parts: ours, and those in the files of MNIST and CLINC150.
 _IDX_PARTS = {"train": "train", "test": "t10k"}
 _CLINC_PARTS = {"train": "train", "valid": "val", "test": "test"}
 _UNREADABLE = (
@@ -56,35 +56,35 @@ END = "<eos>"
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Pictures and their classes."""
+    """Images and their classes."""
 
     images: UInt8[Tensor, "N *shape"]
-    """(N, height, width), or (N, 3, height, width) in colour."""
+    """Shape (N, height, width), or (N, 3, height, width) in colour."""
     labels: Int64[Tensor, "N"]
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Pictures to learn from and to be tested on."""
+    """Images for training and testing."""
 
     train: Images
     test: Images
-    """The labelled validation images, where those of the test have no public labels."""
+    """Test images; the labelled validation images where test labels are not public."""
     names: tuple[str, ...]
-    """Of the classes."""
+    """Names of the classes."""
     title: str
-    """What to call it in a report."""
+    """Name of the data set in reports."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Running text as numbers of words, every line ended by `END`."""
+    """Running text as word ids; every line ends with `END`."""
 
     train: Int64[Tensor, "T_train"]
     valid: Int64[Tensor, "T_valid"]
     test: Int64[Tensor, "T_test"]
     words: tuple[str, ...]
-    """By number, in the order in which the training text first has them."""
+    """Words by id, in the order of their first occurrence in the training text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,22 +97,22 @@ class Sentences:
 
 @dataclass(frozen=True, eq=False)
 class IntentSet:
-    """Sentences to learn intents from and to be tested on."""
+    """Sentences for training and testing intent classifiers."""
 
     train: Sentences
     valid: Sentences
-    """Without any sentence where none is published."""
+    """Validation sentences; empty where none are published."""
     test: Sentences
     names: tuple[str, ...]
-    """Of the intents."""
+    """Names of the intents."""
     out_of_scope: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Sentences of no intent, by `train`, `valid` and `test`."""
+    """Sentences without an intent, under the keys `train`, `valid` and `test`."""
     domains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Which intents belong together."""
+    """Intents of each domain."""
 
 
 def mnist(directory: Directory = None) -> ImageSet:
-    """MNIST: 60,000 and 10,000 grey digits, uint8 (N, 28, 28)."""
+    """Load MNIST: 60,000 training and 10,000 test images of digits, uint8 (N, 28, 28)."""
     parts = {}
     for part, file in _IDX_PARTS.items():
         images = _idx(directory, f"{file}-images-idx3-ubyte.gz", dimensions=3)
@@ -125,17 +125,17 @@ def mnist(directory: Directory = None) -> ImageSet:
 
 
 def ptb(directory: Directory = None) -> Corpus:
-    """Penn Treebank as Mikolov prepared it: 10,000 words."""
+    """Load the Penn Treebank as prepared by Mikolov: 10,000 words."""
     return _corpus(PTB, directory, "ptb.{}.txt")
 
 
 def wikitext_2(directory: Directory = None) -> Corpus:
-    """WikiText-2, tokenised by words: 33,278 of them."""
+    """Load WikiText-2, tokenised by words: 33,278 different ones."""
     return _corpus(WIKITEXT_2, directory, "wiki.{}.tokens")
 
 
 def clinc150(directory: Directory = None) -> IntentSet:
-    """CLINC150: 150 intents, in alphabetical order, in ten domains; and sentences of none."""
+    """Load CLINC150: 150 intents in alphabetical order, ten domains, and out-of-scope sentences."""
     path, pairs = _json(CLINC150, directory, "data_full.json")
     with _sound(path):
         names = tuple(sorted({intent for _, intent in pairs["train"]}))
@@ -151,7 +151,7 @@ def clinc150(directory: Directory = None) -> IntentSet:
 
 
 def banking77(directory: Directory = None) -> IntentSet:
-    """Banking77: 77 intents, in the order of their published list; no validation sentences."""
+    """Load Banking77: 77 intents in the order of the published list; no validation sentences."""
     names = tuple(_json(BANKING77, directory, "categories.json")[1])
     parts = {}
     for part in ("train", "test"):
@@ -166,12 +166,12 @@ def banking77(directory: Directory = None) -> IntentSet:
 
 
 def located(folder: Path, name: str) -> Path | None:
-    """The file of this name, as it is or as `name.xz`, if there is one."""
+    """Return the file of this name, plain or as `name.xz`, or `None`."""
     return next((path for end in ("", ".xz") if (path := folder / (name + end)).is_file()), None)
 
 
 def damaged(path: Path, why: object) -> DamagedDataError:
-    """The error of those who cannot make sense of `path`."""
+    """Return the error for a file whose content cannot be understood."""
     return DamagedDataError(f"{path} is damaged: {why}", (path,))
 
 
@@ -187,7 +187,7 @@ def _content(data_set: DataSet, directory: Directory, name: str) -> tuple[Path, 
 
 @contextmanager
 def _sound(path: Path) -> Iterator[None]:
-    """What cannot be understood is damage to `path`."""
+    """Turn errors raised while parsing into errors about damage to `path`."""
     try:
         yield
     except _UNREADABLE as error:
@@ -201,7 +201,7 @@ def _json(data_set: DataSet, directory: Directory, name: str) -> tuple[Path, Any
 
 
 def _idx(directory: Directory, name: str, dimensions: int) -> UInt8[Tensor, "..."]:
-    """An array of bytes in the format of MNIST: two zeros, type 8, rank, sizes, values."""
+    """Read an array of bytes in MNIST's format: two zeros, type 8, rank, sizes, values."""
     path, content = _content(MNIST, directory, name)
     with _sound(path):
         data = gzip.decompress(content)
@@ -219,7 +219,7 @@ def _corpus(data_set: DataSet, directory: Directory, pattern: str) -> Corpus:
     for part in ("train", "valid", "test"):
         path, content = _content(data_set, directory, pattern.format(part))
         with _sound(path):
-            lines = content.decode().split("\n")[:-1]  # the last line ends too
+            lines = content.decode().split("\n")[:-1]  # the last line ends with a newline too
             tokens = [word for line in lines for word in (*line.split(), END)]
             if part == "train":
                 numbers = {word: number for number, word in enumerate(dict.fromkeys(tokens))}

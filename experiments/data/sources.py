@@ -1,8 +1,8 @@
-"""Which data sets there are, what they consist of, where they lie here and on the web.
+"""The data sets: what they consist of, and where they are found locally and on the web.
 
-Every check sum was compared with at least one published elsewhere and, Tiny ImageNet's and the zip
-of WikiText-2 apart, with that of a copy in use. A file may lie compressed, as `name.xz`; sums and
-sizes are those of its content.
+Every checksum was compared with at least one published elsewhere and, except for Tiny ImageNet and
+the zip of WikiText-2, with that of a copy in use. A file may be stored compressed, as `name.xz`;
+checksums and sizes are those of its content.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 Name = Literal[
     "mnist", "ptb", "wikitext-2", "tiny-imagenet", "imagenet", "clinc150", "banking77"
-]  # the command line offers these; SETS has the same, by test
+]  # offered by the command line; a test compares it with SETS
 IMAGES = ("incremental-images", "unbalanced-images", "image-sensitivity", "image-neighbourhoods")
 
 
@@ -24,11 +24,11 @@ class DataError(OSError):
 
 
 class MissingDataError(DataError, FileNotFoundError):
-    """A data set is not here; the message says how to get it."""
+    """A data set is not present; the message says how to get it."""
 
 
 class DamagedDataError(DataError):
-    """A data set is here, and is not what it should be; `paths` are to blame."""
+    """A data set is present but its content is wrong; `paths` are the files at fault."""
 
     def __init__(self, message: str, paths: tuple[Path, ...]) -> None:
         super().__init__(message)
@@ -37,18 +37,18 @@ class DamagedDataError(DataError):
 
 @dataclass(frozen=True)
 class File:
-    """A file that can be had from any of its addresses."""
+    """A file that can be downloaded from any of its addresses."""
 
     name: str
     sha256: str
     addresses: tuple[str, ...]
     size: int | None = None
-    """In bytes; None where nobody has published it."""
+    """Size in bytes; `None` where it is not published."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A zip whose folder `inside` holds what belongs into the data set's directory."""
+    """A zip whose folder `inside` holds the contents of the data set's directory."""
 
     file: File
     inside: str = ""
@@ -56,32 +56,34 @@ class Archive:
 
 @dataclass(frozen=True)
 class DataSet:
-    """One row of the table: what a data set is, and how to get and recognise it."""
+    """One data set: what it is, where to get it, and how to verify it."""
 
     name: str
     used_by: tuple[str, ...]
-    """Names of experiments."""
+    """Names of the experiments that use it."""
     terms: str
     home: str
     size: int
-    """Of the download, in bytes."""
+    """Size of the download in bytes."""
     example: str
-    """A path that a directory with this data set has."""
+    """A path that exists in a directory with this data set, for error messages."""
     files: tuple[File, ...] = ()
     archive: Archive | None = None
-    """Where the files come from if they have no addresses, or if none of these works."""
+    """Fallback for the files if they have no addresses, or if none of these works."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """How much a sound copy has of what; empty where copies differ."""
+    """Expected number of each kind of item in a valid copy; empty where copies differ."""
     no_download: str = ""
-    """Why it cannot be fetched, where it cannot."""
+    """Why the data set cannot be downloaded, if that is so."""
 
     @property
     def can_be_fetched(self) -> bool:
-        """Whether there is any address to fetch it from."""
+        """Whether there is an address to download it from."""
         return self.archive is not None or bool(self.files)
 
     def missing(self, root: Path, name: str | None = None) -> MissingDataError:
-        """The error of those who do not find it, or its file `name`, in `root`: what to do."""
+        """Return the error for a data set, or its file `name`, missing in `root`; it says what to
+        do.
+        """
         way = (
             f"`python -m experiments data fetch {self.name}`, or"
             if self.can_be_fetched
@@ -94,10 +96,10 @@ class DataSet:
 
 
 def data_dir(explicit: str | os.PathLike[str] | None = None) -> Path:
-    """Where data sets lie, each in a directory of its own name.
+    """Return the directory that holds one directory per data set.
 
-    That is `explicit`; or else the environment's `MBPA_DATA`; or else `mbpa/data` in the user's
-    cache, `XDG_CACHE_HOME` or `~/.cache`.
+    That is `explicit`, or else the environment variable `MBPA_DATA`, or else `mbpa/data` in the
+    user's cache, `XDG_CACHE_HOME` or `~/.cache`.
     """
     if chosen := explicit or os.environ.get("MBPA_DATA"):
         return Path(chosen).expanduser()
@@ -106,7 +108,7 @@ def data_dir(explicit: str | os.PathLike[str] | None = None) -> Path:
 
 
 def _github(repository: str, branch: str, path: str) -> tuple[str, ...]:
-    """A file of a repository, from GitHub itself and from a network that copies it."""
+    """Return the addresses of a file in a repository: GitHub itself and a mirror of it."""
     return (
         f"https://raw.githubusercontent.com/{repository}/{branch}/{path}",
         f"https://cdn.jsdelivr.net/gh/{repository}@{branch}/{path}",

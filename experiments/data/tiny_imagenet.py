@@ -1,9 +1,9 @@
-"""Tiny ImageNet, as published and packed.
+"""Tiny ImageNet, as published or packed.
 
-Packed, it is 40 MB instead of 120,000 files: `train.zip` and `val.zip` hold one WebP picture a
-class, `<wnid>.webp`, whose tiles are the class's images reduced to 40x40, row by row, in the order
-of their numbers; `classes.tsv` has the classes in the order of the published `wnids.txt`. Packing
-is lossy: results on the packed form are not comparable with those on 64x64.
+The packed form takes 40 MB instead of 120,000 files. `train.zip` and `val.zip` hold one WebP
+picture per class, `<wnid>.webp`, whose tiles are the class's images reduced to 40x40, row by row,
+in the order of their numbers. `classes.tsv` lists the classes in the order of the published
+`wnids.txt`. Packing is lossy: results on the packed form are not comparable with those on 64x64.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from experiments.data.sources import TINY_IMAGENET, DamagedDataError, DataError,
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 ORIGINAL = "tiny-imagenet-200"
-"""The published folder."""
+"""Name of the published folder."""
 PACKED = ("val_annotations.txt.xz", "classes.tsv", "val.zip", "train.zip")
-"""In the order in which they are written: where the last one is, so are the others."""
+"""Files of the packed form in the order they are written: if the last exists, so do the others."""
 
 _COLUMNS = "class_id\twnid\timagenet1k_index\tnames"
-_TILE = 40  # of packed zips that do not say
-# Where the 200 classes are among ImageNet's thousand, both in the order of their wnids.
+_TILE = 40  # tile size of packed zips without a comment
+# Positions of the 200 classes among ImageNet's thousand, both in the order of their wnids.
 _AMONG_THE_THOUSAND = (
     *(1, 25, 30, 32, 50, 61, 69, 71, 75, 76, 79, 99, 105, 107, 109, 113, 114, 115, 122, 123),
     *(128, 145, 146, 149, 151, 187, 207, 208, 235, 267, 281, 283, 285, 286, 291, 294, 301, 308),
@@ -59,13 +59,13 @@ _AMONG_THE_THOUSAND = (
 def tiny_imagenet(
     directory: Directory = None, *, size: int = _TILE, classes: Sequence[int] | None = None
 ) -> ImageSet:
-    """Tiny ImageNet: 100,000 and 10,000 images of 200 classes, uint8 (N, 3, size, size).
+    """Load Tiny ImageNet: 100,000 training and 10,000 test images, uint8 (N, 3, size, size).
 
-    From the packed form if there is one of this size, else from the original 64x64 images,
-    reduced if need be. Images are in the order of classes and, within one, of their numbers.
+    The images come from the packed form if it has this size, otherwise from the original 64x64
+    images, resized if necessary. They are ordered by class and, within a class, by their numbers.
 
     Args:
-        classes: load only these; their labels stay what they are, 0 to 199.
+        classes: load only these; their labels remain the original ones, 0 to 199.
     """
     form = form_in(data_dir(directory), size)
     chosen = list(range(len(form.wnids)) if classes is None else classes)
@@ -84,11 +84,11 @@ def pack_tiny_imagenet(
     force: bool = False,
     progress: bool = False,
 ) -> tuple[Path, ...]:
-    """Write the packed form of `original`, the published zip or its content, into `folder`.
+    """Write the packed form of `original`, the published zip or its unpacked folder, to `folder`.
 
     Args:
-        quality: of WebP, 0 to 100; None is lossless.
-        force: replace what is packed there.
+        quality: quality of WebP, 0 to 100; `None` is lossless.
+        force: replace files that were packed before.
 
     Returns:
         The files written.
@@ -119,7 +119,7 @@ def pack_tiny_imagenet(
 
 
 def form_in(root: Path, size: int | None = None) -> Form:
-    """The form in the data directory `root` that has this size, or any: packed for preference."""
+    """Return the form in data directory `root` with this size, if given; prefer the packed one."""
     folder = root / TINY_IMAGENET.name
     packed = _Packed(folder) if (folder / PACKED[-1]).exists() else None
     if packed and size in (None, packed.size):
@@ -136,32 +136,32 @@ def form_in(root: Path, size: int | None = None) -> Form:
 
 
 class Form(abc.ABC):
-    """Where the images come from."""
+    """A source of the images: the published form or the packed one."""
 
     wnids: tuple[str, ...]
     names: tuple[str, ...]
     paths: tuple[Path, ...]
-    """The files, or the folder, that it consists of."""
+    """The files or the folder that it consists of."""
 
     @abc.abstractmethod
     def count(self, split: Split, wnid: str) -> int:
-        """How many images a class has."""
+        """Return the number of images of a class."""
 
     @abc.abstractmethod
     def read(self, split: Split, wnid: str, size: int) -> UInt8[np.ndarray, "n {size} {size} 3"]:
-        """The images of a class, in the order of their numbers."""
+        """Read the images of a class, in the order of their numbers."""
 
     @abc.abstractmethod
     def title(self, size: int) -> str:
-        """What to call it in a report."""
+        """Return the name of the data set in reports."""
 
     @abc.abstractmethod
     def verify(self) -> None:
-        """Compare every byte with the check sums that came with it, if any did."""
+        """Compare every byte with the checksums stored with it, if there are any."""
 
 
 class _Original(Form):
-    """As published: a folder, or the zip that holds it."""
+    """The published form: a folder, or the zip that holds it."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -205,7 +205,7 @@ class _Original(Form):
                 raise damaged(self._path, f"{name} is not a whole JPEG picture")
 
     def content(self, name: str) -> bytes:
-        """A file, by its name inside the published folder."""
+        """Read a file by its name inside the published folder."""
         try:
             if self._zip:
                 return self._zip.read(f"{ORIGINAL}/{name}")
@@ -231,7 +231,7 @@ class _Original(Form):
 
 
 class _Packed(Form):
-    """As `pack_tiny_imagenet` writes it; the comment of a zip tells the size of a tile."""
+    """The form that `pack_tiny_imagenet` writes; the comment of a zip gives the tile size."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -263,7 +263,7 @@ class _Packed(Form):
         picture = rgb(*self._webp(split, wnid))
         rows, columns = (side // size for side in picture.shape[:2])
         tiles = picture.reshape(rows, size, columns, size, 3).swapaxes(1, 2)
-        return tiles.reshape(-1, size, size, 3)  # (rows, columns, size, size, 3) before
+        return tiles.reshape(-1, size, size, 3)  # from (rows, columns, size, size, 3)
 
     def title(self, size: int) -> str:
         return f"Tiny ImageNet, {size}x{size}, {self._kept}"
@@ -293,7 +293,7 @@ def _load(form: Form, split: Split, classes: list[int], size: int) -> Images:
         tiles = torch.from_numpy(form.read(split, form.wnids[c], size).copy())
         images[end - len(tiles) : end] = tiles.permute(0, 3, 1, 2)
 
-    with ThreadPoolExecutor() as pool:  # decoders do not hold Python's lock
+    with ThreadPoolExecutor() as pool:  # decoders release the GIL
         list(pool.map(load, classes, ends))
     return Images(images, torch.tensor(classes, dtype=torch.int64).repeat_interleave(counts))
 
@@ -313,14 +313,14 @@ def _rows(source: Form) -> list[str]:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """One split on its way into a zip."""
+    """One split being written to a zip."""
 
     source: Form
     split: Split
     size: int
     quality: int | None
     packed: Callable[[], object]
-    """Called after every class."""
+    """Called after each class."""
 
     def write(self, out: io.BufferedWriter) -> None:
         kept = "lossless" if self.quality is None else "lossy"
@@ -351,7 +351,7 @@ class _Tiles:
 
 
 def _written(folder: Path, *writers: Callable[[io.BufferedWriter], object]) -> tuple[Path, ...]:
-    """Write all that is `PACKED`, then give it its names; the last of them makes it valid."""
+    """Write all files of `PACKED`, then rename them; the last rename makes the form valid."""
     partial = [folder / f"{name}.part" for name in PACKED]
     try:
         for path, write in zip(partial, writers, strict=True):

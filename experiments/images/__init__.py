@@ -1,9 +1,10 @@
 """New image classes: a network that knows half of the classes meets all of them.
 
-After section 4.2, table 1, figures 4 and 5 and the appendix of the paper, which had ImageNet; here
-it is Tiny ImageNet, 40x40 pixels. The network is trained on a random half of the classes and then
-only its last layer learns, from a stream of all classes. The paper's methods use that layer and a
-memory of the same stream, and differ in the predictor alone; ours make a layer from the memory.
+After section 4.2, table 1, figures 4 and 5 and the appendix of the paper. The paper used ImageNet;
+here it is Tiny ImageNet at 40x40 pixels. The network is trained on a random half of the classes.
+After that only its last layer learns, from a stream of all classes. The paper's methods use that
+layer and a memory of the same stream, and differ only in the predictor; ours build a layer from the
+memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ UNTIL_TWENTY = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 12.5, 15.0, 17.5,
 
 
 def run(config: ImagesConfig, context: Context) -> BySeed:
-    """One split after the other; a split that is done is not done again."""
+    """Run one split after the other, skipping those already completed."""
     records: BySeed = {}
     with context.bar(len(config.seeds), "splits", "splits") as bar:
         for seed in config.seeds:

@@ -1,4 +1,4 @@
-"""Protocol and settings of the experiments on new image classes, with their presets."""
+"""Protocol and settings of the experiments on new image classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from experiments.images.methods import (
 from experiments.pretraining import Pretraining
 
 EARLY = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1)
-"""Epochs after which everything is tested, at the beginning."""
+"""Epochs after which all methods are tested, early in the stream."""
 LATER = (0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0)
 
 
@@ -29,40 +29,42 @@ class ImagesConfig:
     """Half of the classes are known, then all arrive; only the last layer learns."""
 
     seeds: tuple[int, ...] = (1, 2, 3, 4)
-    """One random half of the classes each; 0 is for choosing settings."""
+    """Random seeds, one random half of the classes each; 0 is reserved for choosing settings."""
     part: Literal["test", "validation"] = "test"
-    """Which images are scored: the published ones, or training images that were held out."""
+    """Images to score: the published test images, or training images that were held out."""
     dataset: Literal["tiny-imagenet", "imagenet"] = "tiny-imagenet"
-    """Where the images come from; the run sheet for ImageNet is docs/imagenet.md."""
+    """Source of the images; docs/imagenet.md describes how to run on ImageNet."""
     size: int = 40
-    """Of the images, in pixels. Up to 64 the network's first layer is one for small images."""
+    """Side of the images in pixels. Up to 64, the network's first layer is one for small images."""
     enlarged: int = 56
-    """To how many pixels images of Tiny ImageNet are enlarged for the network, if they have fewer;
-    0: they are not."""
+    """Side in pixels to which smaller images of Tiny ImageNet are enlarged for the network; 0
+    disables this.
+    """
     classes: int = 200
-    """That take part, chosen at random; half of them are known."""
+    """Number of classes, chosen at random; half of them are known."""
     mirrored: bool = True
-    """Whether features are the mean over an image and its mirror image."""
+    """Whether features are averaged over an image and its mirror image."""
     shrunk: float = 6 / 7
-    """Features are also the mean over the image and the image shrunk to this share of its side; 1:
-    they are not."""
+    """Average features over the image and a copy shrunk to this share of its side; 1: no copy."""
     held_out: int = 50
-    """Training images of each class that are scored where `part` is validation, and not trained on
-    then."""
+    """Training images per class that are scored, and not trained on, if `part` is validation."""
     scored: int = 10_000
-    """Images that are scored, at most."""
+    """Maximum number of images to score."""
     pretraining: Pretraining = field(default_factory=Pretraining)
     points: tuple[float, ...] = EARLY + LATER
-    """Epochs of all classes after which everything is tested."""
+    """Epochs of all classes after which all methods are tested."""
     batch: int = 64
     lr: float = 0.1
-    """Of stochastic gradient descent on the last layer, divided by the mean square of a key's
-    length."""
+    """Learning rate of stochastic gradient descent on the last layer; divided by the mean squared
+    length of a key.
+    """
     momentum: float = 0.9
     capacity: int = 100_000
-    """Of the memory; an epoch of Tiny ImageNet, beyond which it would hold images twice."""
+    """Capacity of the memory; one epoch of Tiny ImageNet, beyond which images would be stored
+    twice.
+    """
     scarce: float = 1.0
-    """The share of their images that half of the new classes have."""
+    """Share of their images that half of the new classes have."""
     vote: Vote = field(default_factory=Vote)
     mixture: Mixed = field(default_factory=Mixed)
     rmsprop: Local = field(default_factory=lambda: Local("rmsprop", lr=0.001))
@@ -84,7 +86,7 @@ class ImagesConfig:
             raise ValueError(f"scarce must be above 0 and at most 1, got {self.scarce}")
 
     def _check_data(self) -> None:
-        """As far as is known without looking: a folder of ImageNet may be any part of it."""
+        """Check what can be known without reading data: a folder may hold any part of ImageNet."""
         if self.size < 8:
             raise ValueError(f"size must be at least 8, got {self.size}")
         if self.enlarged < 0:
@@ -111,17 +113,18 @@ class ImagesConfig:
 
     @property
     def spared(self) -> int:
-        """Training images of each class that are not trained on."""
+        """Training images per class that are not trained on."""
         return self.held_out if self.part == "validation" else 0
 
     def settings(self, method: str) -> Settings:
-        """Of one of the methods that have some."""
+        """Return the settings of a method that has some."""
         found: Settings = getattr(self, METHODS[method].settings)
         return found
 
     def models(self, situation: Situation, with_own_layers: bool = True) -> dict[str, Model]:
-        """The methods that are compared, in this situation; perhaps without those that have a layer
-        of their own."""
+        """Return the methods to compare in this situation, optionally without those that have a
+        layer of their own.
+        """
         alone = mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=mbpa.Parametric())
         return {
             name: self.settings(name).model(situation) if method.settings else alone

@@ -1,4 +1,4 @@
-"""What the report shows of new image classes, made from the records alone."""
+"""Report on new image classes, built from the records alone."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ PAPER = {
         "parametric": (71.4, 68.1, 68.8, 76.0, 68.6, 68.3),
     },
 }
-"""Table 1: top-1 at 0.1, 1 and 3 epochs, then areas up to there, on ImageNet."""
+"""Table 1 of the paper: top-1 at 0.1, 1 and 3 epochs, then areas up to there, on ImageNet."""
 SPANS = (0.1, 1.0, 3.0)
 SUBSETS = {"novel": "new classes", "pre-trained": "old classes", "all": "all classes"}
 
 
 class Scores:
-    """The records of some splits, by what they are of: `capacity`, `k` or `lr`, if varied, too."""
+    """Records of several splits, by name, method, subset, epochs and, if varied, `capacity`, `k` or
+    `lr`.
+    """
 
     VARIED = ("capacity", "k", "lr")
 
@@ -54,7 +56,7 @@ class Scores:
     def spread(
         self, name: str, method: str, subset: str, epochs: float, **varied: float
     ) -> Spread | None:
-        """Over splits; `None` if it was not measured."""
+        """Return a measurement over splits; `None` if it was not made."""
         of = (varied.get(each) for each in self.VARIED)
         values = self._values.get((name, method, subset, epochs, *of))
         return Spread(tuple(values)) if values else None
@@ -62,7 +64,9 @@ class Scores:
     def across(
         self, axis: str, name: str, method: str, subset: str, **fixed: float
     ) -> dict[float, Spread]:
-        """By all values of one of `epochs` and what is varied, the others as given or absent."""
+        """Return measurements by all values of `axis`, one of `epochs` and the varied fields; the
+        other fields are as given or absent.
+        """
         names = "epochs", *self.VARIED
         wanted = {other: fixed.get(other) for other in names if other != axis}
         found: dict[float, Spread] = {}
@@ -79,7 +83,7 @@ class Scores:
 
 
 def data_in_words(config: Mapping[str, Any]) -> str:
-    """What was seen, and what that means for the paper's numbers."""
+    """Describe the data, and what it means for a comparison with the paper's numbers."""
     size, classes = config["size"], config["classes"]
     if config.get("dataset") == "imagenet":
         return f"{classes} classes of ImageNet at {size}x{size} pixels."
@@ -90,17 +94,17 @@ def data_in_words(config: Mapping[str, Any]) -> str:
 
 
 def in_epochs(count: float) -> str:
-    """With its unit."""
+    """Return a number of epochs with its unit."""
     return f"{count:g} epoch{'' if count == 1 else 's'}"
 
 
 def color_of(method: str) -> str:
-    """The same everywhere; grey for a method that there is no more."""
+    """Return a method's colour in all figures; grey for a method that no longer exists."""
     return METHODS[method].color if method in METHODS else "#8c8c8c"
 
 
 def incremental_sections(results: Sequence[Result]) -> list[Section]:
-    """Table 1 and figure 4."""
+    """Return table 1 and figure 4."""
     scores = Scores(results)
     known = scores.spread("pretrained_top1", "parametric", "pre-trained", 0.0)
     text = (
@@ -127,7 +131,7 @@ def incremental_sections(results: Sequence[Result]) -> list[Section]:
 
 
 def unbalanced_sections(results: Sequence[Result]) -> list[Section]:
-    """Figure 5, left."""
+    """Return figure 5, left."""
     scores = Scores(results)
     share = float(results[0].config["scarce"])
     subsets = ("novel-scarce", "novel-full", "pre-trained", "all")
@@ -198,7 +202,7 @@ def _caption(scores: Scores) -> str:
 def draw_curves(
     canvas: matplotlib.figure.Figure, scores: Scores, subsets: Mapping[str, str] = SUBSETS
 ) -> None:
-    """Accuracy against epochs, a panel a subset."""
+    """Draw accuracy against epochs, one panel per subset."""
     panels = canvas.subplots(1, len(subsets), squeeze=False)[0]
     for panel, (subset, title) in zip(panels, subsets.items(), strict=True):
         for method in scores.methods:
@@ -211,11 +215,11 @@ def draw_curves(
 
 
 def unzipped(points: Mapping[float, Spread]) -> tuple[list[float], list[Spread]]:
-    """Where a curve is known, and what it is there."""
+    """Return the positions of a curve's points and their values."""
     return list(points), list(points.values())
 
 
 def square_root(panel: Axes) -> None:
-    """An axis of epochs on which the beginning has room."""
+    """Scale the axis of epochs by the square root, which gives the beginning more room."""
     panel.set_xscale("function", functions=(lambda x: abs(x) ** 0.5, lambda x: x**2))
     panel.set_xlim(left=0)

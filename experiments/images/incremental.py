@@ -1,4 +1,4 @@
-"""All classes arrive: the last layer learns, the memory is filled, and every method is tested."""
+"""All classes arrive: the last layer learns, the memory is filled, every method is tested."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from experiments.images.scale import Scale, spacing
 from experiments.images.task import Task
 from experiments.results import Record, value_of
 
-READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 28}  # of neighbours' keys, at a time
+READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 28}  # neighbours' keys held at a time
 AREAS = (0.1, 1.0, 3.0)
 """Epochs up to which the area under a learning curve is measured."""
 
@@ -31,20 +31,22 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """Everything as it is after so many epochs."""
+    """The state of the stream after a number of epochs."""
 
     epochs: float
     head: nn.Linear
     memory: mbpa.ExactMemory
     passed: Int[Tensor, "N"]
-    """The training images that have passed, in their order; the memory holds the last of them."""
+    """The training images seen so far, in order; the memory holds the last of them."""
 
     def rows_of(self, ids: Int[Tensor, "*S"]) -> Int[Tensor, "*S"]:
-        """Which training images these entries of the memory are."""
+        """Return which training images these entries of the memory are."""
         return self.passed[len(self.passed) - self.memory.next_id + ids]
 
     def with_capacity(self, capacity: int) -> Moment:
-        """The same with a memory that had been smaller; it does not change when this one does."""
+        """Return this moment with a smaller memory, a copy that does not change as the stream goes
+        on.
+        """
         entries, key_size = self.memory.entries(), self.memory.key_size
         memory = mbpa.ExactMemory(capacity, key_size, device=self.memory.device)
         memory.write(entries.keys[-capacity:], entries.values[-capacity:])
@@ -54,7 +56,7 @@ class Moment:
 def stream_of(
     task: Task, config: ImagesConfig, seed: int
 ) -> tuple[Int[Tensor, "N"], Iterator[Int[Tensor, "N"]]]:
-    """The images that there are to learn from, and the orders of one epoch after the other."""
+    """Return the images to learn from, and an endless iterator over orders, one per epoch."""
     draws = torch.Generator().manual_seed(seed + 7)
     labels = task.train_labels.cpu()
     new = torch.arange(task.old, len(task.classes))
@@ -76,7 +78,7 @@ def stream_of(
 
 
 def moments(task: Task, config: ImagesConfig, seed: int) -> Iterator[Moment]:
-    """Learn, and stop at every point."""
+    """Learn from the stream, and yield at every point."""
     device = task.train.device
     head = grown_head(task)
     memory = mbpa.ExactMemory(config.capacity, task.train.shape[1], device=device)
@@ -91,7 +93,7 @@ def moments(task: Task, config: ImagesConfig, seed: int) -> Iterator[Moment]:
     epochs_needed = batches[-1] * config.batch // len(rows) + 1
     order = torch.cat([next(orders) for _ in range(epochs_needed)])
     seen = written = 0
-    for point, stop in zip(config.points, batches, strict=True):  # whole batches, wherever it stops
+    for point, stop in zip(config.points, batches, strict=True):  # whole batches only
         while seen < stop * config.batch:
             batch = order[seen : seen + config.batch]
             loss = functional.cross_entropy(head(task.train[batch]), task.train_labels[batch])
@@ -106,7 +108,7 @@ def moments(task: Task, config: ImagesConfig, seed: int) -> Iterator[Moment]:
 
 
 def grown_head(task: Task) -> nn.Linear:
-    """The network's last layer, with rows of zeros for the classes it does not know."""
+    """Return the network's last layer, with rows of zeros for the classes it does not know."""
     classes, size = len(task.classes), task.weight.shape[1]
     head = nn.Linear(size, classes, device=task.weight.device)
     with torch.no_grad():
@@ -118,12 +120,12 @@ def grown_head(task: Task) -> nn.Linear:
 
 
 def run_split(task: Task, config: ImagesConfig, seed: int) -> list[Record]:
-    """Everything that is measured of one split."""
+    """Return all measurements of one split."""
     queries, answers = scored_part(task, config)
     groups = subsets(task, config, answers)
     shared: Record = {"split": seed, "part": config.part}
     start = grown_head(task)(queries).argmax(1) == answers
-    nothing = torch.zeros_like(start)  # is what a memory without entries knows
+    nothing = torch.zeros_like(start)  # what an empty memory gets right
     from_memory = {name for name, method in METHODS.items() if method.is_memory_alone}
     records: list[Record] = []
     for moment in moments(task, config, seed):
@@ -139,7 +141,7 @@ def run_split(task: Task, config: ImagesConfig, seed: int) -> list[Record]:
 def accuracies(
     right: Mapping[str, Bool[Tensor, "Q"]], groups: Mapping[str, Bool[Tensor, "Q"]], shared: Record
 ) -> list[Record]:
-    """Records of how many queries of each subset each method gets right, in percent."""
+    """Return records of each method's accuracy on each subset, in percent."""
     return [
         {
             "method": method,
@@ -154,7 +156,7 @@ def accuracies(
 
 
 def areas(records: list[Record]) -> list[Record]:
-    """Records of the areas under the curves that these records are the points of."""
+    """Return records of the areas under the curves that these records form."""
     curves: dict[tuple[object, object], list[Record]] = {}
     for record in records:
         curves.setdefault((record["method"], record["subset"]), []).append(record)
@@ -172,7 +174,7 @@ def areas(records: list[Record]) -> list[Record]:
 def compared(
     models: Mapping[Name, Model], queries: Float[Tensor, "Q D"], answers: Int[Tensor, "Q"]
 ) -> dict[Name, Bool[Tensor, "Q"]]:
-    """Which queries each model gets right."""
+    """Return which queries each model gets right."""
     right: dict[Name, list[Tensor]] = {name: [] for name in models}
     for rows, found in predictions(models, queries):
         for name, log_probs in found.items():
@@ -183,8 +185,9 @@ def compared(
 def predictions(
     models: Mapping[Name, Model], queries: Float[Tensor, "Q D"]
 ) -> Iterator[tuple[slice, dict[Name, Float[Tensor, "B C"]]]]:
-    """What each model says, some queries at a time; models that share a memory share a
-    retrieval."""
+    """Yield each model's predictions, for a slice of the queries at a time; models that share a
+    memory share a retrieval.
+    """
     groups: dict[mbpa.Memory, dict[Name, Model]] = {}
     for name, model in models.items():
         groups.setdefault(model.memory, {})[name] = model
@@ -200,7 +203,7 @@ def predictions(
 def _of_one_memory(
     models: Mapping[Name, Model], queries: Float[Tensor, "B D"]
 ) -> dict[Name, Float[Tensor, "B C"]]:
-    """What each model says; all have the same memory, and find their keys in the same way."""
+    """Return each model's predictions; all share one memory and compute their keys alike."""
     k = max(model.predictor.k for model in models.values())
     keys_for = max(model.predictor.keys_for for model in models.values())
     one = next(iter(models.values()))
@@ -209,35 +212,37 @@ def _of_one_memory(
 
 
 def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
-    """How many at a time, with the keys of so many neighbours each."""
+    """Return how many queries to process at a time, with the keys of `k` neighbours each."""
     return max(1, READ_BYTES[queries.device.type] // (k * queries.shape[1] * queries.itemsize))
 
 
 def situation_of(moment: Moment, task: Task) -> Situation:
-    """What methods find at this moment."""
+    """Return everything that methods can use at this moment."""
     copies = int(moment.passed[-len(moment.memory) :].bincount().max())
     scale = Scale(spacing(moment.memory, copies), key_length(task))
     return Situation(moment.head, moment.memory, scale, task.old, known_of(task), copies)
 
 
 def known_of(task: Task) -> Known:
-    """What the network knows, in terms of square roots: as far as what it was trained on tells."""
+    """Return the known classes as a layer of square roots, fitted to what the network was trained
+    on.
+    """
     if task not in _KNOWN:
         features = task.train[task.train_labels < task.old]
         _KNOWN[task] = translated(grown_head(task), features)
     return _KNOWN[task]
 
 
-_KNOWN: WeakKeyDictionary[Task, Known] = WeakKeyDictionary()  # features go when their task goes
+_KNOWN: WeakKeyDictionary[Task, Known] = WeakKeyDictionary()  # freed with their task
 
 
 def key_length(task: Task) -> float:
-    """The mean square of a key's length, over what the network was trained on."""
+    """Return the mean squared length of a key, over what the network was trained on."""
     return float(task.train[task.train_labels < task.old].square().sum(1).mean())
 
 
 def scored_part(task: Task, config: ImagesConfig) -> tuple[Float[Tensor, "Q D"], Int[Tensor, "Q"]]:
-    """The images that are scored, and their classes."""
+    """Return the images to score, and their classes."""
     queries, answers = task.test, task.test_labels
     if config.part == "validation":
         queries, answers = task.validation, task.validation_labels
@@ -246,7 +251,7 @@ def scored_part(task: Task, config: ImagesConfig) -> tuple[Float[Tensor, "Q D"],
 
 
 def scored_rows(config: ImagesConfig, labels: Int[Tensor, "N"]) -> Int[Tensor, "Q"]:
-    """Which of the images are scored; where not all are, a random part."""
+    """Return which images to score: all, or a random part of them."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return order[: config.scored].to(labels.device)
 
@@ -254,7 +259,9 @@ def scored_rows(config: ImagesConfig, labels: Int[Tensor, "N"]) -> Int[Tensor, "
 def subsets(
     task: Task, config: ImagesConfig, answers: Int[Tensor, "Q"]
 ) -> dict[str, Bool[Tensor, "Q"]]:
-    """By which classes are known."""
+    """Return which queries belong to new, old and all classes, and to scarce new ones if there are
+    any.
+    """
     is_old = answers < task.old
     found = {"novel": ~is_old, "pre-trained": is_old, "all": torch.ones_like(is_old)}
     if config.scarce < 1:
@@ -264,7 +271,7 @@ def subsets(
 
 
 def area(curve: list[tuple[float, float]], upto: float) -> float:
-    """The mean height of a curve of straight lines up to a point of it."""
+    """Return the mean height of a piecewise linear curve up to one of its points."""
     points = [point for point in curve if point[0] <= upto]
     total = sum(
         (right[0] - left[0]) * (left[1] + right[1]) / 2

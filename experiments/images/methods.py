@@ -1,7 +1,7 @@
-"""The methods that are compared: their settings, the predictors they make, what a search tries.
+"""The methods compared: their settings, the predictors they make, and what a search tries.
 
-A method is an entry of `METHODS` and the field of the config that holds its settings; runs, search,
-sensitivities and figures follow from that.
+A method is an entry of `METHODS` together with the field of the config that holds its settings.
+Runs, search, sensitivities and figures follow from that.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from experiments.search import Grid
 
 @dataclass(frozen=True, eq=False)
 class Situation:
-    """What a method finds."""
+    """Everything that a method can use."""
 
     head: nn.Linear
     memory: mbpa.Memory
     scale: Scale
     old: int
-    """Labels below this are of classes that the network knows."""
+    """Number of classes that the network knows; their labels are below this."""
     known: Known
-    """What a layer of roots knew before anything new arrived."""
+    """The layer of square roots as it was before anything new arrived."""
     copies: int
-    """How often an image may be in the memory."""
+    """How often one image may be in the memory."""
 
     @cached_property
     def roots(self) -> Roots:
-        """What the memory holds, as square roots of features."""
+        """The contents of the memory, as square roots of features."""
         return Roots.of(self.memory, self.known, self.copies)
 
 
 class Settings(abc.ABC):
-    """What a method can be told, in units of the keys' scale."""
+    """Settings of a method, in units of the scale of the keys."""
 
     @abc.abstractmethod
     def model(self, situation: Situation) -> Model:
-        """That predicts in this situation."""
+        """Return the model that predicts in this situation."""
 
 
 class Recalling(Settings):
-    """Of a method that differs from the others in the predictor alone."""
+    """Settings of a method that differs from the others only in its predictor."""
 
     @abc.abstractmethod
     def predictor(self, scale: Scale) -> mbpa.Predictor:
-        """That is told so."""
+        """Return the predictor with these settings."""
 
     def model(self, situation: Situation) -> Model:
         predictor = self.predictor(situation.scale)
@@ -67,10 +67,11 @@ class Vote(Recalling):
     """A vote of the neighbours."""
 
     k: int = 50
-    """Neighbours."""
+    """Number of neighbours."""
     bandwidth: float = 0.0
-    """Of a Gaussian kernel, in units of the mean distance between nearest entries; 0: the paper's
-    inverse distance."""
+    """Bandwidth of a Gaussian kernel, in units of the mean distance between nearest entries; 0
+    selects the paper's inverse distance.
+    """
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.bandwidth < 0:
@@ -82,10 +83,10 @@ class Vote(Recalling):
 
 @dataclass(frozen=True)
 class Mixed(Vote):
-    """A mixture of the layer's probabilities and a vote's."""
+    """A mixture of the layer's probabilities and those of a vote."""
 
     weight: float = 0.5
-    """Of the vote."""
+    """Weight of the vote, between 0 and 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,17 +104,17 @@ class Local(Recalling):
 
     rule: Literal["rmsprop", "gradient"] = "gradient"
     lr: float = 0.1
-    """For gradients, divided by the mean square of a key's length."""
+    """Learning rate; for the rule `gradient` it is divided by the mean squared length of a key."""
     steps: int = 10
-    """Of the adaptation."""
+    """Number of adaptation steps."""
     k: int = 50
-    """Neighbours."""
+    """Number of neighbours."""
     bandwidth: float = 0.0
-    """As that of a vote."""
+    """Bandwidth of the kernel, as in a vote."""
     decay: float = 0.0
-    """The pull back to the layer's own parameters."""
+    """Strength of the pull back to the layer's own parameters."""
     initial_square: float = 0.0
-    """Where the second moment of RMSprop starts: 0 as in torch, 1 as in TensorFlow 1."""
+    """Initial second moment of RMSprop: 0 as in torch, 1 as in TensorFlow 1."""
 
     def __post_init__(self) -> None:
         if min(self.steps, self.k) < 1 or not (math.isfinite(self.lr) and self.lr > 0):
@@ -133,11 +134,12 @@ class Local(Recalling):
 
 @dataclass(frozen=True)
 class Retrained(Settings):
-    """A layer of roots fitted to the memory, near the one that the network came with; nothing is
-    adapted."""
+    """A layer of square roots fitted to the memory, close to the network's original one; nothing is
+    adapted.
+    """
 
     penalty: float = 0.3
-    """As that of `Roots.retrained`."""
+    """Penalty on changes of the layer, as in `Roots.retrained`."""
 
     def __post_init__(self) -> None:
         if not self.penalty > 0:
@@ -149,23 +151,24 @@ class Retrained(Settings):
 
 @dataclass(frozen=True)
 class Kept(Local):
-    """An adaptation that keeps what the network knew: of a layer of roots fitted to the memory, and
-    a new class must be surer than an old one."""
+    """An adaptation that preserves what the network knew: it adapts a layer of square roots fitted
+    to the memory, and a new class must be more confident than an old one to win.
+    """
 
     lr: float = 0.3
-    """Divided by the mean square of the length of an image's roots."""
+    """Learning rate, divided by the mean squared length of an image's square roots."""
     k: int = 50
-    """Neighbours, by their roots."""
+    """Number of neighbours, found by their square roots."""
     bandwidth: float = 0.5
-    """As that of a vote."""
+    """Bandwidth of the kernel, as in a vote."""
     penalty: float = 0.15
-    """As that of the retrained layer."""
+    """Penalty on changes of the layer, as in the retrained one."""
     offset: float = 0.15
-    """How much surer a new class must be, in logits."""
+    """Margin in logits by which a new class must exceed an old one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Retrained(self.penalty)  # refuses what that would
+        Retrained(self.penalty)  # raises the same errors
         if not math.isfinite(self.offset):
             raise ValueError(f"offset must be finite, got {self.offset}")
 
@@ -175,37 +178,37 @@ class Kept(Local):
         return HeldBack(adapted, self.held_back(situation))
 
     def held_back(self, situation: Situation) -> Float[Tensor, "C"]:
-        """How much surer each class must be."""
+        """Return the margin of each class, in logits."""
         weight = situation.head.weight
         is_new = torch.arange(len(weight), device=weight.device) >= situation.old
         return is_new.to(weight.dtype) * self.offset
 
 
 def _of_roots(roots: Roots, penalty: float, predictor: mbpa.Predictor) -> mbpa.MbPA:
-    """With the retrained layer, for features."""
+    """Return a model of features with the retrained layer of square roots."""
     layer = roots.retrained(penalty)
     return mbpa.MbPA(roots_of, layer, memory=roots.memory, predictor=predictor)
 
 
 @dataclass(frozen=True, eq=False)
 class HeldBack:
-    """A model of which some classes must be surer than others."""
+    """A model in which some classes must exceed others by a margin."""
 
     model: mbpa.MbPA
     by: Float[Tensor, "C"]
 
     @property
     def predictor(self) -> mbpa.Predictor:
-        """That needs neighbours."""
+        """The predictor of the wrapped model."""
         return self.model.predictor
 
     @property
     def memory(self) -> mbpa.Memory:
-        """That it reads."""
+        """The memory of the wrapped model."""
         return self.model.memory
 
     def embed(self, features: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
-        """Keys, as the memory has them."""
+        """Return the keys of features, as stored in the memory."""
         return self.model.embed(features)
 
     def __call__(
@@ -215,7 +218,7 @@ class HeldBack:
 
 
 Model = mbpa.MbPA | HeldBack
-"""What all methods come to."""
+"""The common type of all methods' models."""
 
 
 def _kernel(bandwidth: float, scale: Scale) -> mbpa.kernels.Kernel:
@@ -227,18 +230,19 @@ class Method:
     """One line of every comparison."""
 
     color: str
-    """As in the paper: MbPA blue, the parametric model green, the mixture red."""
+    """Colour in figures, as in the paper: MbPA blue, parametric model green, mixture red."""
     settings: str = ""
-    """The field of the config that holds them; empty: there are none."""
+    """Field of the config that holds the settings; empty if there are none."""
     stages: tuple[Grid, ...] = ()
-    """What the search tries, one grid after the other, the rest as it was best so far."""
+    """Grids that the search tries in turn, with all other settings at the best values so far."""
     is_memory_alone: bool = False
-    """Whether it makes no use of the trained layer, and knows nothing before the first entry."""
+    """Whether the method ignores the trained layer, and so knows nothing before the first entry."""
     has_own_layer: bool = False
-    """Whether it makes a layer from the memory, and no use of the one that goes on learning."""
+    """Whether the method builds a layer from the memory and ignores the one that keeps learning."""
     keeps_old: bool = False
-    """Whether the search looks at how much it knows of new classes without losing old ones, in
-    place of accuracy over all classes."""
+    """Whether the search judges the method by its accuracy on new classes, subject to not losing
+    old ones, instead of accuracy over all classes.
+    """
 
 
 NEIGHBOURS: Grid = {"k": (10, 20, 50, 100, 200), "bandwidth": (0.0, 0.3, 0.5, 0.7, 1.0)}
@@ -246,12 +250,12 @@ WEIGHTS: Grid = {"weight": tuple(place / 10 for place in range(1, 10))}
 DECAYS: Grid = {"decay": (0.0, 0.02, 0.1)}
 GRADIENT_STEPS: Grid = {"lr": (0.1, 0.3, 1.0, 3.0, 10.0), "steps": (1, 5, 10, 20)}
 RMSPROP_STEPS: Grid = {
-    "lr": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1),  # the larger ones for a start at 1
+    "lr": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1),  # the larger ones suit a start at 1
     "steps": (1, 5, 10, 20),
     "initial_square": (0.0, 1.0),
 }
 PENALTIES: Grid = {"penalty": (0.03, 0.1, 0.3, 1.0, 3.0)}
-OFFSETS = tuple(place / 20 for place in range(31))  # the last of a grid: the rest serves for all
+OFFSETS = tuple(place / 20 for place in range(31))  # last in each grid: outputs are shared
 KEPT_RATES: Grid = {"penalty": (0.07, 0.15, 0.3, 0.6), "lr": (0.1, 0.3, 1.0), "offset": OFFSETS}
 KEPT_NEIGHBOURS: Grid = {"k": (20, 50, 100), "bandwidth": (0.3, 0.5, 0.7), "offset": OFFSETS}
 KEPT_STEPS: Grid = {"lr": (0.1, 0.3, 1.0), "steps": (5, 10, 20), "offset": OFFSETS}
@@ -274,5 +278,5 @@ METHODS: dict[str, Method] = {
         keeps_old=True,
     ),
 }
-"""By the names that records have."""
+"""Methods by their names in records."""
 WITH_SETTINGS = {name: method for name, method in METHODS.items() if method.settings}

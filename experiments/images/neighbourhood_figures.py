@@ -1,7 +1,7 @@
-"""What the report shows of neighbourhoods.
+"""Report on neighbourhoods.
 
-The records name images and hold none. Where the data set is found (`MBPA_DATA`) the figure shows
-them, elsewhere the names of their classes.
+The records name images but do not contain them. If the data set is found (`MBPA_DATA`), the figure
+shows the images, otherwise the names of their classes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_BARS = 4
-THUMBNAIL = 64  # pixels, of images that come larger
+THUMBNAIL = 64  # pixels, for larger images
 SAME, OTHER = "#1b7837", "#bdbdbd"
-"""Frames of neighbours that are of the query's class, and of the others."""
+"""Frame colours of neighbours of the query's class and of other classes."""
 
 Picture = tuple[str, int, int]
-"""Part, class and number there."""
+"""Part, class, and number within the class."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One query with everything that belongs to it."""
+    """One query with all its records."""
 
     query: Record
     neighbours: list[Record]
     probabilities: list[Record]
     near: Record
-    """How many classes there are among the neighbours."""
+    """The record of how many classes there are among the neighbours."""
 
     def probability(self, method: str, label: object) -> float:
         return next(
@@ -45,12 +45,14 @@ class Shown:
         )
 
     def answer(self, method: str) -> str:
-        """The class that a method thinks of first, as far as was recorded."""
+        """Return the class that a method ranks first, among those recorded."""
         mine = [r for r in self.probabilities if r["method"] == method]
         return str(max(mine, key=value_of)["label"])
 
     def bars(self) -> list[str]:
-        """The true class, and those that are the most probable before or after."""
+        """Return the true class, and the classes that are the most probable before or after
+        adaptation.
+        """
         methods = "parametric", self.query["method"]
         found: dict[str, float] = {}
         for record in self.probabilities:
@@ -62,7 +64,7 @@ class Shown:
 
 
 def shown_in(result: Result) -> list[Shown]:
-    """What there is to show, in the order of the gains."""
+    """Return the queries to show, in the order of their gains."""
 
     def of(name: str, query: object) -> list[Record]:
         return [r for r in result.metrics if r["name"] == name and r["query"] == query]
@@ -80,7 +82,7 @@ def shown_in(result: Result) -> list[Shown]:
 
 
 def neighbourhood_sections(results: Sequence[Result]) -> list[Section]:
-    """Figure 5, right; of the first split."""
+    """Return figure 5, right, for the first split."""
     result = results[0]
     shown = shown_in(result)
     method, epochs = result.config["adapting"], max(result.config["points"])
@@ -171,7 +173,7 @@ def _draw(canvas: matplotlib.figure.Figure, shown: Sequence[Shown], config: dict
 
 
 def _tile(panel: Axes, picture: Any, label: str, frame: str) -> None:
-    """An image, or its name."""
+    """Draw an image, or its name if there is no image."""
     panel.grid(False)
     panel.set_xticks([])
     panel.set_yticks([])
@@ -212,7 +214,7 @@ def _name_of(record: Record, part: str) -> Picture:
 
 
 def _pictures(shown: Sequence[Shown], config: dict[str, Any]) -> dict[Picture, Any]:
-    """The images that are named, as arrays; none where the data set is not at hand."""
+    """Load the named images as arrays; empty if the data set is not found."""
     wanted = [_name_of(each.query, config["part"]) for each in shown]
     wanted += [_name_of(record, "train") for each in shown for record in each.neighbours]
     classes = sorted({number for _, number, _ in wanted})

@@ -1,9 +1,9 @@
-"""Queries that only MbPA gets right: their neighbours, and what was said before and after.
+"""Queries that only MbPA gets right: their neighbours, and the predictions before and after.
 
-After figure 5, right, of the paper. Which queries are shown is decided by a rule: of those that
-every method without adaptation gets wrong and the adaptation right, the ones whose class gained
-most, in log-probability, one a class. Records name images by class and number and hold no pixels:
-these belong to the data set.
+After figure 5, right, of the paper. A rule selects the queries to show: among those that the
+adaptation gets right and every other method gets wrong, it takes the ones with the largest gain in
+log-probability of the true class, one per class. Records name images by class and number and hold
+no pixels, which belong to the data set.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from experiments.images.presets import fields_of
 from experiments.images.task import Task, make_task, parts_of
 from experiments.results import Record
 
-FIRST = 3  # classes of each prediction
+FIRST = 3  # classes per prediction
 
 
 @dataclass(frozen=True)
 class NeighbourhoodsConfig(ImagesConfig):
-    """As the comparison itself; what is shown is how it is after the last of the points."""
+    """The settings of the comparison itself; the state after the last of the points is shown."""
 
     adapting: str = "MbPA (RMSprop)"
-    """The method whose successes are shown."""
+    """Name of the method whose successes are shown."""
     queries: int = 8
-    """That are shown, at most."""
+    """Maximum number of queries to show."""
     shown: int = 8
-    """Neighbours of each, the nearest."""
+    """Number of nearest neighbours to show per query."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +65,7 @@ PRESETS = {
 
 
 def run(config: NeighbourhoodsConfig, context: Context) -> BySeed:
-    """One split after the other; a split that is done is not done again."""
+    """Run one split after the other, skipping those already completed."""
     records: BySeed = {}
     for seed in config.seeds:
         kept = context.workspace.load(f"records-{seed}")
@@ -80,14 +80,14 @@ def run(config: NeighbourhoodsConfig, context: Context) -> BySeed:
 
 
 def class_names(config: ImagesConfig, context: Context) -> tuple[str, ...]:
-    """Of all classes of the data set; a folder of ImageNet has nothing but their wnids."""
+    """Return the names of all classes of the data set; for an ImageNet folder, their wnids."""
     if config.dataset == "imagenet":
         return data.imagenet(context.data_dir).wnids
     return data.tiny_imagenet(context.data_dir, size=config.size, classes=()).names
 
 
 class Gallery:
-    """The queries that are shown, and all that there is to show of them."""
+    """The queries to show, with all their records."""
 
     def __init__(
         self,
@@ -114,7 +114,9 @@ class Gallery:
         self.log_probs = {name: torch.cat([part[name] for part in said]) for name in wanted}
 
     def records(self) -> list[Record]:
-        """How often it happens, and the chosen ones."""
+        """Return how often only the adaptation is right or wrong, and the records of the chosen
+        queries.
+        """
         mine, others = self.config.adapting, self.compared[:-1]
         right = {name: said.argmax(1) == self.answers for name, said in self.log_probs.items()}
         none = torch.stack([~right[name] for name in others]).all(0)
@@ -136,7 +138,9 @@ class Gallery:
         return found
 
     def _probabilities(self, query: int, place: int) -> Iterator[Record]:
-        """Of the classes that somebody thinks of first, and of the true one."""
+        """Yield each method's probability of the true class and of the top classes before and
+        after.
+        """
         said = {name: log_probs[query] for name, log_probs in self.log_probs.items()}
         firsts = [said[name].topk(FIRST).indices for name in ("parametric", self.config.adapting)]
         labels = dict.fromkeys([int(self.answers[query]), *torch.cat(firsts).tolist()])
@@ -148,7 +152,9 @@ class Gallery:
                 yield {**shared, **told, "name": "probability", "value": value}
 
     def _neighbours(self, query: int, shared: Record) -> Iterator[Record]:
-        """The nearest, with their weights; and how many classes there are among all."""
+        """Yield the number of classes among all neighbours, and the nearest neighbours with their
+        weights.
+        """
         explanation = self.model.explain(keys=self.queries[query : query + 1])
         neighbors, weights = explanation.neighbors, explanation.weights
         assert neighbors is not None
@@ -162,7 +168,9 @@ class Gallery:
             yield {**shared, "neighbour": place, **picture, "name": "weight", "value": weight}
 
     def _picture(self, part: str, row: int) -> Record:
-        """How records name an image: its class, and its number there, as the data set counts."""
+        """Return how records name an image: its class, and its number within the class in the data
+        set.
+        """
         label = int(getattr(self.task, f"{part}_labels")[row])
         return {**self._class(label), "image": int(self.numbers[part][row])}
 
@@ -175,7 +183,7 @@ class Gallery:
 def chosen(
     gains: Float[Tensor, "Q"], answers: Int[Tensor, "Q"], eligible: Bool[Tensor, "Q"], count: int
 ) -> list[int]:
-    """The eligible queries of the largest gains, one a class."""
+    """Return the eligible queries with the largest gains, one per class."""
     found: dict[int, int] = {}
     gained, labels = gains.argsort(descending=True, stable=True), answers.tolist()
     for query in gained[eligible[gained]].tolist():
@@ -184,7 +192,7 @@ def chosen(
 
 
 def numbers(task: Task, part: str) -> Int[Tensor, "N"]:
-    """The number of each image of a part within its class, as the data set counts."""
+    """Return the number of each image of a part within its class, as the data set counts."""
     classes, order = task.classes.cpu().sort()
     parts = ("train", "validation") if part in ("train", "validation") else ("test",)
     labelled = torch.cat([getattr(task, f"{name}_labels") for name in parts]).cpu()
@@ -194,7 +202,7 @@ def numbers(task: Task, part: str) -> Int[Tensor, "N"]:
     within = torch.arange(len(labels)) - first
     if part == "test":
         return within
-    spared = len(task.validation_labels) // len(classes)  # of each class
+    spared = len(task.validation_labels) // len(classes)  # per class
     kept, held = parts_of(labels, spared)
     return within[kept if part == "train" else held]
 

@@ -1,6 +1,6 @@
-"""The presets: what is run.
+"""Presets of the experiments on new image classes.
 
-The settings of `PAPER` are what `experiments tune incremental-images --preset paper --adopt` chose.
+The settings of `PAPER` were chosen by `experiments tune incremental-images --preset paper --adopt`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIGHT: dict[str, Any] = {
     "colour": 0.0,
     "cutmix": 0.0,
 }
-"""How small networks are trained for a few epochs: they see too little rather than too much."""
+"""Training of small networks for a few epochs, with less regularisation: they see little data."""
 SMOKE = ImagesConfig(
     seeds=(1,),
     enlarged=0,
@@ -43,19 +43,19 @@ QUICK = replace(
     mirrored=False,
     shrunk=1.0,
     points=(0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0),
-    lr=3.0,  # an epoch has a tenth of the steps
+    lr=3.0,  # because an epoch has a tenth of the steps
     capacity=10_000,
 )
 PRESETS = {"smoke": SMOKE, "quick": QUICK, "paper": PAPER}
 
 
 def images_an_epoch(config: ImagesConfig) -> int:
-    """Of Tiny ImageNet, that a memory can hold without holding any twice."""
+    """Return the images of Tiny ImageNet per epoch, which a memory can hold without duplicates."""
     each, new = 500 - config.spared, config.classes - config.classes // 2
     few = new // 2 if config.scarce < 1 else 0
     return (config.classes - few) * each + few * round(config.scarce * each)
 
 
 def fields_of(config: ImagesConfig) -> dict[str, Any]:
-    """What an experiment with fields of its own takes over."""
+    """Return the fields that an experiment with additional fields takes over."""
     return {field.name: getattr(config, field.name) for field in fields(ImagesConfig)}

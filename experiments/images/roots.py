@@ -1,8 +1,8 @@
-"""Square roots of features, and layers made for these from what a memory holds.
+"""Square roots of features, and layers fitted to them from the contents of a memory.
 
 A network's features are means of rectified numbers: none is negative, most are small, and a few
-large ones decide distances and steps. Their square roots are more alike, and in trials by hand a
-layer of them learnt more of a new class from the same few images (docs/paper.md, 26).
+large ones dominate distances and steps. Their square roots are more alike. In manual trials a layer
+of square roots learnt more about a new class from the same few images (docs/paper.md, 26).
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ import mbpa
 from experiments.images.scale import Scale, spacing
 from experiments.logistic import logistic
 
-AT_ONCE = 1 << 16  # images whose roots are held in double precision
-RIDGE = 0.03  # of the translation, as a share of the roots' mean variance
-TOLERANCE = 3e-5  # of the regression; classes weigh the same, and accuracies stand still by then
+AT_ONCE = 1 << 16  # images whose roots are in double precision at a time
+RIDGE = 0.03  # share of the roots' mean variance, in the translation
+TOLERANCE = 3e-5  # of the balanced regression; accuracies no longer change
 
 
 class Known(NamedTuple):
-    """What there is of roots before anything new arrives."""
+    """A layer of square roots before anything new arrives."""
 
     layer: nn.Linear
     length: float
-    """The mean square of the length of an image's roots."""
+    """Mean squared length of an image's square roots."""
 
 
 def roots_of(features: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
-    """What a layer of roots sees."""
+    """Return the inputs of a layer of square roots."""
     return features.clamp(min=0).sqrt()
 
 
 def translated(layer: nn.Linear, features: Float[Tensor, "N D"]) -> Known:
-    """The layer of roots that says of these features most nearly what a layer of features says:
-    least squares, with a small ridge."""
+    """Return the layer of square roots whose outputs on these features are closest to those of
+    `layer`: least squares with a small ridge.
+    """
 
     def parts() -> Iterator[tuple[Tensor, Tensor]]:
         for part in features.split(AT_ONCE):
@@ -67,20 +68,20 @@ def translated(layer: nn.Linear, features: Float[Tensor, "N D"]) -> Known:
 
 @dataclass(frozen=True, eq=False)
 class Roots:
-    """What a memory holds, as roots."""
+    """The contents of a memory, as square roots."""
 
     memory: mbpa.ExactMemory
     layer: nn.Linear
-    """As it was before anything new arrived."""
+    """The layer as it was before anything new arrived."""
     scale: Scale
     _retrained: dict[float, nn.Linear] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, memory: mbpa.Memory, known: Known, copies: int) -> Self:
-        """The same entries, and the layer that the network came with.
+        """Return the same entries as square roots, with the network's original layer.
 
         Args:
-            copies: how often an image may be among the entries.
+            copies: how often one image may be among the entries.
         """
         entries = memory.entries()
         own = mbpa.ExactMemory(len(memory), memory.key_size, device=memory.device)
@@ -88,12 +89,12 @@ class Roots:
         return cls(own, known.layer, Scale(spacing(own, copies), known.length))
 
     def retrained(self, penalty: float) -> nn.Linear:
-        """The layer that fits the memory best, all classes counting alike: a logistic regression
-        that stays near the one that the network came with.
+        """Return the layer that fits the memory best, with all classes weighted equally: a logistic
+        regression that stays close to the network's original layer.
 
         Args:
-            penalty: on the squares of changes of biases, and, times the mean square of a key's
-                length, of weights.
+            penalty: on squared changes of the biases and, multiplied by the mean squared length
+                of a key, on squared changes of the weights.
         """
         if penalty not in self._retrained:
             entries = self.memory.entries()

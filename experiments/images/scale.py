@@ -1,4 +1,4 @@
-"""The scale of keys, in units of which settings are told."""
+"""The scale of keys, the unit of several settings."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import torch
 
 import mbpa
 
-SOME = 1_000  # entries, whose distances tell those of all
+SOME = 1_000  # entries used to estimate the spacing
 
 
 class Scale(NamedTuple):
-    """Of the keys, so that settings mean the same for every network."""
+    """The scale of the keys, which makes settings comparable across networks."""
 
     near: float
-    """The mean distance between an entry of the memory and the nearest other one."""
+    """Mean distance between an entry of the memory and the nearest other one."""
     length: float
-    """The mean square of a key's length."""
+    """Mean squared length of a key."""
 
 
 def spacing(memory: mbpa.Memory, copies: int) -> float:
-    """The mean distance between an entry and the nearest other one; an image that is there several
-    times is not its own neighbour."""
+    """Return the mean distance between an entry and the nearest other one; copies of the same image
+    do not count as neighbours.
+    """
     found = memory.read(memory.entries().keys[:SOME], copies + 1, keys_for=0).distances
     nearest = found.masked_fill(found == 0, torch.inf).amin(1)
     nearest = nearest[nearest.isfinite()]
-    return float(nearest.sqrt().mean()) if len(nearest) else 1.0  # all keys are the same
+    return float(nearest.sqrt().mean()) if len(nearest) else 1.0  # all keys are equal

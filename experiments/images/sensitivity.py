@@ -1,8 +1,9 @@
-"""What the outcome depends on, and for how long it lasts (the paper's appendix, and section 4.2).
+"""Sensitivity to settings, and the long run (the paper's appendix and section 4.2).
 
-One pass of the stream serves the sizes of the memory, which are windows over it, the numbers of
-neighbours, one retrieval for all, and the long run; each rate of the last layer is another pass.
-Records say what was varied by the field they have: `capacity`, `k` or `lr`; the long run has none.
+One pass over the stream serves the memory sizes, which are windows over it, the numbers of
+neighbours, which share one retrieval, and the long run. Each learning rate of the last layer needs
+another pass. Records show what was varied by the field they have: `capacity`, `k` or `lr`; those of
+the long run have none of them.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from experiments.results import Record
 
 @dataclass(frozen=True)
 class SensitivityConfig(ImagesConfig):
-    """As the comparison itself, one thing varied at a time; `points` are those of the rates."""
+    """The settings of the comparison itself, varied one at a time; `points` apply to the rates."""
 
     at: tuple[float, ...] = (0.1, 1.0, 3.0)
-    """Epochs after which sizes of the memory and numbers of neighbours are compared."""
+    """Epochs after which memory sizes and numbers of neighbours are compared."""
     capacities: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 1.0, 2.0, 3.0)
-    """Of the memory, in epochs of the stream."""
+    """Sizes of the memory, in epochs of the stream."""
     counts: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200, 400)
-    """Of neighbours."""
+    """Numbers of neighbours."""
     rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-    """Of the last layer, in place of `lr`."""
+    """Learning rates of the last layer, used instead of `lr`."""
     long: tuple[float, ...] = (0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0)
-    """Epochs after which everything is tested in the long run."""
+    """Epochs after which all methods are tested in the long run."""
     explained: int = 1_000
-    """Queries whose corrections are measured in the long run."""
+    """Number of queries whose corrections are measured in the long run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +89,7 @@ PRESETS = {
 
 
 def run(config: SensitivityConfig, context: Context) -> BySeed:
-    """One pass of a split after the other; a pass that is done is not done again."""
+    """Run one pass of a split after the other, skipping those already completed."""
     records: BySeed = {}
     passes = (None, *config.rates)
     with context.bar(len(config.seeds) * len(passes), "sensitivity", "passes") as bar:
@@ -107,7 +108,7 @@ def run(config: SensitivityConfig, context: Context) -> BySeed:
 
 
 class Study:
-    """What is measured of one split."""
+    """The measurements of one split."""
 
     def __init__(self, task: Task, config: SensitivityConfig, seed: int) -> None:
         self.task, self.config, self.seed = task, config, seed
@@ -117,7 +118,9 @@ class Study:
         self.sizes = [max(2, round(share * epoch)) for share in config.capacities]
 
     def rate(self, lr: float) -> list[Record]:
-        """All methods but those with a layer of their own, the layer learning at another rate."""
+        """Measure all methods without a layer of their own, with another learning rate of the last
+        layer.
+        """
         records: list[Record] = []
         for moment in moments(self.task, replace(self.config, lr=lr), self.seed):
             models = self.config.models(situation_of(moment, self.task), with_own_layers=False)
@@ -126,7 +129,7 @@ class Study:
         return records
 
     def stream(self) -> list[Record]:
-        """Everything that one pass serves."""
+        """Measure everything that a single pass serves."""
         config, records = self.config, list[Record]()
         points = tuple(sorted({*config.at, *config.long}))
         wide = replace(config, points=points, capacity=max(config.capacity, *self.sizes))
@@ -143,7 +146,7 @@ class Study:
         return records
 
     def _by_capacity(self, moment: Moment) -> list[Record]:
-        """Memories that hold the last of what the memory holds; the largest is all of it.
+        """Measure memories that hold only the last of the entries; the largest holds all of them.
 
         Beyond an epoch they hold images several times.
         """
@@ -155,7 +158,7 @@ class Study:
         return records
 
     def _by_count(self, moment: Moment) -> list[Record]:
-        """Methods with other numbers of neighbours and the same settings otherwise."""
+        """Measure methods with other numbers of neighbours and otherwise the same settings."""
         situation, records = situation_of(moment, self.task), list[Record]()
         models: dict[tuple[str, int], Model] = {}
         for name in WITH_SETTINGS:
@@ -169,12 +172,12 @@ class Study:
         return records
 
     def _corrections(self, moment: Moment) -> list[Record]:
-        """How far an adaptation moves the layer, and the prediction: what is there to correct."""
-        some = slice(0, self.config.explained)  # in random order
+        """Measure how far an adaptation moves the layer and the prediction."""
+        some = slice(0, self.config.explained)  # queries are in random order
         queries, records = self.queries[some], list[Record]()
         for name, model in self.config.models(situation_of(moment, self.task)).items():
             if not isinstance(model, mbpa.MbPA) or not model.predictor.keys_for:
-                continue  # it does not adapt the layer that learns
+                continue  # does not adapt the learning layer
             measured = corrections(model, queries)
             for subset, members in self.groups.items():
                 shared: Record = {"method": name, "subset": subset, **self._shared(moment)}
@@ -197,8 +200,9 @@ class Study:
 
 
 def corrections(model: mbpa.MbPA, queries: Float[Tensor, "Q D"]) -> dict[str, Float[Tensor, "Q"]]:
-    """Of each query: ‖θˣ − θ‖, KL(adapted ‖ layer), and 100 where the answer is another than that
-    of the layer it adapts."""
+    """Return, for each query, ‖θˣ − θ‖, KL(adapted ‖ layer), and 100 if the answer differs from
+    that of the layer that is adapted, otherwise 0.
+    """
     found: dict[str, list[Tensor]] = {"change": [], "divergence": [], "other_answers": []}
     for part in queries.split(most_queries(queries, max(1, model.predictor.keys_for))):
         explanation = model.explain(keys=part)

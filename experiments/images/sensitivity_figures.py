@@ -1,4 +1,4 @@
-"""What the report shows of the sensitivities and of the long run, made from the records alone."""
+"""Report on the sensitivities and the long run, built from the records alone."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DRAWN_RATES = ("parametric", "mixture", "MbPA (RMSprop)")
-"""As in the paper; the table has all methods."""
-ENOUGH = 0.5  # points of accuracy that nobody would miss
+"""Methods drawn, as in the paper; the table has all methods."""
+ENOUGH = 0.5  # points of accuracy, a negligible difference
 CORRECTIONS = {
     "change": "change of the layer",
     "divergence": "divergence",
@@ -36,7 +36,7 @@ STYLES = {"novel": "-", "pre-trained": "--"}
 
 
 def sensitivity_sections(results: Sequence[Result]) -> list[Section]:
-    """The appendix's figures, and when the parametric model catches up."""
+    """Return the figures of the appendix, and when the parametric model catches up."""
     scores = Scores(results)
     return [_capacities(scores), _counts(scores), _rates(scores), _long_run(scores)]
 
@@ -113,7 +113,7 @@ def _draw_varied(canvas: matplotlib.figure.Figure, scores: Scores, axis: str, ac
 
 
 def log_ticks(panel: Axes, places: Sequence[float]) -> None:
-    """Marks where something was measured, with numbers where there is room for them."""
+    """Put ticks where measurements were made, with numbers where there is room for them."""
     room = (math.log(places[-1]) - math.log(places[0])) / 9
     words, last = [], -math.inf
     for place in places:
@@ -130,13 +130,13 @@ def _thousands(count: float) -> str:
 
 
 def _of_layer(scores: Scores, subset: str, epochs: float) -> Spread | None:
-    """The parametric model does not care how large a memory is."""
+    """Return the parametric model's accuracy, which does not depend on the size of the memory."""
     found = scores.across("capacity", "top1", "parametric", subset, epochs=epochs)
     return next(iter(found.values()), None)
 
 
 def _enough(scores: Scores, axis: str, what: str) -> Table:
-    """For each method: how many are as good as the best."""
+    """Return a table of how many are enough to be as good as the best, per method."""
     rows = []
     for epochs in scores.config["at"]:
         for method in scores.methods:
@@ -290,7 +290,7 @@ def _when(scores: Scores, method: str, subset: str, last: float) -> str:
 
 
 def _lead(scores: Scores, method: str, subset: str) -> dict[float, Spread]:
-    """Over the parametric model, split by split."""
+    """Return the lead over the parametric model, computed per split."""
     ours = scores.across("epochs", "top1", method, subset)
     theirs = scores.across("epochs", "top1", "parametric", subset)
     return {

@@ -1,4 +1,4 @@
-"""One random half of the classes: a network that knows them, and what it makes of all images."""
+"""One random half of the classes: a network that knows them, and its features of all images."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from experiments.pretraining import features_of, pretrained
 from experiments.results import environment
 from mbpa.files import write_durably
 
-FORMAT = 2  # of the kept features
+FORMAT = 2  # version of the feature files
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Features of all images. Labels below `old` are of classes that the network knows."""
+    """Features of all images. Labels below `old` belong to classes that the network knows."""
 
     old: int
     classes: Int[Tensor, "C"]
-    """The data set's number of each class, the known ones first."""
+    """The data set's number of each class, known classes first."""
     train: Float[Tensor, "N D"]
     train_labels: Int[Tensor, "N"]
     validation: Float[Tensor, "V D"]
@@ -50,26 +50,27 @@ class Task:
     weight: Float[Tensor, "O D"]
     bias: Float[Tensor, "O"]
     known: float
-    """The network's accuracy on test images of the classes it knows, before anything new."""
+    """The network's accuracy on test images of its known classes, before anything new."""
     made_on: str = ""
-    """The device the network was trained on, and the torch there."""
+    """The device the network was trained on, and the version of torch there."""
 
 
 def make_task(config: ImagesConfig, context: Context, seed: int) -> Task:
-    """Trained and computed once for all runs that ask for the same; the file that is kept serves
-    another machine with the same images as well."""
+    """Load or compute the features, once for all runs with the same settings. The file also serves
+    another machine with the same images.
+    """
     path = context.cache / f"features-{_fingerprint(config, context, seed)}.safetensors"
     task = _read(path, context.device)
     if task is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, _written(_computed(config, context, seed)))
-        task = _read(path, context.device)  # rounded as for all that come later
+        task = _read(path, context.device)  # so that the first run sees the same rounding
         assert task is not None, "it has just been written"
     return task
 
 
 HALVED = "train", "validation", "test"
-"""Features are kept in half precision: finer than the arithmetic that a GPU computes them with."""
+"""Features stored in half precision, which is finer than a GPU's arithmetic that computes them."""
 
 
 def _written(task: Task) -> bytes:
@@ -80,7 +81,7 @@ def _written(task: Task) -> bytes:
 
 
 def _read(path: Path, device: torch.device) -> Task | None:
-    """What was kept, if it is whole."""
+    """Read stored features; return `None` if the file is missing or damaged."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             told = file.metadata()
@@ -96,7 +97,7 @@ def _read(path: Path, device: torch.device) -> Task | None:
 
 
 def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
-    """Of all that the features depend on."""
+    """Return a digest of everything the features depend on."""
     names = "dataset", "size", "enlarged", "mirrored", "shrunk", "classes", "spared"
     told: dict[str, Any] = {name: getattr(config, name) for name in names} | {
         "seed": seed,
@@ -147,8 +148,8 @@ def _computed(config: ImagesConfig, context: Context, seed: int) -> Task:
     )
 
 
-# Where the images come from: the data set's numbers of the classes that take part, their training
-# images and their test images, under these numbers.
+# Sources of the images: the data set's numbers of the participating classes, their training images
+# and their test images, labelled with these numbers.
 
 Source = tuple[Int[Tensor, "C"], Pictures, Pictures]
 
@@ -184,7 +185,7 @@ def _imagenet(config: ImagesConfig, context: Context) -> Source:
 
 
 def _check_counts(counts: Mapping[str, int], config: ImagesConfig) -> None:
-    """Refuse settings that a folder of ImageNet has too few classes or images for."""
+    """Refuse settings for which an ImageNet folder has too few classes or images."""
     if not 2 <= config.classes <= len(counts):
         raise ExperimentError(
             f"classes must be between 2 and {len(counts)}, the folders of ImageNet that there are, "
@@ -208,7 +209,7 @@ def _check_counts(counts: Mapping[str, int], config: ImagesConfig) -> None:
 
 
 def _verify(config: ImagesConfig, context: Context, *parts: data.ImageFiles) -> None:
-    """Read all pictures once before the long work; those that were good are not read again."""
+    """Read all pictures once before the long work; a set that passed is not read again."""
     paths = "\0".join(os.path.abspath(path) for part in parts for path in part.paths)
     digest = hashlib.sha256(paths.encode()).hexdigest()[:16]
     mark = context.cache / f"verified-{digest}-{config.classes}"
@@ -222,7 +223,7 @@ def _verify(config: ImagesConfig, context: Context, *parts: data.ImageFiles) -> 
 
 
 def _chosen(there: int, config: ImagesConfig) -> Int[Tensor, "C"]:
-    """Which classes take part; the same in every split."""
+    """Return the participating classes, the same in every split."""
     return torch.randperm(there, generator=torch.Generator().manual_seed(0))[: config.classes]
 
 
@@ -233,7 +234,7 @@ _SOURCES: dict[str, Callable[[ImagesConfig, Context], Source]] = {
 
 
 def parts_of(labels: Int[Tensor, "N"], held_out: int) -> tuple[Tensor, Tensor]:
-    """Images to train on, and those held out; the same for every split."""
+    """Return images to train on and images held out, the same for every split."""
     draws = torch.Generator().manual_seed(0)
     kept, held = [], []
     for label in labels.unique().tolist():

@@ -1,13 +1,13 @@
-"""The search for settings: with the first split, on training images that were held out.
+"""The search for settings: on split 0, scored on held-out training images.
 
-First the rate of the last layer, by its own accuracy. Then, with that layer as it was at some
-points of the stream, every other method, stage by stage (`methods.METHODS`): one retrieval from a
-memory serves all settings. A setting is judged by its accuracy over all classes, the mean over the
-points. A method that is to keep the old classes is judged by what is aimed at: its accuracy on new
-classes after `AIMED` epochs, on more of the images that were held out; only settings count that are
-then at most `MOST_LOST` behind the best of layer, vote and mixture on the old ones, and the others
-are judged by how much they lack (`shortfall`). What has been tried is kept, and an interrupted
-search tries only the rest.
+The learning rate of the last layer comes first, judged by that layer's own accuracy. Then every
+other method is searched stage by stage (`methods.METHODS`), with the layer as it was at some points
+of the stream; one retrieval from a memory serves all settings. A setting is judged by its accuracy
+over all classes, averaged over the points. A method that must keep the old classes is judged by its
+accuracy on new classes after `AIMED` epochs, on more held-out images. Such a setting counts only if
+it is then at most `MOST_LOST` behind the best of layer, vote and mixture on the old classes; other
+settings are judged by how much they fall short (`shortfall`). All trials are saved, so that an
+interrupted search continues with the remaining ones.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ POINTS = (0.05, 0.1, 0.3, 1.0, 3.0)
 AIMED = 0.1
 LAYER_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SCORED = 3_000
-"""Held-out images that settings are judged on."""
+"""Number of held-out images that settings are judged on."""
 SCORED_FOR_AIM = 10_000
-"""The same for what is aimed at; all there are of Tiny ImageNet."""
+"""The same number for methods that must keep the old classes; all there are of Tiny ImageNet."""
 MOST_LOST = 1.5
-"""Points of accuracy on old classes; half a point less than is aimed at, for the noise."""
+"""Points of accuracy on old classes that may be lost; half a point below the target, for noise."""
 
 
 def searched(config: ImagesConfig) -> ImagesConfig:
-    """What the search runs with."""
+    """Return the config that the search runs with."""
     fresh = ImagesConfig()
     fields = "lr", *(method.settings for method in WITH_SETTINGS.values())
     untuned: dict[str, Any] = {name: getattr(fresh, name) for name in fields}
@@ -66,7 +66,7 @@ def searched(config: ImagesConfig) -> ImagesConfig:
 
 
 def tune(config: ImagesConfig, context: Context) -> BySeed:
-    """Records of all that was tried, and of what was chosen."""
+    """Return records of all trials, and of the chosen settings."""
     config = searched(config)
     task = make_task(config, context, SPLIT)
     grids = [grid for method in WITH_SETTINGS.values() for grid in method.stages]
@@ -79,7 +79,7 @@ def tune(config: ImagesConfig, context: Context) -> BySeed:
 
 
 class Score(NamedTuple):
-    """Accuracies, in percent."""
+    """Accuracies on new, old and all classes, in percent."""
 
     new: float
     old: float
@@ -88,19 +88,19 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A moment of the stream, with all that any setting asks for."""
+    """A moment of the stream, with everything that settings need."""
 
     situation: Situation
     queries: Float[Tensor, "Q D"]
     truth: Int[Tensor, "Q"]
     k: int
-    """Neighbours that a setting may ask for, at most."""
+    """Maximum number of neighbours that a setting may need."""
     _last: list[tuple[Settings | None, Tensor]] = field(default_factory=list)
     _read: dict[mbpa.Memory, mbpa.Neighbors] = field(default_factory=dict)
 
     def score(self, settings: Settings | None) -> Score:
-        """How a method does; without settings, the layer alone."""
-        if isinstance(settings, Kept):  # what is held back is subtracted from what is said anyway
+        """Score a method; without settings, the layer alone."""
+        if isinstance(settings, Kept):  # offsets only shift the outputs
             said = self._said(replace(settings, offset=0.0))
             said = said - settings.held_back(self.situation)
         else:
@@ -109,7 +109,7 @@ class Snapshot:
         return Score(*(100 * float(right[m].double().mean()) for m in (~is_old, is_old, ...)))
 
     def _said(self, settings: Settings | None) -> Float[Tensor, "Q C"]:
-        """By the model that has these settings; the last one's answers are at hand."""
+        """Return the outputs of the model with these settings; the last model's are cached."""
         if not self._last or self._last[0][0] != settings:
             model = _model(settings, self.situation)
             neighbors = self._neighbors(model) if model.predictor.k else None
@@ -117,7 +117,7 @@ class Snapshot:
         return self._last[0][1]
 
     def _neighbors(self, model: Model) -> mbpa.Neighbors:
-        """Of all queries in the model's memory, read once."""
+        """Return the neighbours of all queries in the model's memory, read once."""
         memory = model.memory
         if memory not in self._read:
             keys = model.embed(self.queries)
@@ -126,14 +126,14 @@ class Snapshot:
 
 
 def _model(settings: Settings | None, at: Situation) -> Model:
-    """Without settings, the layer alone."""
+    """Return the model with these settings; without settings, the layer alone."""
     if settings is None:
         return mbpa.MbPA(head=at.head, memory=at.memory, predictor=mbpa.Parametric())
     return settings.model(at)
 
 
 class Search:
-    """Judges settings and writes down what it finds; nothing is judged twice."""
+    """A search that judges settings and records the outcome; nothing is judged twice."""
 
     def __init__(self, task: Task, config: ImagesConfig, context: Context, bar: tqdm) -> None:
         self.task, self.config, self.bar = task, config, bar
@@ -143,7 +143,7 @@ class Search:
         self._snapshots_lr = math.nan
 
     def choose_layer_rate(self) -> None:
-        """The rate with which the last layer alone does best."""
+        """Choose the rate with which the last layer alone does best."""
 
         def judge(lr: float) -> float:
             return fmean(score.all for score in self._scores(lr, None))
@@ -157,7 +157,7 @@ class Search:
         self.notebook.save()
 
     def choose(self, method: str) -> None:
-        """The settings of a method, stage by stage."""
+        """Choose the settings of a method, stage by stage."""
         field, stages = WITH_SETTINGS[method].settings, WITH_SETTINGS[method].stages
 
         def judge(settings: Settings) -> float:
@@ -188,14 +188,16 @@ class Search:
         return worth
 
     def _aimed_at(self, settings: Settings) -> float:
-        """What is known of new classes, or, negative, what of old ones is lacking."""
+        """Return the accuracy on new classes or, if old classes suffer too much, minus the
+        shortfall.
+        """
         score = self._aimed.score(settings)
         short = self._floor - score.old
         return -short if short > 0 else score.new
 
     @cached_property
     def _aimed(self) -> Snapshot:
-        """The moment that is aimed at."""
+        """The moment of the stream after `AIMED` epochs."""
         config, some = replace(self.config, points=(AIMED,)), slice(0, SCORED_FOR_AIM)
         (moment,) = moments(self.task, config, SPLIT)
         keeping = [name for name, method in WITH_SETTINGS.items() if method.keeps_old]
@@ -204,7 +206,7 @@ class Search:
 
     @cached_property
     def _floor(self) -> float:
-        """What a method that keeps the old classes must reach on them then."""
+        """The accuracy on old classes that a method which keeps them must reach at that moment."""
         tried = [self.config.settings(method) for method in WITH_SETTINGS]
         votes = [None, *(settings for settings in tried if isinstance(settings, Vote))]
         at = self._aimed
@@ -215,22 +217,22 @@ class Search:
         return 100 * best - MOST_LOST
 
     def _scores(self, lr: float, settings: Settings | None) -> list[Score]:
-        """At each point."""
+        """Return the scores at each point."""
         if lr != self._snapshots_lr:
-            self._snapshots = []  # the old ones need not be there while the new ones are made
+            self._snapshots = []  # frees the old ones before the new ones are made
             self._snapshots, self._snapshots_lr = list(self._taken(lr)), lr
         return [snapshot.score(settings) for snapshot in self._snapshots]
 
     def _taken(self, lr: float) -> Iterator[Snapshot]:
-        some = slice(0, SCORED)  # in random order
+        some = slice(0, SCORED)  # queries are in random order
         for moment in moments(self.task, replace(self.config, lr=lr), SPLIT):
-            still = moment.with_capacity(len(moment.memory))  # the stream's goes on growing
+            still = moment.with_capacity(len(moment.memory))  # a copy, since the stream goes on
             still = replace(still, head=copy.deepcopy(moment.head))
             found = situation_of(still, self.task)
             yield Snapshot(found, self.queries[some], self.answers[some], self._most(WITH_SETTINGS))
 
     def _most(self, methods: Iterable[str]) -> int:
-        """Neighbours that any setting of these methods asks for."""
+        """Return the maximum number of neighbours that any setting of these methods needs."""
         most = [0]
         for method in methods:
             most.append(getattr(self.config.settings(method), "k", 0))

@@ -1,9 +1,9 @@
-"""New intents: a text classifier over frozen sentence embeddings is taught what it never saw.
+"""New intents: a text classifier over frozen sentence embeddings learns intents it never saw.
 
-Ours, not the paper's: the everyday use of the method. A head knows two thirds of the intents of
-CLINC150 or Banking77, the others come with a few examples each, and every method is asked about
-all of them: how many of the new it gets right, how many of the old it still does, whether its
-confidence can be trusted, and what one more example and one more answer cost.
+This experiment is ours, not the paper's: the everyday use of the method. A head knows two thirds of
+the intents of CLINC150 or Banking77; the others arrive with a few examples each. Every method is
+then tested on all intents: accuracy on the new and the old ones, calibration of its confidence, and
+the cost of one more example and of one more prediction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["EXPERIMENT", "IntentsConfig", "run", "tune"]
 
 
 def run(config: IntentsConfig, context: Context) -> BySeed:
-    """One corpus after the other; a method that is done with a split is not done again."""
+    """Run one corpus after the other, skipping methods already completed on a split."""
     config.require()
     require_corpora(config.corpora, context)
     records: BySeed = {seed: [] for seed in config.seeds}

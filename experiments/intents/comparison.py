@@ -1,7 +1,7 @@
-"""Which methods are compared, how each is drawn, and what the search tries for it.
+"""The methods compared, how each is drawn, and what the search tries for it.
 
-A method is an entry of `METHODS`, or of `PEERS` if it is another library's, and the field of the
-config that holds its settings; runs, search and figures follow from that.
+A method is an entry of `METHODS`, or of `PEERS` if it comes from another library, together with the
+field of the config that holds its settings. Runs, search and figures follow from that.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ class Method:
     """One line of every comparison."""
 
     settings: str | Settings
-    """The field of the config that holds them; or they themselves, where there is no choice."""
+    """Field of the config that holds the settings; or the settings themselves if nothing varies."""
     color: str
     stages: tuple[Grid, ...] = ()
-    """What the search tries, one grid after the other, the rest as it was best so far."""
+    """Grids that the search tries in turn, with all other settings at the best values so far."""
     keeps_old: bool = False
-    """How the search judges it: by accuracy over all intents, or over the new ones as long as the
-    old ones do not suffer."""
+    """Whether the search judges the method by its accuracy on new intents, as long as the old ones
+    do not suffer; otherwise by accuracy over all intents.
+    """
     style: str = "-"
-    """Of its line."""
+    """Style of its line."""
     embeds: bool = False
-    """Whether it is given sentences, and its times are with their embedding."""
+    """Whether the method receives sentences, so that its times include embedding them."""
 
 
 NEIGHBOURS: Grid = {"k": (10, 20, 50), "bandwidth": (0.0, 0.2, 0.4)}
@@ -61,11 +62,11 @@ METHODS: dict[str, Method] = {
         "local_rows", "#762a83", (ROW_STEPS, NEIGHBOURS, ADAPTED_ROWS), keeps_old=True
     ),
 }
-"""By the names that records have."""
+"""Methods by their names in records."""
 
 PEERS: dict[str, Method] = {
     "adaptive-classifier": Method(AdaptiveClassifier(), "#8c510a", style="-.", embeds=True),
     "semantic-router": Method(SemanticRouter(), "#bf812d", style="-."),
     "SetFit": Method("setfit", "#01665e", style="-.", embeds=True),
 }
-"""Of other libraries, the same way; they take part where a config names them."""
+"""Methods of other libraries, likewise; they take part if a config names them."""

@@ -31,27 +31,30 @@ from mbpa.encoders import text
 
 @dataclass(frozen=True)
 class IntentsConfig:
-    """Two thirds of the intents are known, the others are taught by a few examples each."""
+    """Two thirds of the intents are known; the others are taught with a few examples each."""
 
     seeds: tuple[int, ...] = (1, 2, 3, 4)
-    """One random choice of the known intents and of the examples each; 0 is for choosing
-    settings."""
+    """Random seeds, one random choice of known intents and of examples each; 0 is reserved for
+    choosing settings.
+    """
     part: Literal["test", "validation"] = "test"
-    """Which sentences are scored."""
+    """Sentences to score."""
     corpora: tuple[str, ...] = tuple(CORPORA)
     shots: tuple[int, ...] = (1, 3, 5, 10)
-    """Examples of each new intent after which everything is tested."""
+    """Numbers of examples per new intent after which all methods are tested."""
     encoder: str = text.DEFAULT
-    """From sentences to keys; see `mbpa.encoders.text`."""
+    """Encoder from sentences to keys; see `mbpa.encoders.text`."""
     size: Size = field(default_factory=Size)
     head_epochs: int = 20
-    """Of Adam, on the known intents, before anything new."""
+    """Epochs of Adam on the known intents, before anything new."""
     head_lr: float = 0.03
     finetuned: Trained = field(default_factory=lambda: Trained("new"))
     retrained: Trained = field(default_factory=Trained)
     logistic: Logistic = field(default_factory=lambda: Logistic(penalty=0.01))
-    """0.01 and, balanced, 1 did best of 1, 0.1 and 0.01 at three examples of CLINC150, with the
-    split and the sentences of the search; a search over everything would take longer than all."""
+    """Logistic regression. Of the penalties 1, 0.1 and 0.01, the best was 0.01 and, with balancing,
+    1, at three examples of CLINC150 with the split and the sentences of the search; a full search
+    would take longer than everything else.
+    """
     balanced: Logistic = field(default_factory=lambda: Logistic(balanced=True))
     means: Means = field(default_factory=Means)
     vote: Vote = field(default_factory=Vote)
@@ -63,8 +66,9 @@ class IntentsConfig:
     rows: Rows = field(default_factory=Rows)
     local_rows: LocalRows = field(default_factory=LocalRows)
     peers: tuple[str, ...] = ()
-    """Methods of other libraries that take part: adaptive-classifier, semantic-router, SetFit; they
-    need the extra `peers`."""
+    """Methods of other libraries to include: adaptive-classifier, semantic-router, SetFit. They
+    need the extra `peers`.
+    """
     setfit: SetFit = field(default_factory=SetFit)
 
     def __post_init__(self) -> None:
@@ -82,11 +86,11 @@ class IntentsConfig:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """All that take part."""
+        """Names of all methods that take part."""
         return (*METHODS, *self.peers)
 
     def require(self) -> None:
-        """Find out at once whether the peers are there.
+        """Check that the libraries of the peers are installed, before anything else runs.
 
         Raises:
             MissingExtraError: one is not installed.
@@ -97,7 +101,7 @@ class IntentsConfig:
             settings.require()
 
     def settings(self, method: str) -> Settings:
-        """Of one of the methods."""
+        """Return the settings of a method."""
         held = {**METHODS, **PEERS}[method].settings
         found: Settings = getattr(self, held) if isinstance(held, str) else held
         return found

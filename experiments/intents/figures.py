@@ -1,4 +1,4 @@
-"""What the report shows of new intents, made from the records alone."""
+"""Report on new intents, built from the records alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUBSETS = {"novel": "new intents", "pre-trained": "old intents"}
 
 
 class Scores:
-    """The records of some splits, by what they are of."""
+    """Records of several splits, by corpus, method, name, subset, shots and batch."""
 
     FIELDS = ("corpus", "method", "name", "subset", "shots", "batch")
 
@@ -41,13 +41,15 @@ class Scores:
                 self._values.setdefault(key, []).append(value_of(record))
 
     def spread(self, corpus: str, method: str | None, name: str, **of: object) -> Spread | None:
-        """Over splits; `None` if it was not measured. What is no method's has none."""
+        """Return a measurement over splits; `None` if it was not made. Measurements that belong to
+        no method have the method `None`.
+        """
         rest = (of.get(each) for each in self.FIELDS[3:])
         values = self._values.get((corpus, method, name, *rest))
         return Spread(tuple(values)) if values else None
 
     def all_of(self, field: str) -> list[object]:
-        """The values of a field, in the order of the records."""
+        """Return the values of a field, in the order of the records."""
         place = self.FIELDS.index(field)
         return list(dict.fromkeys(key[place] for key in self._values if key[place] is not None))
 
@@ -73,7 +75,7 @@ class Scores:
         return repetitions(len(self.results), "split")
 
     def missing(self, corpus: str, shots: int) -> str:
-        """Which methods were not run in all splits, if any, as the end of a note."""
+        """List the methods that were not run in all splits, if any, as the end of a note."""
         found = []
         for method in self.methods:
             spread = self.spread(corpus, method, "top1", subset="all", shots=shots)
@@ -84,7 +86,7 @@ class Scores:
 
 
 def sections(results: Sequence[Result]) -> list[Section]:
-    """Tables by corpus, what it costs, and the figure."""
+    """Return the tables by corpus, the costs, and the figure."""
     scores = Scores(results)
     part = results[0].config["part"]
     text = [
@@ -105,6 +107,8 @@ def sections(results: Sequence[Result]) -> list[Section]:
     for corpus in scores.corpora:
         tables += [_accuracies(scores, corpus, count) for count in scores.shots]
         tables.append(_trust(scores, corpus))
+    if scores.corpora[1:]:
+        tables += [_compare_corpora(scores, count) for count in scores.shots]
     figure = Figure(
         "new-intents",
         "Accuracy on new and on old intents against the examples given of each new one; "
@@ -112,7 +116,7 @@ def sections(results: Sequence[Result]) -> list[Section]:
         lambda canvas: draw(canvas, scores),
         (11, 4.2 * len(scores.corpora) + 1.2),
     )
-    figures = [figure] if scores.shots[1:] else []  # of one number of examples there is no curve
+    figures = [figure] if scores.shots[1:] else []  # one number of examples gives no curve
     return [Section("New intents from a few examples", text, tables, figures)]
 
 
@@ -129,7 +133,7 @@ def _of_peers(result: Result) -> str:
 
 
 def _accuracies(scores: Scores, corpus: str, shots: int) -> Table:
-    """New, old and all."""
+    """Return the accuracies on new, old and all intents."""
     subsets = ("novel", "pre-trained", "all")
     rows = [
         [
@@ -150,8 +154,28 @@ def _accuracies(scores: Scores, corpus: str, shots: int) -> Table:
     )
 
 
+def _compare_corpora(scores: Scores, shots: int) -> Table:
+    """Return the accuracies on new and old intents of all corpora, side by side."""
+    subsets = {"novel": "new", "pre-trained": "old", "all": "all"}
+    columns = [(corpus, subset) for corpus in scores.corpora for subset in subsets]
+    rows = []
+    for method in scores.methods:
+        spreads = [
+            scores.spread(corpus, method, "top1", subset=subset, shots=shots)
+            for corpus, subset in columns
+        ]
+        rows.append([method, *(told(spread, 1) for spread in spreads)])
+    names = [f"{TITLES.get(corpus, corpus)}: {subsets[subset]}" for corpus, subset in columns]
+    return Table(
+        f"All corpora, {shots} {'example' if shots == 1 else 'examples'} of each new intent",
+        ["method", *names],
+        rows,
+        f"Top-1 accuracy in percent, {scores.splits}.",
+    )
+
+
 def _trust(scores: Scores, corpus: str) -> Table:
-    """Calibration and scope at the second number of examples, and costs after the last."""
+    """Return calibration and scope at the second number of examples, and costs after the last."""
     shots, last = scores.shots[min(1, len(scores.shots) - 1)], scores.shots[-1]
     rows = []
     for method in scores.methods:
@@ -191,7 +215,7 @@ def _trust(scores: Scores, corpus: str) -> Table:
 
 
 def _cost(spread: Spread | None, factor: float = 1.0) -> str:
-    """The least of all splits, since whatever else a machine does only adds; two digits will do."""
+    """Format the minimum over splits, since other load only adds time; two digits are enough."""
     if spread is None:
         return ""
     value = factor * min(spread.values)
@@ -199,7 +223,7 @@ def _cost(spread: Spread | None, factor: float = 1.0) -> str:
 
 
 def _embedding(scores: Scores, corpus: str) -> str:
-    """Whose times are not of keys alone, and what to take off."""
+    """Name the methods whose times include embedding, and say how much to subtract."""
     methods = [method for method in scores.peers if PEERS[method].embeds]
     alone, many = (scores.spread(corpus, None, EMBEDDING, batch=batch) for batch in REPEATS)
     if not methods or alone is None or many is None:
@@ -216,7 +240,7 @@ def _where(results: Sequence[Result]) -> str:
 
 
 def draw(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
-    """A row of panels a corpus, a panel a subset."""
+    """Draw one row of panels per corpus, one panel per subset."""
     panels = canvas.subplots(len(scores.corpora), len(SUBSETS), squeeze=False)
     for row, corpus in zip(panels, scores.corpora, strict=True):
         for panel, (subset, title) in zip(row, SUBSETS.items(), strict=True):
@@ -242,12 +266,12 @@ def draw(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
 
 
 def _keep_readable(panel: matplotlib.axes.Axes) -> None:
-    """Old intents: what forgets everything must not flatten the others."""
+    """Limit the axis, so that a method that forgets everything does not flatten the others."""
     low, high = panel.get_ylim()
     panel.set_ylim(max(low, high - 25), high)
 
 
 def _look(method: str) -> tuple[str, str]:
-    """Colour and line; grey for a method that there is no more."""
+    """Return colour and line style; grey for a method that no longer exists."""
     known = METHODS.get(method) or PEERS.get(method)
     return ("#8c8c8c", "-") if known is None else (known.color, known.style)

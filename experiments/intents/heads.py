@@ -16,7 +16,7 @@ BATCH = 256
 
 
 def grown(head: nn.Linear, outputs: int) -> nn.Linear:
-    """A copy with room for more labels; rows of zeros."""
+    """Return a copy with rows of zeros for additional labels."""
     more = grow(head, outputs)
     assert isinstance(more, nn.Linear)
     return more.requires_grad_(False)
@@ -32,7 +32,9 @@ def trained(
     seed: int,
     batch: int = BATCH,
 ) -> nn.Linear:
-    """A copy of the head after some epochs of Adam, the rate falling in a straight line to zero."""
+    """Return a copy of the head after training with Adam, the learning rate falling linearly to
+    zero.
+    """
     head = grown(head, head.out_features).requires_grad_(True)
     optimizer = torch.optim.Adam(head.parameters(), lr=lr)
     draws, taken = torch.Generator().manual_seed(seed), 0
@@ -56,8 +58,9 @@ def with_means(
     scale: float,
     offset: float,
 ) -> nn.Linear:
-    """A copy in which the rows of labels from `old` on are made of the sums of their keys
-    (`mbpa.modules.new_rows`), where there are examples."""
+    """Return a copy in which the rows of labels from `old` on are computed from the sums of their
+    keys (`mbpa.modules.new_rows`), for labels that have examples.
+    """
     present = sums.square().sum(1) > 0
     made = NewRows.around(
         head.weight[:old], head.bias[:old], sums[:old][present[:old]], scale=scale, offset=offset

@@ -1,4 +1,4 @@
-"""One split of one corpus: every method is taught and tested, a few examples at a time."""
+"""One split of one corpus: every method is taught a few examples at a time, and tested."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from experiments.intents.task import Task
 from experiments.results import Record
 from mbpa.encoders import text
 
-ONE_BY_ONE = 3  # examples that are taught alone, to see how long one takes
-SLOW = 0.5  # seconds, after which one example has told enough
-REPEATS = {1: 20, 256: 3}  # by the size of a batch
+ONE_BY_ONE = 3  # examples taught singly, to time them
+SLOW = 0.5  # seconds; timing stops after a slower example
+REPEATS = {1: 20, 256: 3}  # repeats of a measurement, by batch size
 EMBEDDING = "embed_microseconds"
 
 
 def start_of(task: Task, config: IntentsConfig, split: int) -> Start:
-    """The classifier that was deployed: a head trained on the known intents."""
+    """Return the deployed classifier: a head trained on the known intents."""
     empty = nn.Linear(task.known.keys.shape[1], task.old, device=task.known.keys.device)
     with torch.no_grad():
         empty.weight.zero_()
@@ -45,7 +45,7 @@ def start_of(task: Task, config: IntentsConfig, split: int) -> Start:
 def taught(
     classifier: Classifier, task: Task, shots: tuple[int, ...]
 ) -> Iterator[tuple[int, Classifier]]:
-    """The classifier after so many examples of each new intent, one number after the other."""
+    """Yield the classifier after each number of examples per new intent."""
     before = 0
     for count in shots:
         classifier.learn(task.examples(count - before, skipped=before))
@@ -54,7 +54,7 @@ def taught(
 
 
 def run_method(task: Task, start: Start, config: IntentsConfig, method: str) -> list[Record]:
-    """Records of one method, by the number of examples."""
+    """Return the records of one method, by number of examples."""
     records: list[Record] = []
     for shots, classifier in taught(config.settings(method).classifier(start), task, config.shots):
         shared: Record = {
@@ -81,7 +81,7 @@ def _scores(classifier: Classifier, task: Task) -> Iterator[Record]:
 
 
 def _times(classifier: Classifier, task: Task, shots: int) -> Iterator[Record]:
-    """Of a prediction, keys given; and of one more example."""
+    """Time predictions, given keys, and learning one more example."""
     device = task.known.keys.device
     for batch, repeats in REPEATS.items():
         queries = task.scored.chosen(torch.arange(batch) % len(task.scored))
@@ -93,7 +93,7 @@ def _times(classifier: Classifier, task: Task, shots: int) -> Iterator[Record]:
         wait(device)
         begin = time.perf_counter()
         classifier.learn(one)
-        classifier.log_probs(one)  # what is put off until asked counts as well
+        classifier.log_probs(one)  # includes work that `learn` defers
         wait(device)
         taken_each.append(time.perf_counter() - begin)
         if taken_each[-1] > SLOW:
@@ -102,12 +102,12 @@ def _times(classifier: Classifier, task: Task, shots: int) -> Iterator[Record]:
 
 
 def confidences(log_probs: Float[Tensor, "Q C"]) -> Float[Tensor, "Q"]:
-    """The probability of what is answered."""
+    """Return the probability of each predicted label."""
     return log_probs.amax(1).exp()
 
 
 def embedding_times(encoder: text.TextEncoder, task: Task, split: int) -> list[Record]:
-    """What a method that is given sentences has to do first."""
+    """Time the embedding of sentences, which methods that receive sentences do first."""
     records: list[Record] = []
     for batch, repeats in REPEATS.items():
         queries = task.scored.chosen(torch.arange(batch) % len(task.scored))

@@ -1,6 +1,6 @@
-"""What is measured of predictions: accuracy, calibration, detection of what is out of scope, time.
+"""Measures of predictions: accuracy, calibration, detection of out-of-scope sentences, time.
 
-Confidence is the probability of the label that is answered with.
+Confidence is the probability of the predicted label.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ BINS = 15
 
 
 def subsets(labels: Int[Tensor, "Q"], old: int) -> dict[str, Bool[Tensor, "Q"]]:
-    """By whether the classifier knew the intent from the start."""
+    """Return which labels are new, old (known from the start), and all."""
     is_old = labels < old
     return {"novel": ~is_old, "pre-trained": is_old, "all": torch.ones_like(is_old)}
 
 
 def top1(right: Bool[Tensor, "Q"]) -> float:
-    """In percent."""
+    """Return the accuracy in percent."""
     return 100 * float(right.double().mean())
 
 
 def calibration_error(
     confidence: Float[Tensor, "Q"], right: Bool[Tensor, "Q"], bins: int = BINS
 ) -> float:
-    """How far confidence is from accuracy, in percent: the mean over bins of as many answers each
-    (as nearly as possible), from the least to the most confident."""
+    """Return how far confidence is from accuracy, in percent: the mean over bins with (nearly)
+    equal numbers of answers, from the least to the most confident.
+    """
     order = confidence.argsort(stable=True)
     gaps = confidence.double()[order] - right.double()[order]
     parts = gaps.tensor_split(min(bins, len(gaps)))
@@ -39,8 +40,9 @@ def calibration_error(
 
 
 def auroc(inside: Float[Tensor, "N"], outside: Float[Tensor, "M"]) -> float:
-    """In percent: how often a sentence in scope is answered with more confidence than one out of
-    it; a tie counts half."""
+    """Return, in percent, how often a sentence in scope is answered with more confidence than one
+    out of scope; a tie counts half.
+    """
     ordered = outside.double().sort().values
     inside = inside.double()
     below = torch.searchsorted(ordered, inside, right=False)
@@ -50,7 +52,7 @@ def auroc(inside: Float[Tensor, "N"], outside: Float[Tensor, "M"]) -> float:
 
 
 def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """The median of some repeats, after one that does not count."""
+    """Return the median time of some repeats, after one that is not counted."""
     taken = []
     for _ in range(repeats + 1):
         wait(device)
@@ -62,6 +64,6 @@ def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> f
 
 
 def wait(device: torch.device) -> None:
-    """Until all that was asked of it is done."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
 """Classifiers that can be taught, behind one small interface, and their settings.
 
-Settings make a `Classifier` from what is known at the start (`Start`); it is then taught, and
-asked. Those of other libraries fit in the same way: they may use the sentences' texts where ours
-use the keys. Which are compared is said in `comparison`.
+Settings make a `Classifier` from what is known at the start (`Start`). The classifier is then
+taught and queried. Classifiers of other libraries fit in the same way: they may use the sentences'
+texts where ours use the keys. `comparison` lists the methods that are compared.
 """
 
 from __future__ import annotations
@@ -24,49 +24,51 @@ from experiments.intents.task import Sentences
 from experiments.logistic import logistic
 from mbpa.encoders import text
 
-ROOM = 4096  # of a memory, for examples to come
-TOLERANCE = 1e-6  # of the regression, in which three new sentences stand among ten thousand
+ROOM = 4096  # capacity of a memory for further examples
+TOLERANCE = 1e-6  # of the regression, where three new sentences are among ten thousand
 
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """What a method finds: a classifier of the known intents, and what it was trained on."""
+    """The starting point of a method: a classifier of the known intents, and its training data."""
 
     known: Sentences
     head: nn.Linear
-    """Of the known intents alone."""
+    """Head over the known intents only."""
     intents: int
-    """With those to come."""
+    """Number of intents, including those to come."""
     seed: int
     encoder: str = text.DEFAULT
-    """That made the keys."""
+    """Name of the encoder that made the keys."""
 
     @property
     def old(self) -> int:
-        """Labels below this are of known intents."""
+        """Number of known intents; their labels are below this."""
         return self.head.out_features
 
 
 class Classifier(abc.ABC):
-    """One that knows the intents of a start, and can be taught more of any."""
+    """A classifier that knows the intents of a start and can be taught examples of any intent."""
 
     @abc.abstractmethod
     def learn(self, new: Sentences) -> None:
-        """Take more examples, besides all those before."""
+        """Learn more examples, in addition to all previous ones."""
 
     @abc.abstractmethod
     def log_probs(self, queries: Sentences) -> Float[Tensor, "Q C"]:
-        """Of every intent for each query, whose labels are not to be looked at. Where a method
-        gives scores that are no probabilities, what makes them some is part of the method."""
+        """Return the log-probability of every intent for each query. Implementations must not look
+        at the queries' labels. If a method gives scores that are not probabilities, it must convert
+        them itself.
+        """
 
 
 @dataclass(frozen=True)
 class Settings(abc.ABC):
-    """What a method can be told."""
+    """Settings of a method."""
 
     @abc.abstractmethod
     def classifier(self, start: Start) -> Classifier:
-        """As it is deployed, before anything new."""
+        """Return the classifier as deployed, before anything new."""
 
 
 # Heads
@@ -82,14 +84,16 @@ class Parametric(Settings):
 
 @dataclass(frozen=True)
 class Trained(Settings):
-    """The head is trained on, from where it was deployed, whenever something is taught."""
+    """A head that is trained further, from its deployed state, whenever something is taught."""
 
     on: Literal["new", "everything"] = "everything"
-    """Which examples: those that were taught, or those of the known intents, too."""
+    """Examples to train on: only the taught ones, or those of the known intents as well."""
     epochs: int = 5
-    """In batches of 256; on the new examples alone one is one step, of all of them."""
+    """Number of epochs, in batches of 256; on new examples alone, an epoch is one step on all of
+    them.
+    """
     lr: float = 0.01
-    """Of Adam."""
+    """Learning rate of Adam."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or not (math.isfinite(self.lr) and self.lr > 0):
@@ -99,10 +103,10 @@ class Trained(Settings):
         return Refitted(start, lambda new: self.head(start, new))
 
     def head(self, start: Start, new: Sentences) -> nn.Linear:
-        """After the new examples."""
+        """Return the head after the new examples."""
         given = new if self.on == "new" else start.known + new
-        # Nothing but the number of steps keeps the old intents from being forgotten, so it must not
-        # be one more for every batch that the examples fill.
+        # Only the number of steps keeps the old intents from being forgotten, so it must not grow
+        # with the number of examples.
         batch = max(1, len(new)) if self.on == "new" else heads.BATCH
         return heads.trained(
             heads.grown(start.head, start.intents),
@@ -117,12 +121,12 @@ class Trained(Settings):
 
 @dataclass(frozen=True)
 class Logistic(Settings):
-    """Logistic regression on everything, fitted to the end whenever something is taught."""
+    """Logistic regression on all examples, fitted to the optimum whenever something is taught."""
 
     penalty: float = 1.0
-    """On the weights, beside a sum over sentences: the inverse of scikit-learn's C."""
+    """Penalty on the weights, relative to a sum over sentences: the inverse of scikit-learn's C."""
     balanced: bool = False
-    """Whether every intent counts the same, or every sentence."""
+    """Whether every intent has the same weight, instead of every sentence."""
 
     def __post_init__(self) -> None:
         if not self.penalty > 0:
@@ -148,11 +152,11 @@ class Logistic(Settings):
 
 
 class Refitted(Classifier):
-    """A head that is made anew of all new examples so far.
+    """A head that is rebuilt from all new examples so far.
 
     Args:
-        made: from those to the head.
-        only_old: it must not say what it was not deployed for.
+        made: builds the head from these examples.
+        only_old: whether the head must never predict a new intent.
     """
 
     def __init__(
@@ -178,10 +182,10 @@ class Refitted(Classifier):
 
 @dataclass(frozen=True)
 class Means(Settings):
-    """The intent with the nearest mean, by the angle."""
+    """The intent with the nearest mean, by angle."""
 
     sharpness: float = 20.0
-    """By which cosines are multiplied to be outputs."""
+    """Factor that turns cosines into logits."""
 
     def __post_init__(self) -> None:
         if not self.sharpness > 0:
@@ -192,7 +196,7 @@ class Means(Settings):
 
 
 class NearestMean(Classifier):
-    """Sums of keys, one an intent."""
+    """Sums of keys, one per intent."""
 
     def __init__(self, start: Start, sharpness: float) -> None:
         self._sharpness = sharpness
@@ -212,10 +216,10 @@ class NearestMean(Classifier):
 
 
 class Remembering(Classifier):
-    """All sentences in a memory, and a predictor that asks it; new ones are written, no more.
+    """A memory of all sentences, and a predictor that reads it; new sentences are only written.
 
     Args:
-        memory: filled with the known sentences, or with more; by default one is made.
+        memory: filled with the known sentences, or more; by default a new one is made.
     """
 
     def __init__(
@@ -240,7 +244,7 @@ class Remembering(Classifier):
 
 
 class WithRows(Remembering):
-    """One whose rows of new intents are their means, and follow as examples are taught."""
+    """A classifier whose rows of new intents are their means, updated with every example."""
 
     settings: Rows
 
@@ -267,7 +271,7 @@ class WithRows(Remembering):
 
 
 class OnRetrained(Remembering):
-    """One whose head is trained on whenever something is taught, as `Trained` is."""
+    """A classifier whose head is trained further whenever something is taught, as in `Trained`."""
 
     settings: LocalOnRetrained
 
@@ -283,12 +287,12 @@ class OnRetrained(Remembering):
         self.use(self.settings.retraining.head(self.start, self._new))
 
     def use(self, head: nn.Linear) -> None:
-        """In place of the one so far."""
+        """Replace the head."""
         self.model = self._bound(head)
 
 
 def filled_memory(sentences: Sentences) -> mbpa.ExactMemory:
-    """A memory of these, with room for more."""
+    """Return a memory of these sentences, with room for more."""
     memory = mbpa.ExactMemory(
         len(sentences) + ROOM, sentences.keys.shape[1], device=sentences.keys.device
     )
@@ -301,7 +305,7 @@ class Recalling(Settings):
 
     @abc.abstractmethod
     def predictor(self) -> mbpa.Predictor:
-        """That is told so."""
+        """Return the predictor with these settings."""
 
     def classifier(self, start: Start, memory: mbpa.Memory | None = None) -> Remembering:
         return Remembering(start, self, memory)
@@ -312,9 +316,9 @@ class Vote(Recalling):
     """A vote of the neighbours."""
 
     k: int = 20
-    """Neighbours."""
+    """Number of neighbours."""
     bandwidth: float = 0.0
-    """Of a Gaussian kernel; 0: the paper's inverse distance."""
+    """Bandwidth of a Gaussian kernel; 0 selects the paper's inverse distance."""
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.bandwidth < 0:
@@ -326,10 +330,10 @@ class Vote(Recalling):
 
 @dataclass(frozen=True)
 class Mixed(Vote):
-    """A mixture of the head's probabilities and a vote's."""
+    """A mixture of the head's probabilities and those of a vote."""
 
     weight: float = 0.5
-    """Of the vote."""
+    """Weight of the vote, between 0 and 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -343,7 +347,7 @@ class Mixed(Vote):
 
 @dataclass(frozen=True)
 class Local(Vote):
-    """Steps of adaptation to the neighbours."""
+    """Gradient steps of adaptation to the neighbours."""
 
     lr: float = 10.0
     steps: int = 20
@@ -360,7 +364,9 @@ class Local(Vote):
 
 @dataclass(frozen=True)
 class Untold(Recalling):
-    """An adaptation that is told nothing: its steps follow the neighbours."""
+    """An adaptation without settings: the library's defaults, with steps that follow the
+    neighbours.
+    """
 
     def predictor(self) -> mbpa.Predictor:
         return mbpa.Adapted()
@@ -368,7 +374,7 @@ class Untold(Recalling):
 
 @dataclass(frozen=True)
 class AutoStep(Vote):
-    """Steps that follow the neighbours; these and what they weigh are told."""
+    """Steps that follow the neighbours; number and weighting of the neighbours are set."""
 
     def predictor(self) -> mbpa.Predictor:
         return mbpa.Adapted(k=self.k, kernel=_kernel(self.bandwidth))
@@ -387,7 +393,7 @@ class Optimum(Vote):
 
 @dataclass(frozen=True)
 class LocalOnRetrained(Local):
-    """The same, on a head that is trained on everything first."""
+    """Local adaptation of a head that is first trained on all examples."""
 
     retraining: Trained = field(default_factory=Trained)
 
@@ -400,9 +406,9 @@ class Rows(Recalling):
     """Rows of new intents in closed form (`heads.with_means`); nothing is adapted."""
 
     scale: float = 15.0
-    """Of the new rows."""
+    """Scale of the new rows."""
     offset: float = 1.0
-    """How much new intents are favoured."""
+    """How much new intents are favoured, in logits."""
 
     def __post_init__(self) -> None:
         if not (self.scale > 0 and math.isfinite(self.offset)):
@@ -417,7 +423,7 @@ class Rows(Recalling):
 
 @dataclass(frozen=True)
 class LocalRows(Rows, Local):
-    """The same rows, and steps of adaptation from there."""
+    """Rows in closed form, followed by local adaptation."""
 
     lr: float = 3.0
     steps: int = 5

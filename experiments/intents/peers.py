@@ -1,8 +1,9 @@
-"""What people would use instead: classifiers of other libraries, in the same comparison.
+"""Alternatives that people use: classifiers of other libraries, in the same comparison.
 
 Each is used through its own interface, at its documented defaults, with the same sentence encoder;
-where two cores need a limit it is a setting. adaptive-classifier and SetFit are given sentences and
-embed them, so that their times include it; the router is given the keys. Needs the extra `peers`.
+limits that two cores require are settings. adaptive-classifier and SetFit receive sentences and
+embed them, so that their times include embedding; the router receives the keys. Needs the extra
+`peers`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Peer(Settings):
     """Settings of another library's classifier."""
 
     module: ClassVar[str]
-    """Of the library."""
+    """Name of the library's module."""
 
     def library(self) -> Any:
-        """The library itself.
+        """Import and return the library.
 
         Raises:
             MissingExtraError: it is not installed.
@@ -43,17 +44,17 @@ class Peer(Settings):
         return importlib.import_module(self.module)
 
     def require(self) -> None:
-        """Find out whether the library is there, without the seconds of importing it."""
+        """Check that the library is installed, without spending seconds on importing it."""
         if importlib.util.find_spec(self.module) is None:
             raise MissingExtraError(self.module, extra="peers")
 
 
-# adaptive-classifier: a prototype a class, and a small network that is trained on what is stored
+# adaptive-classifier: one prototype per class, and a small network trained on the stored examples
 
 
 @dataclass(frozen=True)
 class AdaptiveClassifier(Peer):
-    """adaptive-classifier; through PyTorch, as its export to ONNX needs an older transformers."""
+    """adaptive-classifier, run with PyTorch, since its ONNX export needs an older transformers."""
 
     module = "adaptive_classifier"
 
@@ -62,13 +63,14 @@ class AdaptiveClassifier(Peer):
 
 
 class Prototypes(Classifier):
-    """An `AdaptiveClassifier` that is given the known sentences at once, and new ones as they
-    come."""
+    """An `AdaptiveClassifier` that receives all known sentences at once, and new ones as they are
+    taught.
+    """
 
     def __init__(self, start: Start, library: Any) -> None:
         self._intents = start.intents
         self._device = start.known.keys.device
-        numpy.random.seed(start.seed)  # it draws old examples with numpy's own generator
+        numpy.random.seed(start.seed)  # it draws old examples with numpy's global generator
         self._model = library.AdaptiveClassifier(
             str(text.directory_of(start.encoder)),
             device=self._device.type,
@@ -85,16 +87,16 @@ class Prototypes(Classifier):
         return _logs(found, self._intents).to(self._device)
 
 
-# semantic-router: the route whose sentences are nearest
+# semantic-router: the route with the nearest sentences
 
 
 @dataclass(frozen=True)
 class SemanticRouter(Peer):
-    """semantic-router: a route an intent, scored by the mean cosine of its sentences among the
+    """semantic-router: one route per intent, scored by the mean cosine of its sentences among the
     nearest 5.
 
-    A route's confidence is taken as the router states it, though the routes' need not sum to 1.
-    There is no threshold: the area under the ROC judges all of them.
+    A route's confidence is taken as the router reports it, although the routes need not sum to 1.
+    There is no threshold: the area under the ROC curve covers all of them.
     """
 
     module = "semantic_router"
@@ -104,7 +106,7 @@ class SemanticRouter(Peer):
 
 
 class Router(Classifier):
-    """An `IndexedRouter` whose encoder looks keys up."""
+    """An `IndexedRouter` whose encoder looks up keys."""
 
     def __init__(self, start: Start, library: Any) -> None:
         self._intents, self._device = start.intents, start.known.keys.device
@@ -146,18 +148,20 @@ class Router(Classifier):
 
 @dataclass(frozen=True)
 class SetFit(Peer):
-    """SetFit, fine-tuned anew from the same encoder whenever something is taught."""
+    """SetFit, fine-tuned from the same encoder whenever something is taught."""
 
     module = "setfit"
 
     examples: int = 8
-    """Sentences of each known intent that it sees, beside all new ones; as many as in its own
-    introduction."""
+    """Sentences of each known intent that are used, besides all new ones; the number in SetFit's
+    own introduction.
+    """
     steps: int = 100
-    """Of 16 pairs; without a limit it would see every pair of sentences, which takes hours."""
+    """Training steps of 16 pairs; without a limit SetFit uses every pair, which takes hours."""
     balanced: bool = True
-    """Whether every intent counts the same in its logistic regression, which else, so short of
-    sentences, answers with those it has more of: three of a new intent are then never enough."""
+    """Whether every intent has the same weight in the logistic regression. Otherwise, with so few
+    sentences, it prefers intents with more of them, and three of a new intent are never enough.
+    """
 
     def __post_init__(self) -> None:
         if min(self.examples, self.steps) < 1:
@@ -168,7 +172,7 @@ class SetFit(Peer):
 
 
 class FineTuned(Classifier):
-    """A `SetFitModel`, made when it is asked."""
+    """A `SetFitModel` that is fitted at the first query after learning."""
 
     def __init__(self, start: Start, settings: SetFit, library: Any) -> None:
         self._start, self._settings, self._library = start, settings, library
@@ -226,7 +230,7 @@ class FineTuned(Classifier):
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what libraries say of each other, and on which nobody here can act."""
+    """Suppress progress bars and warnings between libraries that nobody here can act on."""
     datasets = importlib.import_module("datasets")
     importlib.import_module("setfit").logging.set_verbosity_error()
     was_shown = not datasets.are_progress_bars_disabled()
@@ -241,7 +245,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _logs(found: list[list[tuple[str, float]]], intents: int) -> Float[Tensor, "Q C"]:
-    """From names that are labels and their shares, in any order; what is not named has none."""
+    """Convert pairs of label and share, in any order, to logarithms; other labels have share 0."""
     shares = torch.zeros(len(found), intents)
     for row, named in zip(shares, found, strict=True):
         labels: Int[Tensor, "N"] = torch.tensor([int(name) for name, _ in named], dtype=torch.int64)

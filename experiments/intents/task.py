@@ -1,7 +1,8 @@
-"""One random choice of the intents that are known: sentences and their keys, and who sees which.
+"""One random choice of the known intents: sentences, their keys, and how they are used.
 
-Labels are numbered so that known intents come first. Examples of new ones are drawn from training
-sentences, the first n of one random order, so that those for few shots are among those for more.
+Labels are numbered so that known intents come first. Examples of new intents are drawn from the
+training sentences: the first n of one random order, so that those for few shots are among those for
+more.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ CORPORA: Mapping[str, tuple[float, Callable[..., data.IntentSet]]] = {
     "clinc150": (100 / 150, data.clinc150),
     "banking77": (50 / 77, data.banking77),
 }
-"""The share of the intents that is known, and the reader."""
+"""Share of the intents that is known, and the reader, by corpus."""
 HELD_OUT = 20
-"""Training sentences of each intent that validation has where none are published for it."""
+"""Training sentences per intent used for validation where a corpus publishes none for it."""
 
 Part = Literal["test", "validation"]
 
 
 @dataclass(frozen=True, eq=False)
 class Sentences:
-    """Sentences, their keys, and what they mean."""
+    """Sentences, their keys and their labels."""
 
     texts: tuple[str, ...]
     keys: Float[Tensor, "N D"]
@@ -41,7 +42,7 @@ class Sentences:
         return len(self.texts)
 
     def chosen(self, rows: Int[Tensor, "M"]) -> Sentences:
-        """Some of them, in this order."""
+        """Return the sentences at `rows`, in this order."""
         texts = tuple(self.texts[row] for row in rows.tolist())
         return Sentences(texts, self.keys[rows], self.labels[rows])
 
@@ -55,23 +56,23 @@ class Sentences:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One split of one corpus, with one part to be scored; the other part is not in it."""
+    """One split of one corpus, with the part to score; the other part is not included."""
 
     corpus: str
     names: tuple[str, ...]
-    """Of the intents, by label."""
+    """Names of the intents, by label."""
     old: int
-    """Labels below this are of intents that are known from the start."""
+    """Number of intents known from the start; their labels are below this."""
     known: Sentences
-    """All training sentences of these."""
+    """All training sentences of the known intents."""
     new: Sentences
-    """Training sentences of the others, the order in which examples are drawn."""
+    """Training sentences of the new intents, in the order in which examples are drawn."""
     scored: Sentences
     outside: Sentences
-    """Out of scope, in the part that is scored; none where the corpus has none. Label −1."""
+    """Out-of-scope sentences of the part to score, with label −1; empty if the corpus has none."""
 
     def examples(self, shots: int, skipped: int = 0) -> Sentences:
-        """So many of each new intent, without the first few."""
+        """Return `shots` examples of each new intent, after the first `skipped`."""
         rows = []
         for label in range(self.old, len(self.names)):
             found = (self.new.labels == label).nonzero()[:, 0][skipped : skipped + shots]
@@ -86,13 +87,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Size:
-    """How much of a corpus takes part, at most."""
+    """Maximum amount of a corpus to use."""
 
     intents: int = 1000
     sentences: int = 1000
-    """Training sentences of each."""
+    """Training sentences per intent."""
     scored: int = 1000
-    """Sentences of each to be scored."""
+    """Sentences to score per intent."""
 
     def __post_init__(self) -> None:
         if self.intents < 4 or min(self.sentences, self.scored) < 1:
@@ -113,7 +114,7 @@ class Corpus:
 
 
 def require_corpora(names: Iterable[str], context: Context) -> None:
-    """Raise `data.DataError` for one that is not there or damaged, before anything takes long."""
+    """Raise `data.DataError` if a corpus is missing or damaged, before anything that takes long."""
     for name in names:
         CORPORA[name][1](context.data_dir)
 
@@ -121,9 +122,9 @@ def require_corpora(names: Iterable[str], context: Context) -> None:
 def read_corpus(
     name: str, part: Part, size: Size, encoder: text.TextEncoder, context: Context
 ) -> Corpus:
-    """With one part to be scored; of the other one nothing is used.
+    """Read a corpus and embed its sentences, with one part to score; the other part is not used.
 
-    Sentences to be scored that are also training sentences, word by word, are not trained on.
+    Training sentences that also occur, word for word, among the sentences to score are removed.
     """
     _, reader = CORPORA[name]
     found = _smaller(reader(context.data_dir), size)
@@ -148,7 +149,7 @@ def read_corpus(
 
 
 def make_task(corpus: Corpus, split: int) -> Task:
-    """The known intents of this split, and the order in which examples are drawn."""
+    """Choose the known intents of this split, and the order in which examples are drawn."""
     draws = torch.Generator().manual_seed(split + 1)
     order = torch.randperm(len(corpus.names), generator=draws)
     place = order.argsort().to(corpus.train.labels.device)
@@ -169,7 +170,7 @@ def make_task(corpus: Corpus, split: int) -> Task:
 
 
 def _smaller(found: data.IntentSet, size: Size) -> data.IntentSet:
-    """Some intents, chosen at random but the same in every split, and their first sentences."""
+    """Keep some random intents, the same in every split, and their first sentences."""
     draws = torch.Generator().manual_seed(0)
     chosen = torch.randperm(len(found.names), generator=draws)[: size.intents].sort().values
     place = torch.full((len(found.names),), -1)
@@ -192,7 +193,7 @@ def _smaller(found: data.IntentSet, size: Size) -> data.IntentSet:
 def _parts(
     found: data.IntentSet, part: Part, scored: int
 ) -> tuple[data.Sentences, data.Sentences, tuple[str, ...]]:
-    """To train on, to be scored, and to be scored though out of scope."""
+    """Return the sentences to train on, those to score, and out-of-scope ones to score."""
     if part == "test":
         return found.train, found.test, found.out_of_scope.get("test", ())
     outside = found.out_of_scope.get("valid", ())
@@ -203,7 +204,7 @@ def _parts(
 
 
 def _held_out(labels: Int[Tensor, "N"], most: int) -> tuple[Int[Tensor, "K"], Int[Tensor, "H"]]:
-    """Rows to train on, and at most half of each intent's for validation."""
+    """Return rows to train on, and at most half of each intent's rows for validation."""
     draws = torch.Generator().manual_seed(0)
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():

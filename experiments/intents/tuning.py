@@ -1,11 +1,11 @@
-"""The search for settings: with the first split, on sentences for validation.
+"""The search for settings: on split 0, scored on validation sentences.
 
-One setting a method, for both corpora and any number of examples. A setting is judged by its
-accuracy over all intents, the mean over corpora and numbers of examples; of equals by how well it
-is calibrated. A method that is to keep the old intents is judged by the new ones, as long as it is
-on no corpus more than `MOST_LOST` behind the deployed head on the old ones, the mean over numbers
-of examples; where it is, by how far (`shortfall`). What has been tried is kept, and an interrupted
-search tries only the rest.
+One setting per method serves both corpora and all numbers of examples. A setting is judged by its
+accuracy over all intents, averaged over corpora and numbers of examples; ties are broken by
+calibration. A method that must keep the old intents is judged by its accuracy on the new ones, as
+long as its accuracy on the old ones, averaged over numbers of examples, is on no corpus more than
+`MOST_LOST` below the deployed head's; otherwise it is judged by the excess (`shortfall`). All
+trials are saved, so that an interrupted search continues with the remaining ones.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from mbpa.encoders import text
 SPLIT = 0
 SHOTS = (3, 10)
 MOST_LOST = 0.7
-"""Points of accuracy on old intents; 0.3 less than is allowed, for the noise."""
+"""Points of accuracy on old intents that may be lost; 0.3 below the actual limit, for noise."""
 SEARCHED = {name: method for name, method in METHODS.items() if method.stages}
 
 
 def searched(config: IntentsConfig) -> IntentsConfig:
-    """What the search runs with."""
+    """Return the config that the search runs with."""
     fresh = IntentsConfig()
     held: dict[str, Any] = {
         name: getattr(fresh, name) for name in (_field(method) for method in SEARCHED.values())
@@ -57,7 +57,7 @@ def searched(config: IntentsConfig) -> IntentsConfig:
 
 
 def tune(config: IntentsConfig, context: Context) -> BySeed:
-    """Records of all that was tried, and of what was chosen."""
+    """Return records of all trials, and of the chosen settings."""
     config = searched(config)
     require_corpora(config.corpora, context)
     encoder = text.encoder(config.encoder, device=context.device)
@@ -74,7 +74,7 @@ def tune(config: IntentsConfig, context: Context) -> BySeed:
 
 
 class Score(NamedTuple):
-    """In percent."""
+    """Accuracies on new, old and all intents, and the calibration error, in percent."""
 
     new: float
     old: float
@@ -84,7 +84,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Situation:
-    """One corpus; one reading of the memory a number of examples serves all settings."""
+    """One corpus. One reading of the memory per number of examples serves all settings."""
 
     task: Task
     config: IntentsConfig
@@ -95,7 +95,7 @@ class Situation:
 
     @cached_property
     def memories(self) -> list[mbpa.Memory]:
-        """By number of examples."""
+        """Memories, by number of examples."""
         return [
             filled_memory(self.task.known + self.task.examples(count))
             for count in self.config.shots
@@ -103,14 +103,14 @@ class Situation:
 
     @cached_property
     def neighbors(self) -> list[mbpa.Neighbors]:
-        """As many as any setting asks for."""
+        """Neighbours of all queries per memory, as many as any setting needs."""
         grids = [grid for method in SEARCHED.values() for grid in method.stages]
         most = max(int(k) for grid in grids for k in grid.get("k", (0,)))
         queries = self.task.scored.keys
         return [memory.read(queries, min(most, len(memory))) for memory in self.memories]
 
     def scores(self, settings: Settings) -> list[Score]:
-        """After each number of examples."""
+        """Return the scores after each number of examples."""
         task, shots = self.task, self.config.shots
         if not isinstance(settings, Recalling):
             found = taught(settings.classifier(self.start), task, shots)
@@ -143,7 +143,7 @@ class Situation:
 
 
 class Search:
-    """Judges settings and writes down what it finds; nothing is judged twice."""
+    """A search that judges settings and records the outcome; nothing is judged twice."""
 
     def __init__(
         self, situations: list[Situation], config: IntentsConfig, context: Context, bar: tqdm
@@ -152,7 +152,7 @@ class Search:
         self.notebook = Notebook(context)
 
     def choose(self, method: str) -> None:
-        """The settings of a method, stage by stage."""
+        """Choose the settings of a method, stage by stage."""
         field, stages = _field(SEARCHED[method]), SEARCHED[method].stages
         best = best_of(self.config.settings(method), stages, partial(self._worth, method))
         changed: dict[str, Any] = {field: best}
@@ -187,13 +187,13 @@ class Search:
         return -value if name == "shortfall" else value, -error
 
     def _lost(self, scores: list[Score]) -> float:
-        """Points on old intents, on the corpus where it is most."""
+        """Return the points lost on old intents, on the corpus where the loss is largest."""
         before, each = self._scores("parametric", Parametric()), len(self.config.shots)
         lost = [was.old - score.old for was, score in zip(before, scores, strict=True)]
         return max(fmean(lost[place : place + each]) for place in range(0, len(lost), each))
 
     def _scores(self, method: str, settings: Settings) -> list[Score]:
-        """Of each corpus, after each number of examples."""
+        """Return the scores on each corpus, after each number of examples."""
 
         def judge() -> list[list[float]]:
             return [list(score) for each in self.situations for score in each.scores(settings)]

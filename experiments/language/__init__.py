@@ -1,8 +1,8 @@
-"""Language modelling: a trained LSTM meets new text, with and without a memory of that text.
+"""Language modelling: a trained LSTM reads new text, with and without a memory of that text.
 
 After section 4.3, table 2 and the appendix of the paper. The network is trained once for all
-methods, which differ in what they make of its states. The weights of mixtures and all other
-settings are chosen on the validation text. Differences from the paper are in docs/paper.md.
+methods, which differ in how they use its states. Mixture weights and all other settings are chosen
+on the validation text. Differences from the paper are listed in docs/paper.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["EXPERIMENT", "LanguageConfig", "run", "tune"]
 
 
 def run(config: LanguageConfig, context: Context) -> BySeed:
-    """One network after the other; what is done of one is not done again."""
+    """Run one network after the other; completed work is not repeated."""
     corpus = read_corpus(config, context)
     threads = use_one_thread() if config.network.hidden < WIDE else contextlib.nullcontext()
     records: BySeed = {}
@@ -45,7 +45,7 @@ def run(config: LanguageConfig, context: Context) -> BySeed:
 def curve_records(
     config: LanguageConfig, corpus: Corpus, context: Context, seed: int
 ) -> list[Record]:
-    """How the network was trained, once it is."""
+    """Return the learning curve and the training time of a trained network."""
     curve, seconds = learning_curve(config, corpus, context, seed)
     where: Record = {"method": "LSTM", "corpus": config.corpus}
     records: list[Record] = [{**where, "name": "training_seconds", "value": seconds}]

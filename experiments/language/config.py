@@ -16,7 +16,7 @@ from mbpa.kernels import Kernel
 def _check_finite(
     settings: object, positive: tuple[str, ...], others: tuple[str, ...] = ()
 ) -> None:
-    """Refuse numbers that are not finite, not positive, or, of the others, negative."""
+    """Refuse numbers that are not finite, not positive or, in `others`, negative."""
     for name in (*positive, *others):
         value = getattr(settings, name)
         if not (math.isfinite(value) and (value > 0 if name in positive else value >= 0)):
@@ -26,12 +26,12 @@ def _check_finite(
 
 @dataclass(frozen=True)
 class Network:
-    """The sizes of the language model."""
+    """Sizes of the language model."""
 
     hidden: int = 1194
-    """Units of the LSTM."""
+    """Number of units of the LSTM."""
     embedding: int = 268
-    """Size of a word's vector, and of what the softmax layer sees."""
+    """Size of a word's vector, and of the input of the softmax layer."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -41,39 +41,40 @@ class Network:
 
 @dataclass(frozen=True)
 class Training:
-    """How the language model is trained."""
+    """Training of the language model."""
 
     epochs: int = 400
-    """Passes over the training text."""
+    """Number of passes over the training text."""
     batch: int = 64
-    """Places of the text that are read side by side; fewer where the text is too short for them."""
+    """Number of positions of the text that are read in parallel; fewer if the text is too short."""
     bptt: int = 35
-    """Tokens through which gradients go back."""
+    """Number of tokens through which gradients are propagated back."""
     lr: float = 0.003
-    """Of Adam."""
+    """Learning rate of Adam."""
     beta1: float = 0.0
-    """Adam's memory of gradients; none, after Melis et al. (2018)."""
+    """Adam's decay rate of the mean gradient; 0 after Melis et al. (2018)."""
     beta2: float = 0.999
-    """Adam's memory of their squares."""
+    """Adam's decay rate of the mean squared gradient."""
     weight_decay: float = 3.55e-6
-    """Times the weights, added to the gradient of the mean loss of a token."""
+    """Factor of the weights that is added to the gradient of the mean loss per token."""
     clip: float = 0.286
-    """The longest a gradient may be."""
+    """Maximum norm of the gradient."""
     dropouts: Dropouts = field(default_factory=Dropouts)
     state_reset: float = 0.01
-    """How probably a sequence forgets what it read, from one batch to the next."""
+    """Probability that a sequence's state is reset between two batches."""
     averages: tuple[float, ...] = (0.9995, 0.9999, 0.99999)
-    """How much of an average of the weights a step keeps; at first less, so that none reaches
-    beyond the last ninth or so of the steps. There may be several averages: what is tested is the
-    one that does best on the validation text."""
+    """Decay rates of averages of the weights. The rate is lower at first, so that no average
+    reaches beyond about the last ninth of the steps. If there are several averages, the one that
+    does best on the validation text is tested.
+    """
     decay_from: float = 0.55
-    """The share of the training from which the rate falls, in a line."""
+    """Share of the training after which the learning rate falls linearly."""
     decay_to: float = 0.01
-    """The share of the rate that is left at the end."""
+    """Share of the learning rate that remains at the end."""
     activation_penalty: float = 2.0
-    """On the mean square of the LSTM's output after dropout (Merity et al., 2018)."""
+    """Penalty on the mean square of the LSTM's output after dropout (Merity et al., 2018)."""
     temporal_penalty: float = 1.0
-    """On the mean square of the difference of its outputs at neighbouring tokens."""
+    """Penalty on the mean squared difference between its outputs at adjacent tokens."""
 
     def __post_init__(self) -> None:
         for name, least in {"epochs": 0, "batch": 1, "bptt": 1}.items():
@@ -96,12 +97,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Cache:
-    """The neural cache (Grave et al., 2017): a vote of all that is remembered, by dot products."""
+    """The neural cache (Grave et al., 2017): a vote of all remembered tokens, by dot products."""
 
     scale: float = 0.2
-    """Times the dot product of two states; the vote is the softmax of that."""
+    """Factor of the dot product of two states; the vote is the softmax of the product."""
     window: int = 0
-    """How many of the last tokens vote; 0: as many as MbPA remembers."""
+    """Number of most recent tokens that vote; 0 uses as many as MbPA remembers."""
 
     def __post_init__(self) -> None:
         if self.window < 0:
@@ -111,24 +112,24 @@ class Cache:
 
 @dataclass(frozen=True)
 class Local:
-    """How MbPA adapts the softmax layer."""
+    """Adaptation of the softmax layer by MbPA."""
 
     rule: Literal["gradient", "rmsprop", "adam", "map"] = "gradient"
-    """`map`: the optimum itself, which has no rate, steps or decay but a prior."""
+    """Update rule; `map` is the optimum itself, with a prior instead of rate, steps and decay."""
     lr: float = 1.0
-    """Of the adaptation."""
+    """Learning rate of the adaptation."""
     steps: int = 20
-    """Of the adaptation."""
+    """Number of adaptation steps."""
     k: int = 128
-    """Neighbours; all of the memory where it holds fewer."""
+    """Number of neighbours; the whole memory if it holds fewer."""
     decay: float = 0.0
-    """The pull back to the layer's own parameters."""
+    """Strength of the pull back to the layer's own parameters."""
     prior: float = 0.1
-    """Of the optimum: how much moving the parameters costs."""
+    """Cost of moving the parameters, for the rule `map`."""
     kernel: Literal["inverse_distance", "gaussian", "exp_dot", "uniform"] = "inverse_distance"
-    """How neighbours are weighted."""
+    """Weighting of the neighbours."""
     kernel_scale: float = 1.0
-    """The bandwidth of a Gaussian, or the factor of a dot product."""
+    """Bandwidth of the Gaussian kernel, or factor of the dot product."""
 
     def __post_init__(self) -> None:
         if min(self.steps, self.k) < 1:
@@ -137,7 +138,7 @@ class Local:
 
     @property
     def weighting(self) -> Kernel:
-        """Of the neighbours."""
+        """The kernel that weights the neighbours."""
         if self.kernel == "gaussian":
             return mbpa.gaussian(self.kernel_scale)
         if self.kernel == "exp_dot":
@@ -145,7 +146,7 @@ class Local:
         return mbpa.uniform() if self.kernel == "uniform" else mbpa.inverse_distance()
 
     def predictor(self, memory: int) -> mbpa.Adapted:
-        """For a memory of this size."""
+        """Return the predictor for a memory of this size."""
         rule: mbpa.Rule = mbpa.Gradient(self.lr, self.steps, self.decay)
         if self.rule == "map":
             rule = mbpa.MAP(self.prior, tolerance=1e-3)
@@ -157,28 +158,30 @@ class Local:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Dynamic evaluation: the whole network goes on learning while it is tested."""
+    """Dynamic evaluation: the whole network keeps learning while it is tested."""
 
     lr: float = 5e-4
-    """Of a step, times the gradient over the root of its mean square in training."""
+    """Learning rate, a factor of the gradient divided by its root mean square in training."""
     decay: float = 0.02
-    """The pull back to the trained weights, a segment; times the root mean square of a weight's
-    gradient, relative to the mean over all weights."""
+    """Strength of the pull back to the trained weights per segment, multiplied by the root mean
+    square of a weight's gradient relative to the mean over all weights.
+    """
     segment: int = 5
-    """Tokens after which a step is made, and through which gradients go back."""
+    """Number of tokens per step, and through which gradients are propagated back."""
     epsilon: float = 2e-3
-    """Beside the root of the mean square gradient, which divides the gradient; much smaller ones
-    let words that were rare in training jump."""
+    """Added to the root mean square gradient that divides the gradient. With much smaller values,
+    the weights of words that were rare in training jump.
+    """
     statistics: int = 5_000
-    """Steps through the training text, at most, from which the mean squares are taken."""
+    """Maximum number of steps through the training text that give the mean squares."""
     statistics_batch: int = 100
-    """Places of the training text that such a step reads side by side."""
+    """Number of positions of the training text that such a step reads in parallel."""
     adam_lr: float = 1e-4
-    """Of Adam, in its place; 0: this is not tried."""
+    """Learning rate of Adam as an alternative rule; 0 skips this variant."""
     on_top: bool = True
-    """Whether MbPA is tried on top of it; the layer then changes every segment, and takes long."""
+    """Whether to try MbPA on top; slow, because the layer then changes with every segment."""
     mbpa: Local = field(default_factory=lambda: Local(steps=5, k=64))
-    """How MbPA adapts on top of dynamic evaluation."""
+    """Adaptation by MbPA on top of dynamic evaluation."""
 
     def __post_init__(self) -> None:
         if min(self.segment, self.statistics, self.statistics_batch) < 1:
@@ -190,19 +193,24 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Search:
-    """How much a search for settings may do."""
+    """Budget of a search for settings."""
 
     tokens: int = 12_000
-    """Of the validation text, evenly spread over it, with which most settings are judged."""
+    """Tokens of the validation text, evenly spaced, on which most settings are judged."""
     dynamic_tokens: int = 10_000
-    """From its beginning, with which rates of dynamic evaluation are judged; the best three, pulls
-    at the best, and rates around it are then judged by four times as many, if there is time."""
+    """Tokens from the beginning of the validation text on which rates of dynamic evaluation are
+    judged. The best three, pulls at the best, and rates around it are then judged on four times as
+    many, if there is time.
+    """
     seconds: float = 300.0
-    """Of one H200, as estimated beforehand; settings that would take longer are left out."""
+    """Estimated seconds on one H200 that the search may take; settings that would exceed them are
+    skipped.
+    """
     scoring_seconds: float = 150.0
-    """Of one H200, estimated likewise, that MbPA may take to score both texts, of validation and of
-    test, with its setting and with the one beside the cache, if that is another; what would take
-    longer is not chosen."""
+    """Estimated seconds on one H200 that MbPA may take to score both the validation and the test
+    text, with its own setting and, if different, the one beside the cache; slower settings are not
+    chosen.
+    """
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.dynamic_tokens) < 1:
@@ -215,30 +223,31 @@ class LanguageConfig:
     """A trained LSTM is tested on running text, with and without a memory of that text."""
 
     seeds: tuple[int, ...] = (0,)
-    """One trained network each."""
+    """Random seeds, one trained network each."""
     corpus: Literal["ptb", "wikitext-2", "own"] = "ptb"
-    """Penn Treebank, WikiText-2, or the text of the three files below, which decide it if given."""
+    """Penn Treebank, WikiText-2, or your own text; the three files below, if given, imply `own`."""
     train: Path | None = None
-    """Your own text to learn from: UTF-8, words between white space, lines as sentences."""
+    """Your own training text: UTF-8, words separated by white space, one sentence per line."""
     valid: Path | None = None
     """Your own text for choosing settings."""
     test: Path | None = None
-    """Your own text to be tested on."""
+    """Your own test text."""
     vocabulary: int = 30_000
-    """The most words that are told apart, all others being unknown alike; for your own text, and
-    for the beginning of a corpus. A whole one has its own."""
+    """Maximum number of distinct words; all others are mapped to the unknown word. Applies to your
+    own text and to the beginning of a corpus; a whole corpus has its own vocabulary.
+    """
     tokens: int = 0
-    """How much of the training text is used, from its beginning; 0: all."""
+    """Tokens of the training text to use, from its beginning; 0 uses all."""
     scored_tokens: int = 0
-    """How much of the texts for validation and test is used, from their beginning; 0: all."""
+    """Tokens of the validation and test texts to use, from their beginning; 0 uses all."""
     network: Network = field(default_factory=Network)
     training: Training = field(default_factory=Training)
     memory: int = 5000
-    """How many of the last tokens are remembered."""
+    """Number of most recent tokens that are remembered."""
     cache: Cache = field(default_factory=Cache)
     mbpa: Local = field(default_factory=Local)
     combined: Local = field(default_factory=Local)
-    """MbPA where it is mixed with the cache. Weights of mixtures are solved for on validation."""
+    """MbPA when mixed with the cache. Mixture weights are solved for on the validation text."""
     dynamic: Dynamic = field(default_factory=Dynamic)
     search: Search = field(default_factory=Search)
 
@@ -248,7 +257,7 @@ class LanguageConfig:
         for name, least in {"vocabulary": 1, "tokens": 0, "scored_tokens": 0, "memory": 1}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.scored_tokens == 1:  # the learning curve leaves out the first of a text
+        if self.scored_tokens == 1:  # the learning curve omits a text's first token
             raise ValueError("scored_tokens must be 0, for all, or at least 2, got 1")
         files = {name: getattr(self, name) for name in ("train", "valid", "test")}
         lacking = [f"--{name}" for name, path in files.items() if path is None]
@@ -263,7 +272,7 @@ class LanguageConfig:
 
 PAPER = tuned(
     LanguageConfig(
-        # How these came about: docs/paper.md.
+        # docs/paper.md explains how these were found.
         training=Training(epochs=520, decay_to=0.25),
         search=Search(seconds=430.0),
     ),
@@ -312,7 +321,7 @@ PRESETS = {
                 decay_to=0.1,
                 dropouts=Dropouts(projected=0.4),
             ),
-            # Adam the paper did not try here either; MbPA on top would take ten minutes.
+            # The paper did not try Adam here either; MbPA on top would take ten minutes.
             dynamic=Dynamic(adam_lr=0.0, on_top=False),
             search=Search(tokens=5_000, dynamic_tokens=5_000, seconds=250.0, scoring_seconds=210.0),
         ),

@@ -1,7 +1,7 @@
-"""The text of a run: a published corpus or somebody's own, whole or its beginning.
+"""The text of a run: a published corpus or the user's own, whole or its beginning.
 
-A published corpus that is used whole keeps its vocabulary. Otherwise the words are those of the
-training text, the most frequent ones if there are too many, and all others are `UNKNOWN`.
+A published corpus that is used whole keeps its vocabulary. Otherwise the vocabulary consists of the
+words of the training text, the most frequent ones if there are too many; all others are `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from experiments.language.config import LanguageConfig
 
 UNKNOWN = "<unk>"
 PARTS = "train", "valid", "test"
-# Tokens of a text. All are predicted, the first after the end of a line; only the learning curve
-# leaves out the first of the text for validation.
+# Minimum tokens per text. All are predicted, the first one after the end of a line; only the
+# learning curve omits the first token of the validation text.
 FEWEST = {"train": 20, "valid": 2, "test": 2}
 
 
 def read_corpus(config: LanguageConfig, context: Context) -> Corpus:
-    """The text that the settings ask for.
+    """Read the text that the settings select.
 
     Raises:
         DataError: a published corpus is missing or damaged.
@@ -52,21 +52,21 @@ def read_corpus(config: LanguageConfig, context: Context) -> Corpus:
 
 
 def frequencies(corpus: Corpus) -> Int[Tensor, "V"]:
-    """How often the training text has each word."""
+    """Return how often each word occurs in the training text."""
     return corpus.train.bincount(minlength=len(corpus.words))
 
 
 def _most(config: LanguageConfig, name: str) -> int | None:
-    """Tokens of this part that are used, if not all."""
+    """Return the number of tokens of this part to use, or `None` for all."""
     return (config.tokens if name == "train" else config.scored_tokens) or None
 
 
 def _numbered(texts: dict[str, list[str]], sources: dict[str, str], most: int) -> Corpus:
-    """The texts with the vocabulary of the first.
+    """Convert the texts to word ids, with the vocabulary of the training text.
 
     Args:
-        sources: what to call each of them when it cannot be used.
-        most: words.
+        sources: names of the texts in error messages.
+        most: maximum number of words.
     """
     for name, text in texts.items():
         if all(word == END for word in text):
@@ -100,13 +100,13 @@ def _numbered(texts: dict[str, list[str]], sources: dict[str, str], most: int) -
 
 
 def _vocabulary(text: Sequence[str], most: int) -> tuple[str, ...]:
-    """The most frequent words, in the order in which the text first has them, with `END` and
+    """Return the most frequent words, in the order of their first occurrence, with `END` and
     `UNKNOWN`.
 
-    Where all would be known, those that occur once are not: a network that has never met an unknown
-    word cannot tell how probable the next one is.
+    If all words would be known, those that occur once become unknown: a network that has never seen
+    an unknown word cannot tell how probable the next one is.
     """
-    counts = Counter(text)  # in the order of first occurrence, in which ties are broken
+    counts = Counter(text)  # in order of first occurrence, which breaks ties
     ranked = [word for word, _ in counts.most_common() if word not in (END, UNKNOWN)]
     known = set(ranked[:most])
     if len(known) == len(ranked) and UNKNOWN not in counts:
@@ -117,7 +117,7 @@ def _vocabulary(text: Sequence[str], most: int) -> tuple[str, ...]:
 
 
 def _words(source: str, path: Path, most: int | None) -> list[str]:
-    """The first words of a file, every line ended by `END`."""
+    """Read the first words of a file, every line ended by `END`."""
     words: list[str] = []
     for line in _lines(source, path):
         words += (*line.split(), END)

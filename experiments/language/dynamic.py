@@ -1,15 +1,15 @@
-"""Dynamic evaluation: the network goes on learning from the text that it is tested on.
+"""Dynamic evaluation: the network keeps learning from the text that it is tested on.
 
-Each segment is scored first and learnt from afterwards, by a copy of the network. Two ways of
-learning: Adam, as the paper tried it, and the RMS rule of Krause et al. (2018),
+Each segment is first scored and then learnt from, by a copy of the network. There are two update
+rules: Adam, as tried in the paper, and the RMS rule of Krause et al. (2018),
 
     θ ← θ − η g / (RMS_g + ε) + λ RMS_norm (θ_g − θ),        RMS_norm = RMS_g / mean(RMS_g),
 
-where θ_g are the trained parameters and RMS_g the root mean square of each one's gradient over the
-training text. MbPA on top remembers states as they were at their time, and adapts the softmax layer
-as it is now.
+where θ_g are the trained parameters and RMS_g is the root mean square of each one's gradient over
+the training text. MbPA on top remembers states as they were when they were computed, and adapts the
+current softmax layer.
 
-A segment is a few tokens, so on a GPU what is done with it is recorded once and then replayed.
+A segment has only a few tokens, so on a GPU its operations are recorded once and then replayed.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from experiments.language.passage import Passage
 from experiments.language.recording import Recorded
 
 Params = Sequence[nn.Parameter]
-MOST = 1e6  # that a key may be, in each direction
+MOST = 1e6  # bound on each component of a key
 
 
 class Update(abc.ABC):
-    """How parameters learn from their gradients."""
+    """Rule by which parameters learn from their gradients."""
 
     @abc.abstractmethod
     def step(self) -> None:
-        """Take one step along the gradients that are there."""
+        """Take one step along the current gradients."""
 
     def state(self) -> dict[str, Any]:
-        """What it remembers from step to step, besides the parameters."""
+        """Return what the rule carries from step to step, besides the parameters."""
         return {}
 
     def resume(self, state: dict[str, Any]) -> None:  # noqa: B027 (most have nothing to take up)
-        """Go on from what `state` gave."""
+        """Continue from a state returned by `state`."""
 
 
 class RMSUpdate(Update):
-    """The rule of Krause et al.; a parameter is never pulled beyond where it was.
+    """The rule of Krause et al.; a parameter is never pulled beyond its trained value.
 
     Args:
-        scale: the root mean square gradient of each parameter.
+        scale: root mean square gradient of each parameter.
     """
 
     def __init__(self, params: Params, scale: Sequence[Tensor], settings: Dynamic) -> None:
@@ -63,7 +63,7 @@ class RMSUpdate(Update):
         self._rates = [settings.lr / (rms + settings.epsilon) for rms in scale]
         total = torch.stack([rms.sum() for rms in scale]).sum()
         mean = total / sum(rms.numel() for rms in scale)
-        mean = mean.clamp_min(torch.finfo(mean.dtype).tiny)  # where no parameter has a gradient
+        mean = mean.clamp_min(torch.finfo(mean.dtype).tiny)  # in case no parameter has a gradient
         self._pulls = [(settings.decay * rms / mean).clamp_max(1) for rms in scale]
         self._has_pull = settings.decay > 0
 
@@ -79,11 +79,11 @@ class RMSUpdate(Update):
 
 
 class AdamUpdate(Update):
-    """Adam, with the moments that it had at the end of training where they were kept.
+    """Adam, starting with its moments from the end of training if they were kept.
 
     Args:
-        moments: the optimiser's `state_dict()` after training, of the same parameters.
-        beta1: of training, for an optimiser that starts afresh.
+        moments: the optimiser's `state_dict()` after training, for the same parameters.
+        beta1: as in training, for an optimiser without moments.
         beta2: likewise.
     """
 
@@ -95,7 +95,7 @@ class AdamUpdate(Update):
         beta1: float = 0.0,
         beta2: float = 0.999,
     ) -> None:
-        on_gpu = params[0].is_cuda  # where it is to be recorded
+        on_gpu = params[0].is_cuda  # where the step is recorded
         self._optimizer = torch.optim.Adam(
             list(params), lr=lr, betas=(beta1, beta2), capturable=on_gpu
         )
@@ -117,7 +117,7 @@ class AdamUpdate(Update):
 def gradient_scale(
     model: LanguageModel, tokens: Int[Tensor, "T"], settings: Dynamic
 ) -> list[Tensor]:
-    """The root mean square of each parameter's gradient over a text, nothing dropped."""
+    """Return the root mean square of each parameter's gradient over a text, without dropout."""
     model = trainable_copy(model)
     params = list(model.parameters())
     squares = [torch.zeros_like(p) for p in params]
@@ -134,7 +134,7 @@ def gradient_scale(
         state = state[0].detach(), state[1].detach()
         logits = model.decoder(states).flatten(0, 1)
         loss = functional.cross_entropy(logits, targets[:, part].flatten())
-        with products("ieee", tokens.device):  # as on the way forward
+        with products("ieee", tokens.device):  # as in the forward pass
             grads = torch.autograd.grad(loss, params)
         for square, grad in zip(squares, grads, strict=True):
             square.addcmul_(grad, grad)
@@ -144,17 +144,18 @@ def gradient_scale(
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """What was found in some of a text."""
+    """The scores of a part of a text."""
 
     keys: Float[Tensor, "T E"]
     own: Float[Tensor, "T"]
     adapted: Float[Tensor, "T"]
-    """Log-probabilities from MbPA on top; without it, those of the network by itself."""
+    """Log-probabilities from MbPA on top; without it, those of the network alone."""
 
 
 class Segment:
-    """Some words in a row, as a network reads them that is to learn from them: all that changes,
-    changes in place, so that it can be recorded."""
+    """Consecutive words, read by a network that learns from them. Everything that changes is
+    changed in place, so that it can be recorded.
+    """
 
     def __init__(self, model: LanguageModel, length: int) -> None:
         self.model, self.params = model, list(model.parameters())
@@ -167,7 +168,7 @@ class Segment:
         self.own = hidden.new_zeros(length)
 
     def read(self) -> None:
-        """The words that are there, of which keys and log-probabilities are there afterwards."""
+        """Read the words in `words`, and store their keys, log-probabilities and gradients."""
         keys, own = self.read_these(self.words, self.answers)
         self.keys.copy_(keys)
         self.own.copy_(own)
@@ -175,28 +176,29 @@ class Segment:
     def read_these(
         self, words: Int[Tensor, "S"], answers: Int[Tensor, "S"]
     ) -> tuple[Float[Tensor, "S E"], Float[Tensor, "S"]]:
-        """Keys and log-probabilities of any words; either way the gradients are then there."""
+        """Return keys and log-probabilities of any words, and store the gradients."""
         states, state = self.model.states(words[None], self.state)
         losses = functional.cross_entropy(self.model.decoder(states[0]), answers, reduction="none")
-        with products("ieee", words.device):  # as on the way forward
+        with products("ieee", words.device):  # as in the forward pass
             grads = torch.autograd.grad(losses.mean(), self.params)
         for p, grad in zip(self.params, grads, strict=True):
             assert p.grad is not None
             p.grad.copy_(grad)
         for old, new in zip(self.state, state, strict=True):
             old.copy_(new.detach())
-        # A rate that is far too large makes them anything; the memory takes what is finite.
+        # A learning rate that is far too large gives arbitrary keys; the memory accepts finite ones
+        # only.
         keys = states[0].detach().nan_to_num(0.0, 0.0, 0.0).clamp(-MOST, MOST)
         return keys, -losses.detach()
 
 
 class DynamicEvaluation:
-    """A copy of a network that learns from each segment once it has been scored.
+    """A copy of a network that learns from each segment after scoring it.
 
     Args:
-        make_update: gives the rule for the copy's parameters.
-        on_top: how MbPA adapts the layer as it is now, if it is to.
-        memory: how many of the last tokens MbPA remembers.
+        make_update: returns the update rule for the copy's parameters.
+        on_top: how MbPA adapts the current layer, if at all.
+        memory: number of most recent tokens that MbPA remembers.
     """
 
     def __init__(
@@ -210,7 +212,7 @@ class DynamicEvaluation:
         self._model = trainable_copy(model)
         self._segment = segment = Segment(self._model, settings.segment)
         self._update = update = make_update(segment.params)
-        # Of nothing that holds this object, or it would outlive its use, with all of its weights.
+        # These must not refer to this object: the cycle would keep it, with all its weights, alive.
         self._look: Callable[[], None] = segment.read
         self._learn: Callable[[], None] = update.step
         if segment.own.is_cuda:
@@ -222,15 +224,17 @@ class DynamicEvaluation:
                 head=head,
                 memory=mbpa.ExactMemory(memory, head.in_features, device=head.weight.device),
                 predictor=on_top.predictor(memory),
-                engine=mbpa.Engine(store_bytes=0),  # the layer changes too often to keep anything
+                engine=mbpa.Engine(store_bytes=0),  # the layer changes too often to cache results
             )
 
     def read(self, inputs: Int[Tensor, "T"], targets: Int[Tensor, "T"]) -> Read:
-        """Score and learn; go on where the last call ended, which was at the end of a segment."""
+        """Score a text and learn from it, continuing where the last call ended, at the end of a
+        segment.
+        """
         keys, own, adapted, segment = [], [], [], self._segment
         length = len(segment.words)
         for words, answers in zip(inputs.split(length), targets.split(length), strict=True):
-            is_whole = len(words) == length  # but for the end of a text
+            is_whole = len(words) == length  # false only at the end of a text
             if is_whole:
                 segment.words.copy_(words)
                 segment.answers.copy_(answers)
@@ -251,13 +255,13 @@ class DynamicEvaluation:
         return Read(torch.cat(keys), torch.cat(own), torch.cat(adapted))
 
     def state(self) -> dict[str, Any]:
-        """All that `resume` needs, less what was read."""
+        """Return everything that `resume` needs, except what was read."""
         params, carried = [p.detach() for p in self._segment.params], self._segment.state
         return {"params": params, "carried": carried, "update": self._update.state()}
 
     @torch.no_grad()
     def resume(self, state: dict[str, Any], before: Passage) -> None:
-        """Go on from what `state` gave after this much of the text."""
+        """Continue from a state returned by `state` after this much of the text."""
         for p, kept in zip(self._segment.params, state["params"], strict=True):
             p.copy_(kept)
         for part, kept in zip(self._segment.state, state["carried"], strict=True):
@@ -268,8 +272,9 @@ class DynamicEvaluation:
 
 
 def trainable_copy(model: LanguageModel) -> LanguageModel:
-    """A copy with weights of its own; in training mode, since cuDNN wants that for gradients
-    (`LanguageModel.states` drops nothing in either mode)."""
+    """Return a copy with its own weights, in training mode, which cuDNN requires for gradients
+    (`LanguageModel.states` drops nothing in either mode).
+    """
     model = copy.deepcopy(model).train().requires_grad_()
     model.lstm.flatten_parameters()
     return model

@@ -1,8 +1,9 @@
 """The search for settings of dynamic evaluation, on the beginning of the validation text.
 
-Rates that do best there are compared once more on a longer beginning, and so are the pulls back to
-the trained weights, and rates around the best with the best of these: what helps at first may lead
-the network astray in the long run. (On Penn Treebank a rate of Adam did, chosen on 10,000 tokens.)
+The rates that do best there are compared again on a longer beginning. So are the pulls back to the
+trained weights and, with the best of these, rates around the best one: what helps at first may lead
+the network astray in the long run. (A rate of Adam chosen on 10,000 tokens did so on Penn
+Treebank.)
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from experiments.language.network import LanguageModel
 from experiments.language.passage import Passage, perplexity
 
 RATES = {2e-5: (1e-5, 3e-5, 1e-4), 2e-4: (2e-5, 6e-5, 2e-4), 2e-3: (2.5e-4, 5e-4, 1e-3)}
-"""By the ε that they go together with; first what was best on two corpora."""
+"""Rates to try, by the ε they are combined with; the first were best on two corpora."""
 DECAY, DECAYS = 0.002, (0.0, 0.006, 0.02, 0.1)
-"""The pull with which rates are compared first, and others."""
+"""The pull with which rates are first compared, and the others to try."""
 AROUND = (0.5, 2.0)
-"""Times the rate, once the pull is chosen: the two go together."""
+"""Factors of the rate to try once the pull is chosen, since the two interact."""
 ADAM_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 FINALISTS, LONGER = 3, 4
-"""How many rates are compared on how many times as much text."""
+"""How many rates are compared on the longer text, and how many times longer it is."""
 FIELDS = {DYNAMIC: ("lr", "epsilon", "decay"), ADAM: ("adam_lr",)}
-"""What is chosen."""
+"""Fields that are chosen, by method."""
 
 
 @dataclass(frozen=True, eq=False)
 class DynamicTrials:
-    """Settings of dynamic evaluation, each judged by a text of its own pass."""
+    """Settings of dynamic evaluation, each judged by its own pass over a text."""
 
     config: LanguageConfig
     model: LanguageModel
@@ -55,8 +56,9 @@ class DynamicTrials:
     _judged: dict[tuple[str, Dynamic, int], float] = field(default_factory=dict)
 
     def choose(self) -> None:
-        """The rule of Krause et al. and Adam; what cannot be afforded is not chosen, and stays as
-        it is."""
+        """Choose settings for the rule of Krause et al. and for Adam; settings that cannot be
+        afforded are not chosen, and the fields keep their values.
+        """
         settings = self.config.dynamic
         for tokens in sorted({self._short, self._long} - {len(self.passage)}):
             value = perplexity(self.passage.own[:tokens])
@@ -98,7 +100,7 @@ class DynamicTrials:
         return min(len(self.passage), LONGER * self.config.search.dynamic_tokens)
 
     def _tried(self, method: str, options: Sequence[Dynamic]) -> dict[Dynamic, float]:
-        """The perplexities of those that can be afforded, by the shorter text."""
+        """Return the perplexities of the affordable settings, on the shorter text."""
         return {
             settings: self._judge(method, settings, self._short)
             for settings in options
@@ -106,9 +108,10 @@ class DynamicTrials:
         }
 
     def _settled(self, method: str, options: Sequence[Dynamic]) -> Dynamic:
-        """The best of them by the longer text, or, if there is no time to read that with all of
-        them, by the shorter one; the first where there is none for that either, or where it was
-        the longer text that chose it."""
+        """Return the best setting on the longer text or, if there is not enough time to read it
+        with all of them, on the shorter one. Return the first if there is no time for that either,
+        or if the longer text chose it.
+        """
         for tokens in (self._long, self._short):
             new = [each for each in options if (method, each, tokens) not in self._judged]
             if self.ledger.affords(None, sum(self._cost(each, tokens) for each in new)):
@@ -126,7 +129,7 @@ class DynamicTrials:
         return tokens / settings.segment * (3e-4 + 3e-11 * weights)
 
     def _judge(self, method: str, settings: Dynamic, tokens: int) -> float:
-        """The perplexity of so much of the text; written down once."""
+        """Return the perplexity of this many tokens, recorded once."""
         key = method, settings, tokens
         if key not in self._judged:
             compute = functools.partial(self._read, *key)
@@ -150,7 +153,9 @@ class DynamicTrials:
 
 
 def beyond(rate: float, grid: Sequence[float]) -> list[float]:
-    """One rate more, where this one is at an edge of a rising grid: by the factor of that edge."""
+    """Return one more rate if this one is at an edge of a rising grid, extending it by its last
+    ratio.
+    """
     if len(grid) < 2 or rate not in (grid[0], grid[-1]):
         return []
     neighbor = grid[1] if rate == grid[0] else grid[-2]
@@ -162,5 +167,5 @@ def _best(found: dict[Dynamic, float]) -> Dynamic:
 
 
 def _leading(found: dict[Dynamic, float]) -> list[Dynamic]:
-    """The best few, the best first."""
+    """Return the few best settings, best first."""
     return sorted(found, key=lambda settings: found[settings])[:FINALISTS]

@@ -1,8 +1,8 @@
 """How well each method predicts the words of the validation and the test text.
 
 Every method is a mixture of a few vectors of log-probabilities. Their weights are solved for on the
-validation text, frozen, and only then is the test text scored, once. Each vector is kept in the
-workspace as soon as it is there, so that a run can be cut into pieces.
+validation text and frozen; only then is the test text scored, once. Each vector is saved to the
+workspace as soon as it is computed, so that a run can be interrupted.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ METHODS = {
     ADAM: ("dynamic, Adam",),
     ALL: ("dynamic", "MbPA on dynamic", "cache on dynamic"),
 }
-"""What each is a mixture of."""
-LOOPED = 200  # tokens, from which the time of a loop is extrapolated
+"""The components of each method's mixture."""
+LOOPED = 200  # tokens from which the time of a loop is extrapolated
 WARM_UP = 2048  # tokens
-PIECE = 25_000  # tokens of dynamic evaluation between two saves
+PIECE = 25_000  # tokens of dynamic evaluation between saves
 
 
 def evaluated(
@@ -79,7 +79,7 @@ def evaluated(
     seed: int,
     moments: dict[str, Any] | None = None,
 ) -> list[Record]:
-    """Perplexities of all methods on both texts, and what else there is to show.
+    """Return the perplexities of all methods on both texts, and the other records of the report.
 
     Args:
         moments: the `state_dict()` of the Adam that trained the model, if it was kept.
@@ -90,7 +90,7 @@ def evaluated(
     }
     tried = {ALL: config.dynamic.on_top, ADAM: config.dynamic.adam_lr > 0}
     methods = [name for name in METHODS if tried.get(name, True)]
-    # The two that share a pass with MbPA on top take longest: by then all else is there.
+    # The two that share a pass with MbPA on top take longest, so they come last.
     last = (DYNAMIC, ALL) if config.dynamic.on_top else ()
     weights: dict[str, Tensor] = {}
     with context.bar(2 * len(methods), f"scoring, seed {seed}", "methods") as bar:
@@ -103,7 +103,7 @@ def evaluated(
 def _perplexities(
     texts: dict[str, Text], methods: Sequence[str], weights: dict[str, Tensor], bar: tqdm
 ) -> list[Record]:
-    """Of both texts; the weights that are solved for on the first are added to `weights`."""
+    """Score both texts; the weights solved for on the first are added to `weights`."""
     records: list[Record] = []
     for (split, text), name in itertools.product(texts.items(), methods):
         logs = text.parts(METHODS[name])
@@ -117,7 +117,7 @@ def _perplexities(
 
 
 def _word_records(test: Text, weights: dict[str, Tensor]) -> list[Record]:
-    """Which words gain when MbPA joins the cache."""
+    """Return which words gain when MbPA joins the cache."""
     both, beside = (mixed(test.parts(METHODS[name]), weights[name]) for name in (BOTH, CACHE))
     found = improvements(test.corpus, test.tokens.cpu(), beside.cpu(), both.cpu())
     found += examples(test.corpus, test.retrieval, test.config.combined, beside, both)
@@ -151,13 +151,13 @@ def _weight_records(
 
 
 def first_word(corpus: Corpus) -> int:
-    """What stands before the first word of a text: the end of a line."""
+    """Return the word before the first word of a text: the end of a line."""
     return corpus.words.index(END) if END in corpus.words else 0
 
 
 @dataclass(eq=False)
 class Text:
-    """One of the texts and what the methods' parts say of it, each computed when asked for."""
+    """One of the texts, and the scores of the methods' components, each computed on demand."""
 
     model: LanguageModel
     corpus: Corpus
@@ -192,14 +192,14 @@ class Text:
         return kept or {"parts": {}, "seconds": {}}
 
     def parts(self, names: tuple[str, ...]) -> Float[Tensor, "M T"]:
-        """Log-probabilities of the words, by each of these."""
+        """Return log-probabilities of the words, one row per component."""
         return torch.stack([self._part(name).to(self.context.device) for name in names])
 
     def timings(self) -> list[Record]:
-        """Seconds for the whole text; of MbPA and the cache with the states given.
+        """Return seconds for the whole text; for MbPA and the cache, given the states.
 
-        The loop takes steps along gradients, as many as the settings name, also where MbPA itself
-        is by another rule: its record says so.
+        The loop takes as many gradient steps as the settings name, even if MbPA itself uses another
+        rule; its record says so.
         """
         where: Record = {"corpus": self.config.corpus, "split": self.split, "name": "seconds"}
         local = replace(self.config.mbpa, rule="gradient")
@@ -226,7 +226,7 @@ class Text:
         return kept[name]
 
     def _computed(self, name: str) -> dict[str, Tensor]:
-        """The part of this name, and what comes with it."""
+        """Return the component of this name, and those computed with it."""
         config = self.config
         if name == "LSTM":
             return {name: self.passage.own}
@@ -234,8 +234,8 @@ class Text:
             passage = self.passage
             return {name: self._timed(CACHE, lambda: self._cache(passage))}
         if name == "MbPA":
-            _ = self.retrieval  # has a clock of its own
-            if self.context.device.type == "cuda":  # compiles its kernels, off the clock
+            _ = self.retrieval  # timed separately
+            if self.context.device.type == "cuda":  # compile kernels before timing
                 self._mbpa(config.mbpa, self.positions[:WARM_UP])
             return {name: self._timed(MBPA, lambda: self._mbpa(config.mbpa, self.positions))}
         if name == "MbPA beside the cache":
@@ -247,7 +247,7 @@ class Text:
             return {name: vote_scores(self.retrieval, config.mbpa.weighting, k, self.positions)}
         if name == "uniform":
             even = torch.full_like(self.passage.own, -math.log(len(self.corpus.words)))
-            even[:1] = self.passage.own[:1]  # while there is no memory, the network speaks for it
+            even[:1] = self.passage.own[:1]  # before there is a memory, the network decides
             return {name: even}
         if name == "dynamic, Adam":
             return {name: self._dynamic(self._adam, "adam")[0].own}
@@ -271,7 +271,7 @@ class Text:
     # Dynamic evaluation
 
     def _rms(self, params: Params) -> Update:
-        name = f"gradients-{self.seed}"  # both texts have them
+        name = f"gradients-{self.seed}"  # shared by both texts
         scale = kept_gradient_scale(self.config, self.context, self.model, self.corpus, name)
         return RMSUpdate(params, scale, self.config.dynamic)
 
@@ -283,7 +283,7 @@ class Text:
     def _dynamic(
         self, make_update: Callable[[Params], Update], kind: str, on_top: Local | None = None
     ) -> tuple[Passage, Tensor]:
-        """The text as a network that goes on learning reads it, and MbPA's scores on top."""
+        """Return the text as read by a network that keeps learning, and MbPA's scores on top."""
         name, config, device = self._name(f"dynamic-{kind}"), self.config, self.context.device
         network = DynamicEvaluation(self.model, make_update, config.dynamic, on_top, config.memory)
         inputs = functional.pad(self.tokens[:-1], (1, 0), value=first_word(self.corpus))
@@ -326,7 +326,9 @@ class Text:
 def kept_gradient_scale(
     config: LanguageConfig, context: Context, model: LanguageModel, corpus: Corpus, name: str
 ) -> list[Tensor]:
-    """Computed once, also for a run that is interrupted; kept under this name."""
+    """Return the gradient scale, computed once even if a run is interrupted, and saved under
+    `name`.
+    """
     kept, device = context.workspace.load(name), context.device
     if kept is None:
         kept = {"scale": gradient_scale(model, corpus.train.to(device), config.dynamic)}
@@ -337,9 +339,9 @@ def kept_gradient_scale(
 def loop_scores(
     head: nn.Linear, retrieval: Retrieval, local: Local, positions: range
 ) -> Float[Tensor, "P"]:
-    """What most people would write: for each token a copy of the layer, and autograd.
+    """Adapt in the most obvious way: for each token a copy of the layer, and autograd.
 
-    Only for comparison of time, with the neighbours given.
+    Used only to compare times, with the neighbours given.
     """
     passage, scores = retrieval.passage, []
     predictor = local.predictor(retrieval.window)

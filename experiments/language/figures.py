@@ -1,4 +1,4 @@
-"""What the report shows of language modelling, made from the records alone."""
+"""Report on language modelling, built from the records alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PAPER: dict[str, dict[str, Numbers]] = {
         BOTH: (51.8, 49.4),
     },
 }
-"""Table 2: perplexities of the validation and the test text."""
+"""Table 2 of the paper: perplexities of the validation and the test text."""
 CITED: dict[str, dict[str, Numbers]] = {
     "ptb": {
         "CharCNN (Zhang et al., 2015)": (None, 78.9),
@@ -72,16 +72,16 @@ CITED: dict[str, dict[str, Numbers]] = {
         "AWD-LSTM + dynamic evaluation (Krause et al., 2017)": (46.4, 44.3),
     },
 }
-"""Rows that the paper's table takes from others, whose networks are other ones."""
+"""Rows of the paper's table that are taken from other publications, with other networks."""
 OVER = {
     "AWD-LSTM + cache (Merity et al., 2017)": "AWD-LSTM (Merity et al., 2017)",
     "AWD-LSTM + dynamic evaluation (Krause et al., 2017)": "AWD-LSTM (Krause et al., 2017)",
 }
-"""What they improve on."""
+"""The row that each of these improves on."""
 
 
 class Scores:
-    """The records of some networks, by what they are of."""
+    """Records of several networks."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self.results = results
@@ -90,7 +90,7 @@ class Scores:
         self.records = [record for result in results for record in result.metrics]
 
     def values(self, name: str, **of: object) -> list[float]:
-        """One a seed."""
+        """Return the values of matching records, one per seed."""
         return [value_of(record) for record in self.found(name, **of)]
 
     def found(self, name: str, **of: object) -> list[Record]:
@@ -99,7 +99,7 @@ class Scores:
 
     @property
     def is_of_a_whole_corpus(self) -> bool:
-        """So that its perplexities can be compared with published ones."""
+        """Whether the whole corpus was used, so that perplexities compare with published ones."""
         return self.corpus in PAPER and not (self.config["tokens"] or self.config["scored_tokens"])
 
     @property
@@ -113,7 +113,7 @@ class Scores:
 
 
 def sections(results: Sequence[Result]) -> list[Section]:
-    """Table 2, the time it took, and which words gain."""
+    """Return table 2, the times, and which words gain."""
     scores = Scores(results)
     title = TITLES[scores.corpus]
     found = [
@@ -350,7 +350,7 @@ def _draw_frequencies(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
 
 
 def _significant(number: float) -> str:
-    """With three digits that count, at least, and not as a power of ten."""
+    """Format with at least three significant digits, never as a power of ten."""
     if not (math.isfinite(number) and number > 0):
         return f"{number:g}"
     return f"{number:,.{max(0, 2 - math.floor(math.log10(number)))}f}"

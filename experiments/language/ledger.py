@@ -1,4 +1,4 @@
-"""The books of a search: what it may spend, what it has found, and what it writes down."""
+"""Accounts of a search: its budget, its findings, and its records."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from experiments.results import Record
 
 SAVE_EVERY = 5.0  # seconds
 SPREAD, BEGINNING = "spread", "beginning"
-"""Which tokens of a text the network alone is judged by, where not all: for comparison."""
+"""Which tokens of a text the network alone is judged on, if not all, for comparison."""
 
 
 def three_digits(number: float) -> float:
-    """Rounded, as settings are written down."""
+    """Round to three significant digits, as settings are recorded."""
     return float(f"{number:.3g}")
 
 
 class Ledger:
-    """Nothing is computed twice, not even by a run that goes on.
+    """The budget, results and records of a search. Nothing is computed twice, even if a run is
+    resumed.
 
-    Costs are estimates, so that what is left out does not depend on the speed of the day.
+    Costs are estimates, so that what is left out does not depend on the machine's current speed.
 
     Args:
         corpus: named in every record.
-        allowance: seconds.
-        bar: shows what of it is spent.
+        allowance: budget in seconds.
+        bar: progress bar of the budget spent.
     """
 
     def __init__(self, context: Context, corpus: str, allowance: float, bar: tqdm) -> None:
@@ -43,15 +44,15 @@ class Ledger:
 
     @property
     def left_out(self) -> int:
-        """Settings that were never tried, as too dear."""
+        """Number of settings that were never tried because they were too expensive."""
         return len(self._left_out)
 
     def affords(self, setting: object, seconds: float, share: float = 1.0) -> bool:
-        """Whether so much more may be spent of this share; if so it is, else the setting is left
-        out, unless there is more to spend when it comes again.
+        """Spend `seconds` if this share of the budget allows it, and return whether it did.
+        Otherwise the setting counts as left out, unless a later call can afford it.
 
         Args:
-            setting: `None` for more tokens of what has been tried.
+            setting: `None` for further tokens of a setting already tried.
         """
         if self._spent + seconds > share * self.allowance:
             if setting is not None:
@@ -64,11 +65,11 @@ class Ledger:
         return True
 
     def leave_out(self, setting: object) -> None:
-        """Count a setting as one that is too dear."""
+        """Count a setting as too expensive."""
         self._left_out.add(repr(setting))
 
     def known(self, identity: object, compute: Callable[[], Sequence[float]]) -> list[float]:
-        """What was found for this, now or by a run that was interrupted."""
+        """Return the result for `identity`, computed now or by an interrupted run."""
         key = repr(identity)
         if key not in self._known:
             self._known[key] = list(compute())
@@ -81,11 +82,11 @@ class Ledger:
         self._saved = time.monotonic()
 
     def tried(self, method: str, setting: dict[str, Any], value: float) -> None:
-        """Write down the perplexity of the validation text with some setting."""
+        """Record the perplexity of the validation text with a setting."""
         where: Record = {"method": method, "corpus": self._corpus, "split": "valid"}
         self.records.append({**where, **setting, "name": "perplexity", "value": value})
 
     def chose(self, setting: str, value: str | int | float) -> None:
-        """Write down what a field of the config is to be."""
+        """Record the chosen value of a field of the config."""
         chosen: Record = {"corpus": self._corpus, "setting": setting}
         self.records.append({**chosen, "name": "chosen", "value": value})

@@ -1,8 +1,9 @@
 """The language model: one LSTM layer whose softmax shares its weights with the embedding.
 
 The softmax sees a bias-free projection of the LSTM's output, as wide as the embedding (Melis et
-al., 2018). Words, recurrent weights and layers are dropped once a batch, not once a step, so that
-cuDNN still runs the recurrence; it must find the weights side by side in one piece of memory.
+al., 2018). Dropout masks for words, recurrent weights and layers are drawn once per batch, not once
+per step, so that cuDNN still runs the recurrence; it requires the weights to be contiguous in
+memory.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from torch.nn import functional
 
 State = tuple[Float[Tensor, "1 B H"], Float[Tensor, "1 B H"]]
 """What an LSTM carries from one token to the next: its output and its cells."""
-_ORDER = "weight_ih", "weight_hh", "bias_ih", "bias_hh"  # as cuDNN has them
+_ORDER = "weight_ih", "weight_hh", "bias_ih", "bias_hh"  # cuDNN's order
 
 
 @dataclass(frozen=True)
 class Dropouts:
-    """Shares that are set to zero while training; what stays is scaled up."""
+    """Shares that are set to zero during training; the rest is scaled up."""
 
     words: float = 0.05
-    """Of the vocabulary, for a whole batch."""
+    """Share of the vocabulary that is dropped, for a whole batch."""
     input: float = 0.5
-    """Of a word's embedding; like those below, the same through a sequence."""
+    """Share of a word's embedding that is dropped; like those below, the same throughout a
+    sequence.
+    """
     recurrent: float = 0.5
-    """Of the LSTM's recurrent weights, for a whole batch."""
+    """Share of the LSTM's recurrent weights that is dropped, for a whole batch."""
     output: float = 0.4
-    """Of the LSTM's output."""
+    """Share of the LSTM's output that is dropped."""
     projected: float = 0.3
-    """Of what the softmax sees."""
+    """Share of the softmax layer's input that is dropped."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -45,11 +48,11 @@ class Dropouts:
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next word.
+    """A network that predicts the next word.
 
     Args:
-        vocabulary: words.
-        hidden: units of the LSTM.
+        vocabulary: number of words.
+        hidden: number of units of the LSTM.
         embedding: size of a word's vector, and of the softmax layer's input.
     """
 
@@ -64,14 +67,14 @@ class LanguageModel(nn.Module):
         self.embedding.weight = self.decoder.weight
 
     def initial_state(self, batch: int) -> State:
-        """Of sequences that have just begun."""
+        """Return the state at the beginning of sequences."""
         zeros = self.projection.weight.new_zeros(1, batch, self.lstm.hidden_size)
         return zeros, zeros
 
     def states(
         self, tokens: Int[Tensor, "B T"], state: State
     ) -> tuple[Float[Tensor, "B T E"], State]:
-        """What the softmax layer sees after each token, nothing dropped, in float32."""
+        """Return the input of the softmax layer after each token, without dropout, in float32."""
         with products("ieee", tokens.device):
             outputs, (hidden, cells) = self.lstm(self.embedding(tokens), state)
             return self.projection(outputs), (hidden, cells)
@@ -79,17 +82,17 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "B T"], state: State
     ) -> tuple[Float[Tensor, "B T V"], State]:
-        """Logits of the word after each token, likewise."""
+        """Return logits of the word after each token, likewise."""
         states, state = self.states(tokens, state)
         with products("ieee", tokens.device):
             return self.decoder(states), state
 
     def noisy(self, tokens: Int[Tensor, "B T"], state: State, drawn: Drawn, multiple: int) -> Noisy:
-        """The same with something dropped.
+        """Run the network with dropout.
 
         Args:
-            multiple: to which widths are filled up while computing, with what changes nothing:
-                tensor cores want rows that are aligned, and those of width 1853 are not.
+            multiple: widths are padded to a multiple of this while computing, without changing the
+                result: tensor cores need aligned rows, and those of width 1853 are not.
         """
         vectors = _widened(self.decoder.weight, multiple, 2)
         inputs = functional.embedding(tokens, vectors)
@@ -116,7 +119,7 @@ class LanguageModel(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """What is dropped in one batch: factors, of which those of what is dropped are zero."""
+    """Dropout masks of one batch: factors that are zero for what is dropped."""
 
     words: Float[Tensor, "V"] | None
     input: Float[Tensor, "B 1 E"] | None
@@ -127,22 +130,22 @@ class Drawn:
 
 @dataclass(frozen=True, eq=False)
 class Noisy:
-    """What training needs of a pass over a batch."""
+    """Outputs of a pass over a batch that training needs."""
 
     logits: Float[Tensor, "B T W"]
-    """Of the word after each token; those beyond the vocabulary are −∞, which is no word's."""
+    """Logits of the word after each token; those beyond the vocabulary are −∞."""
     outputs: Float[Tensor, "B T H"]
-    """Of the LSTM."""
+    """Outputs of the LSTM."""
     dropped: Float[Tensor, "B T H"]
-    """The same with some of them set to zero."""
+    """The same outputs after dropout."""
     state: State
 
 
 def draw(model: LanguageModel, batch: int, dropouts: Dropouts, source: torch.Generator) -> Drawn:
-    """What to drop in the next batch.
+    """Draw the dropout masks of the next batch.
 
     Args:
-        source: on the model's device.
+        source: a generator on the model's device.
     """
     units, (vocabulary, width) = model.lstm.hidden_size, model.decoder.weight.shape
 
@@ -164,10 +167,10 @@ def draw(model: LanguageModel, batch: int, dropouts: Dropouts, source: torch.Gen
 def side_by_side(
     lstm: nn.LSTM, recurrent: Float[Tensor, "G H"] | None, multiple: int
 ) -> list[Tensor]:
-    """The LSTM's weights with factors for the recurrent ones, as parts of one piece of memory, in
-    cuDNN's order; gradients go to the LSTM's own.
+    """Return the LSTM's weights, multiplied by factors for the recurrent ones, as parts of one
+    contiguous tensor in cuDNN's order. Gradients flow to the LSTM's own weights.
 
-    Units that fill up the width have zero weights and biases, so their cells and outputs are zero.
+    Units that pad the width have zero weights and biases, so their cells and outputs are zero.
     """
     own: dict[str, Tensor] = {name: lstm.get_parameter(f"{name}_l0") for name in _ORDER}
     own["weight_hh"] = _masked(own["weight_hh"], recurrent)
@@ -181,7 +184,7 @@ def side_by_side(
 
 @contextlib.contextmanager
 def products(precision: Literal["ieee", "tf32"], device: torch.device) -> Iterator[None]:
-    """How float32 matrices are multiplied on a GPU; by itself torch has TF32 in LSTMs alone."""
+    """Set how a GPU multiplies float32 matrices; by default torch uses TF32 in LSTMs only."""
     if device.type != "cuda":
         yield
         return
@@ -197,12 +200,12 @@ def products(precision: Literal["ieee", "tf32"], device: torch.device) -> Iterat
 
 
 def _masked(numbers: Tensor, factors: Tensor | None, multiple: int = 1) -> Tensor:
-    """Times factors that are made as wide as a multiple first, which the numbers are already."""
+    """Multiply by factors, which are first padded to the width that the numbers already have."""
     return numbers if factors is None else numbers * _widened(factors, multiple)
 
 
 def _widened(numbers: Tensor, multiple: int, dims: int = 1, value: float = 0.0) -> Tensor:
-    """With zeros or another value, to a multiple, in so many of the last dimensions."""
+    """Pad the last `dims` dimensions to a multiple, with zeros or another value."""
     more = [-size % multiple for size in numbers.shape[-dims:]]
     padding = [side for each in reversed(more) for side in (0, each)]
     return functional.pad(numbers, padding, value=value) if any(more) else numbers

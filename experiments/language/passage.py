@@ -1,8 +1,8 @@
-"""One pass of states over a text, and what each method makes of them, token by token.
+"""One pass of states over a text, and the scores of each method, token by token.
 
-The states of a text are computed once (`Passage`), and so are the nearest of each token's window
-(`Retrieval`); every method and every setting is then a vector (T,) of log-probabilities of the
-tokens that came, and a mixture a sum over such vectors. Nothing of the size (T, V) is ever there.
+The states of a text are computed once (`Passage`), and so are the nearest entries of each token's
+window (`Retrieval`). Every method and setting is then a vector (T,) of log-probabilities of the
+actual tokens, and a mixture is a sum over such vectors. Nothing of size (T, V) is ever stored.
 
 Shapes: T tokens of the text, P of them scored, E key size, K neighbours, V words, M methods mixed.
 """
@@ -24,10 +24,10 @@ from experiments.language.network import LanguageModel
 from mbpa.kernels import Kernel, neighbor_weights
 
 CHUNK = 2048  # tokens whose states are computed at once
-SPANS = 64, 2048  # tokens that a block of queries reaches over, on a CPU and on a GPU
-FEWEST = 1024  # queries that a GPU is given at once, however far apart they are
-STORE_BYTES = 1 << 33  # for what the head says of the window: 20,000 of 33,278 words take 2.7 GB
-SCORES = 1 << 26  # of queries against keys, at a time
+SPANS = 64, 2048  # tokens that a block of queries spans, on a CPU and on a GPU
+FEWEST = 1024  # minimum queries per GPU call, however far apart
+STORE_BYTES = 1 << 33  # for outputs on the window: 20,000 of 33,278 words take 2.7 GB
+SCORES = 1 << 26  # scores of queries against keys at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,21 +35,21 @@ class Passage:
     """A text as the network reads it, word by word."""
 
     keys: Float[Tensor, "T E"]
-    """The states before each word: inputs of the softmax layer, and the keys of the memory."""
+    """The states before each word: inputs of the softmax layer, and keys of the memory."""
     targets: Int[Tensor, "T"]
-    """The words."""
+    """The words of the text."""
     own: Float[Tensor, "T"]
-    """Log-probability that the network by itself gives to each."""
+    """Log-probability of each word according to the network alone."""
 
     def __len__(self) -> int:
         return len(self.targets)
 
 
 def read_passage(model: LanguageModel, tokens: Int[Tensor, "T"], first: int) -> Passage:
-    """Read a text from its beginning, the state carried all through it.
+    """Read a text from its beginning, carrying the state through all of it.
 
     Args:
-        first: the word that stands before the first, the end of a line.
+        first: the word before the first one, the end of a line.
     """
     was_training = model.training
     model.eval()
@@ -66,27 +66,27 @@ def read_passage(model: LanguageModel, tokens: Int[Tensor, "T"], first: int) -> 
     return Passage(torch.cat(keys), tokens, torch.cat(own))
 
 
-# The nearest of each token's window
+# The nearest entries of each token's window
 
 
 @dataclass(frozen=True, eq=False)
 class Retrieval:
-    """For each token the nearest of the `window` tokens before it; ids are places in the text."""
+    """The nearest of the `window` tokens before each token; ids are positions in the text."""
 
     passage: Passage
     window: int
     ids: Int[Tensor, "T K"]
-    """−1 where there are no more."""
+    """Positions of the neighbours; −1 where there are no more."""
     distances: Float[Tensor, "T K"]
     dots: Float[Tensor, "T K"]
     revision: int
 
     def neighbors(self, positions: range, k: int, capacity: int) -> mbpa.Neighbors:
-        """As a memory would give them, for tokens at these positions.
+        """Return the neighbours of these positions, as a memory would.
 
         Args:
-            capacity: as many slots that none of the positions' windows together need more; what
-                the head says of a neighbour is kept by slot from block to block.
+            capacity: number of slots, enough for the windows of all positions together; the
+                head's outputs for a neighbour are cached by slot from block to block.
         """
         rows = slice(positions.start, positions.stop, positions.step)
         ids = self.ids[rows, :k].long()
@@ -105,7 +105,7 @@ class Retrieval:
 
 
 def retrieved(passage: Passage, window: int, k: int) -> Retrieval:
-    """Read each token's window as a memory of this size would stand before it."""
+    """Read each token's window, as a memory of this size would hold it before the token."""
     device, k = passage.keys.device, min(k, window)
     memory = mbpa.ExactMemory(window, passage.keys.shape[1], device=device)
     span = _span(device)
@@ -120,15 +120,17 @@ def retrieved(passage: Passage, window: int, k: int) -> Retrieval:
         rows, width = slice(start, start + len(values)), found.ids.shape[1]
         ids[rows, :width] = found.ids.to(torch.int32)
         distances[rows, :width], dots[rows, :width] = found.distances, found.dots
-        revision = found.revision  # it stays the same, since no entry is given another key
+        revision = found.revision  # constant, since no entry changes its key
     return Retrieval(passage, window, ids, distances, dots, revision)
 
 
-# What the methods say: log-probabilities of the words that came
+# Scores of the methods: log-probabilities of the actual words
 
 
 def engine_for(device: torch.device) -> mbpa.Engine:
-    """One that keeps what the head says of a whole window, where there is memory for it."""
+    """Return an engine that caches the head's outputs for a whole window, if there is room for
+    them.
+    """
     return mbpa.Engine(store_bytes=STORE_BYTES) if device.type == "cuda" else mbpa.Engine()
 
 
@@ -139,7 +141,7 @@ def adapted_scores(
     positions: range,
     engine: mbpa.Engine,
 ) -> Float[Tensor, "P"]:
-    """Of heads that are adapted, each to its own neighbours."""
+    """Return scores of heads that are each adapted to their own neighbours."""
     passage = retrieval.passage
     memory = mbpa.ExactMemory(1, passage.keys.shape[1], device=passage.keys.device)
     model = mbpa.MbPA(head=head, memory=memory, predictor=predictor, engine=engine)
@@ -152,13 +154,13 @@ def adapted_scores(
         found = model(keys=passage.keys[rows], neighbors=neighbors)
         scores.append(found.gather(1, passage.targets[rows, None])[:, 0])
     found = torch.cat(scores)
-    return found.masked_fill(found.isnan(), -math.inf)  # of a rate that is far too large
+    return found.masked_fill(found.isnan(), -math.inf)  # from a rate that is far too large
 
 
 def vote_scores(
     retrieval: Retrieval, kernel: Kernel, k: int, positions: range
 ) -> Float[Tensor, "P"]:
-    """Of the neighbours' vote, not smoothed: minus infinity where no neighbour has the word."""
+    """Return scores of the neighbours' vote, unsmoothed: −∞ where no neighbour has the word."""
     passage, scores = retrieval.passage, []
     for block in _blocks(positions, passage.keys.device):
         rows = slice(block.start, block.stop, block.step)
@@ -172,9 +174,10 @@ def vote_scores(
 def cache_scores(
     passage: Passage, window: int, scales: Sequence[float], positions: range
 ) -> Float[Tensor, "S P"]:
-    """Of the neural cache alone, `softmax(θ h·h_i)` over the whole window, for several θ.
+    """Return scores of the neural cache alone, `softmax(θ h·h_i)` over the whole window, for
+    several θ.
 
-    As `NeighborVote(exp_dot(θ), k=window)`, which would sort what need not be sorted.
+    Equal to `NeighborVote(exp_dot(θ), k=window)`, which would sort entries needlessly.
     """
     size = max(1, min(_span(passage.keys.device) // positions.step, SCORES // (window + 1)))
     parts = []
@@ -196,7 +199,7 @@ def cache_scores(
 
 
 def _blocks(positions: range, device: torch.device) -> Iterator[range]:
-    """Positions some at a time, so that their windows overlap much."""
+    """Yield blocks of positions whose windows overlap strongly."""
     size = max(1, _span(device) // positions.step)
     size = size if device.type == "cpu" else max(FEWEST, size)
     for start in range(0, len(positions), size):
@@ -211,26 +214,26 @@ def _span(device: torch.device) -> int:
 
 
 def mixed(logs: Float[Tensor, "M P"], weights: Float[Tensor, "M"]) -> Float[Tensor, "P"]:
-    """Log-probabilities of a mixture, in double precision."""
+    """Return log-probabilities of a mixture, in double precision."""
     return (logs.double() + weights.double().log()[:, None].to(logs.device)).logsumexp(0)
 
 
 def perplexity(logs: Float[Tensor, "P"]) -> float:
-    """Infinite, too, where there is none."""
+    """Return the perplexity; infinite if it is undefined."""
     found = float((-logs.double().mean()).exp())
     return math.inf if math.isnan(found) else found
 
 
 def solved_weights(logs: Float[Tensor, "M P"]) -> Float[Tensor, "M"]:
-    """The weights with which a mixture gives these words the highest probability.
+    """Return the weights with which a mixture gives these words the highest probability.
 
-    With p = P λ, −mean log p + Σ λ is convex, and its least value over λ ≥ 0 has Σ λ = 1. Newton's
-    method; each step solves a quadratic problem with λ ≥ 0, exactly, by trying every set of weights
-    that may be above zero: there are few.
+    With p = P λ, −mean log p + Σ λ is convex, and its minimum over λ ≥ 0 has Σ λ = 1. It is found
+    by Newton's method. Each step solves a quadratic problem with λ ≥ 0 exactly, by trying every set
+    of weights that may be positive: there are few.
     """
     count = len(logs)
     logs = logs[:, logs.isfinite().any(0)].double()
-    shares = (logs - logs.amax(0)).exp().T  # P M; a row's scale does not matter
+    shares = (logs - logs.amax(0)).exp().T  # P M; the scale of a row does not matter
     weights = shares.new_full((count,), 1 / count)
     if not len(shares):
         return weights.cpu()
@@ -262,7 +265,7 @@ def solved_weights(logs: Float[Tensor, "M P"]) -> Float[Tensor, "M"]:
 def _least(
     curve: Float[Tensor, "M M"], linear: Float[Tensor, "M"], supports: list[list[int]]
 ) -> Float[Tensor, "M"]:
-    """The y ≥ 0 with the least ½ yᵀ curve y − linearᵀ y."""
+    """Return the y ≥ 0 that minimises ½ yᵀ curve y − linearᵀ y."""
     best, least = torch.zeros_like(linear), 0.0
     for some in supports:
         y = torch.zeros_like(linear)

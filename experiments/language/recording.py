@@ -1,5 +1,6 @@
-"""A call that a GPU replays as a whole: it is done with many small parts sooner than Python has
-named them."""
+"""A call that a GPU replays as a whole, because it finishes many small operations faster than
+Python can launch them.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ from collections.abc import Callable
 
 import torch
 
-FIRST = 3  # calls of a process, before one is recorded: libraries set themselves up in them
+FIRST = 3  # calls before recording, in which libraries initialise themselves
 
 
 class Recorded:
-    """A call that is made as it is a few times, then recorded as a CUDA graph and replayed.
+    """A call that runs normally a few times, and is then recorded as a CUDA graph and replayed.
 
     Args:
         call: reads and writes the same tensors each time.
-        source: that it draws random numbers from, if it does.
+        source: the generator it draws random numbers from, if any.
     """
 
     def __init__(self, call: Callable[[], None], source: torch.Generator | None = None) -> None:
@@ -35,7 +36,7 @@ class Recorded:
             self._graph = torch.cuda.CUDAGraph()
             if self._source is not None:
                 self._graph.register_generator_state(self._source)
-            # Other threads may go on with what they do, such as saving.
+            # Other threads may continue their work meanwhile, such as saving.
             with torch.cuda.graph(
                 self._graph, stream=self._stream, capture_error_mode="thread_local"
             ):

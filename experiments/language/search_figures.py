@@ -1,4 +1,4 @@
-"""What the report shows of a search for the settings of language modelling."""
+"""Report on a search for the settings of language modelling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def search_sections(results: Sequence[Result]) -> list[Section]:
-    """How much was tried, and how rate and steps of the adaptation did."""
+    """Return how much was tried, and the perplexity by rate and steps of the adaptation."""
     scores = Scores(results)
     section = Section(
         title=f"The search, {TITLES[scores.corpus]}",
@@ -58,7 +58,7 @@ def _tried(scores: Scores) -> Table:
 
 
 def _without(record: Record, *names: str) -> tuple[object, ...]:
-    """What else it says, to compare."""
+    """Return the other fields of a record, in a comparable form."""
     return tuple(sorted(((k, v) for k, v in record.items() if k not in names), key=str))
 
 
@@ -83,7 +83,7 @@ def _draw_search(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
 
 
 def _most_alike(records: list[Record]) -> list[Record]:
-    """Of records that differ in more than rate and steps, the largest group that does not."""
+    """Return the largest group of records that differ in rate and steps only."""
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         alike = _without(record, "lr", "steps", "value", "method")

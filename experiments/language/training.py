@@ -1,11 +1,11 @@
-"""Training the language model, and keeping it for all runs that ask for the same.
+"""Training of the language model, and a cache of trained networks for all runs that need them.
 
-The text is laid out as many places read side by side, from another first word in every epoch, so
-that batches never end at the same words. What is tested is an average of the weights, as it was
-when it did best on the validation text; of several averages, the one that did. On a GPU a step is
-recorded once and then replayed as a whole: the GPU is done with its many small parts sooner than
-Python has named them. Nothing in an epoch waits for it; a process that is killed loses half a
-minute.
+The text is laid out as many rows that are read in parallel, from a different first word in every
+epoch, so that batches never end at the same words. The network that is tested is an average of the
+weights, as it was when it did best on the validation text; if there are several averages, the best
+of them. On a GPU a step is recorded once and then replayed as a whole, because the GPU finishes its
+many small operations faster than Python can launch them. Nothing in an epoch waits for the GPU. A
+killed process loses half a minute.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from experiments.language.recording import Recorded
 from mbpa.device import use_one_thread
 from mbpa.files import write_durably
 
-FORMAT = 1  # of the kept network
-WEIGHTS, SQUARES, MEANS = "weights/", "squares/", "means/"  # in it: the best; and of Adam
+FORMAT = 1  # version of the network files
+WEIGHTS, SQUARES, MEANS = "weights/", "squares/", "means/"  # prefixes: best weights, Adam's moments
 SAVE_EVERY = 20.0  # seconds
 POINTS = 50  # of the learning curve
-STREAMS = 32  # places at which the text is read side by side for it
-LONGEST = 2_300  # tokens from one of them to the next, or there are more places
-CHUNK = 1024  # tokens whose logits are there at a time
-WIDE = 400  # units, from where a second thread helps, on a busy machine too
-TENSOR_CORES = 8  # widths are filled up to a multiple of this
+STREAMS = 32  # positions at which the curve's text is read in parallel
+LONGEST = 2_300  # tokens between two of them, or there are more positions
+CHUNK = 1024  # tokens whose logits are held at a time
+WIDE = 400  # units from which a second thread helps, even on a busy machine
+TENSOR_CORES = 8  # widths are padded to a multiple of this
 
 
 @dataclass(frozen=True)
 class Point:
-    """Of the learning curve."""
+    """One point of the learning curve."""
 
     epochs: int
     train: float
-    """Perplexity in the last epoch, with all that was dropped."""
+    """Perplexity in the last epoch, with dropout."""
     valid: float
-    """Perplexity of the averaged weights, the text read in several places at once; of the best
-    average."""
+    """Perplexity of the best averaged weights, the text read at several positions in parallel."""
 
 
 def trained(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -> LanguageModel:
-    """The network of this seed, with the averaged weights that did best on the validation text;
-    from the cache if it is there."""
+    """Return the network of this seed, with the averaged weights that did best on the validation
+    text; from the cache if it is there.
+    """
     path = _path(config, corpus, context, seed)
     weights = _read(path, WEIGHTS, context.device)
     if weights is None:
@@ -89,7 +89,7 @@ def trained(config: LanguageConfig, corpus: Corpus, context: Context, seed: int)
 def learning_curve(
     config: LanguageConfig, corpus: Corpus, context: Context, seed: int
 ) -> tuple[list[Point], float]:
-    """How a network that is in the cache was trained, and in how many seconds."""
+    """Return how a cached network was trained, and in how many seconds."""
     with safe_open(_path(config, corpus, context, seed), framework="pt") as file:
         told = json.loads(file.metadata()["training"])
     return [Point(*point) for point in told["curve"]], told["seconds"]
@@ -98,7 +98,7 @@ def learning_curve(
 def adam_state(
     config: LanguageConfig, corpus: Corpus, context: Context, seed: int
 ) -> dict[str, Any] | None:
-    """The `state_dict()` of the Adam that trained a network that is in the cache, if it was."""
+    """Return the `state_dict()` of the Adam that trained a cached network, if it was kept."""
     path = _path(config, corpus, context, seed)
     squares = _read(path, SQUARES, context.device)
     means = _read(path, MEANS, context.device)
@@ -122,11 +122,12 @@ def adam_state(
 def perplexity(
     model: LanguageModel, tokens: Int[Tensor, "T"], device: torch.device, streams: int = 1
 ) -> float:
-    """Of all tokens but the first, read in one go.
+    """Return the perplexity of all tokens but the first.
 
     Args:
-        streams: places at which it is read side by side; quicker, and a little too high, as the
-            network does not know what stands before them. The last few tokens may be left out.
+        streams: number of positions at which the text is read in parallel; faster, and slightly too
+            high, since the network does not know what precedes them. The last few tokens may be
+            omitted.
     """
     scored = (len(tokens) - 1) // streams * streams
     inputs, targets = (
@@ -144,12 +145,14 @@ def perplexity(
 
 
 def streams_of(tokens: int) -> int:
-    """Places at which a text is read side by side, at least a hundred tokens from each other."""
+    """Return how many positions to read a text at in parallel, at least a hundred tokens apart."""
     return max(1, min((tokens - 1) // 100, max(STREAMS, tokens // LONGEST)))
 
 
 def rate_share(done: float, settings: Training) -> float:
-    """Of the learning rate, when this share of the training is done: all, then a line down."""
+    """Return the share of the learning rate at this share of the training: 1, then falling
+    linearly.
+    """
     if done <= settings.decay_from:
         return 1.0
     fallen = (done - settings.decay_from) / (1 - settings.decay_from)
@@ -157,10 +160,11 @@ def rate_share(done: float, settings: Training) -> float:
 
 
 class TrainingRun:
-    """A training on its way; begins where the workspace has kept one.
+    """A training in progress, which resumes from the workspace if it can.
 
     Args:
-        name: of all that the result depends on; what was kept under another is not taken up.
+        name: a digest of everything the result depends on; a state saved under another name is not
+            resumed.
     """
 
     def __init__(
@@ -173,7 +177,7 @@ class TrainingRun:
         self.model = _initial(config, corpus, seed).to(device)
         self.averages = [copy.deepcopy(self.model).requires_grad_(False) for _ in settings.averages]
         for average in self.averages:
-            average.lstm.flatten_parameters()  # no more so after a copy
+            average.lstm.flatten_parameters()  # a copy loses this
         self.parameters: list[Tensor] = list(self.model.parameters())
         self.averaged: list[list[Tensor]] = [list(each.parameters()) for each in self.averages]
         self.best = {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -203,12 +207,12 @@ class TrainingRun:
 
     @property
     def seconds(self) -> float:
-        """That were spent on it."""
+        """Seconds spent on the training."""
         return self._seconds_before + time.perf_counter() - self._start
 
     @property
     def epochs(self) -> int:
-        """That are done."""
+        """Number of completed epochs."""
         return self.steps // self.steps_an_epoch
 
     def finish(self) -> None:
@@ -238,7 +242,7 @@ class TrainingRun:
             part.zero_()
 
     def _lay_out(self) -> None:
-        """The text in rows, one a place, from this epoch's first word on round and round."""
+        """Lay out the text in rows, one per position, cyclically from this epoch's first word."""
         draws = torch.Generator().manual_seed(self.seed * 100_003 + self.epochs)
         first = int(torch.randint(len(self.text), (), generator=draws))
         used = self.batch * self.length
@@ -255,13 +259,13 @@ class TrainingRun:
         _set_rate(self.optimizer, self.settings.lr * rate_share(done, self.settings))
         self._learn()
         self.steps += 1
-        most = self.steps / (self.steps + 9)  # a ninth of the steps so far
+        most = self.steps / (self.steps + 9)  # reach of a ninth of the steps so far
         with torch.no_grad():
             for averaged, share in zip(self.averaged, self.settings.averages, strict=True):
                 torch._foreach_lerp_(averaged, self.parameters, 1 - min(share, most))
 
     def _learned(self) -> None:
-        """Learn from the words that are there. All that it changes, it changes in place."""
+        """Learn from the current words. Everything that changes is changed in place."""
         before = self.state
         loss = self._loss(self.words, self.following)
         self.optimizer.zero_grad(set_to_none=True)
@@ -273,7 +277,7 @@ class TrainingRun:
         self.state = before
 
     def _loss(self, inputs: Int[Tensor, "B T"], targets: Int[Tensor, "B T"]) -> Tensor:
-        """Of a batch, with penalties; the state is another one afterwards."""
+        """Return the loss of a batch, with penalties, and advance the state."""
         settings = self.settings
         drawn = draw(self.model, self.batch, settings.dropouts, self.source)
         if settings.state_reset:
@@ -313,11 +317,11 @@ class TrainingRun:
         train = float((self.loss / self.steps_an_epoch).exp())
         self.curve.append(Point(self.epochs, train, valid))
 
-    # What a killed process leaves to the next
+    # State from which a killed process resumes
 
     def _save(self, saver: ThreadPoolExecutor) -> None:
-        """Copied where it is, and written to disk while training goes on."""
-        self._saving.result()  # raises what the last one did
+        """Copy the state on its device, and write it to disk while training continues."""
+        self._saving.result()  # raises an error of the last save
         state: dict[str, Any] = {
             "name": self.name,
             "steps": self.steps,
@@ -359,7 +363,7 @@ class TrainingRun:
 
 
 def _initial(config: LanguageConfig, corpus: Corpus, seed: int) -> LanguageModel:
-    """Untrained; the caller's random numbers are left alone."""
+    """Return the untrained network; the caller's random state is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LanguageModel(len(corpus.words), **vars(config.network))
@@ -380,7 +384,7 @@ def _optimizer(
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """In place where it is a tensor, which what is recorded reads again and again."""
+    """Set the learning rate, in place if it is a tensor, since the recorded step reads it again."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -389,7 +393,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """A state that was kept; the rate stays where it is."""
+    """Load a saved state, but keep the current learning rate."""
     rates = [group["lr"] for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -400,10 +404,10 @@ def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 
 def _path(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -> Path:
-    """Named by all that the network depends on."""
+    """Return the path, whose name is a digest of everything the network depends on."""
     told: dict[str, Any] = {"seed": seed, "format": FORMAT, "words": len(corpus.words)}
     told |= {"torch": str(torch.__version__), "device": context.device.type}
-    for name in ("train", "valid"):  # which decides when the network was best
+    for name in ("train", "valid"):  # the latter decides when the network was best
         told[name] = hashlib.sha256(getattr(corpus, name).numpy().tobytes()).hexdigest()
     told["code"] = _code()
     told["settings"] = [dataclasses.asdict(part) for part in (config.network, config.training)]
@@ -413,12 +417,12 @@ def _path(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -
 
 @functools.cache
 def _code() -> list[str]:
-    """The sources as they were when first asked for: somebody may edit them meanwhile."""
+    """Return the sources as they were at the first call, since somebody may edit them meanwhile."""
     return [inspect.getsource(module) for module in (network, recording, sys.modules[__name__])]
 
 
 def _read(path: Path, kind: str, device: torch.device) -> dict[str, Tensor] | None:
-    """What was kept of a kind, if the file is whole; in the order of the parameters."""
+    """Read the tensors of a kind, in the order of the parameters, if the file is intact."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             order, there = json.loads(file.metadata()["training"])["order"], set(file.keys())

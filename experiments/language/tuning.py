@@ -1,14 +1,14 @@
 """The search for settings, on the validation text alone.
 
-One pass of states, one retrieval a memory size, and for every setting the weights of its mixture
-solved for. First the cache; then MbPA: the paper's grid for one step, then more steps and larger
-rates, memory sizes, neighbours, kernels, the pull back, each from the best so far. Settings are
-judged by tokens spread evenly over the text, each with the memory it would have, dear ones by a
-quarter of those, and those that do best by more of them. Of what does as well as the best, the
-quickest is chosen. Last come dynamic evaluation, the optimum and the rest of the paper's grid.
-
-What a setting costs is estimated beforehand, and what would exceed the allowance is left out, so
-that what is tried does not depend on the speed of the day.
+There is one pass of states, one retrieval per memory size, and for every setting the weights of its
+mixture are solved for. The cache comes first. Then comes MbPA: the paper's grid for one step, then
+more steps and larger rates, memory sizes, neighbours, kernels and the pull back, each starting from
+the best so far. Settings are judged on tokens spread evenly over the text, each with the memory it
+would have; expensive ones on a quarter of those, and the best ones on more of them. Of the settings
+that do as well as the best, the fastest is chosen. Last come dynamic evaluation, the optimum and
+the rest of the paper's grid. The cost of a setting is estimated beforehand, and settings that would
+exceed the allowance are left out, so that what is tried does not depend on the machine's current
+speed.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ from experiments.language.passage import (
 from experiments.language.training import adam_state, trained
 from experiments.results import Record
 
-# The paper's grid (appendix); weights of mixtures are solved for instead.
+# The paper's grid (appendix); mixture weights are solved for instead.
 PAPER_WINDOWS, PAPER_COUNTS, PAPER_STEPS = (500, 1000, 5000), (256, 512), (1, 5, 10)
 PAPER_RATES = (0.01, 0.1, 0.15, 0.2, 0.5, 1.0)
-# Beyond it.
+# Beyond the paper's grid.
 WINDOWS = (500, 1000, 2000, 5000, 10_000, 20_000)
 SCALES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
 RATES, STEPS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0), (5, 10, 20, 40)
 ONE_STEP_RATES, COUNTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), (16, 32, 64, 256, 512)
 BANDWIDTHS, FACTORS, DECAYS = (0.5, 0.7, 1.0, 1.5), (0.05, 0.2), (0.01, 0.03, 0.1)
 OPTIMUM_COUNT, PRIORS = 32, (0.03, 0.1, 0.3)
-OPTIMUM_STEPS = 2000  # of gradients that take as long as to solve for the optimum
+OPTIMUM_STEPS = 2000  # gradient steps that take as long as solving for the optimum
 FIRST = Local(lr=1.0, steps=20, k=128)
 AROUND = ((0.7, 1.0), (1.4, 1.0), (1.0, 0.5), (1.0, 1.5), (0.7, 1.5), (1.4, 0.75))
-"""Times the rate and the steps."""
-FINALISTS = 3  # of each of the two mixtures, judged by more tokens, if possible all
-WORTH = 1e-3  # of a perplexity; for less of it no setting is slower than another
-EXPLORING, FINISHING = 0.55, 0.75  # of the allowance, up to where settings are tried and judged
-DEAREST, DEAREST_COMPARED = 0.04, 0.1  # of the allowance, for one setting
-CHEAP = 0.01  # seconds, which any setting may take
+"""Factors of the rate and of the steps."""
+FINALISTS = 3  # settings per mixture that are judged on more tokens, if possible all
+WORTH = 1e-3  # relative perplexity; a smaller gain does not justify a slower setting
+EXPLORING, FINISHING = 0.55, 0.75  # shares of the allowance spent by the end of each phase
+DEAREST, DEAREST_COMPARED = 0.04, 0.1  # maximum share of the allowance per setting
+CHEAP = 0.01  # seconds that any setting may take
 
 
 class Trial(NamedTuple):
@@ -82,16 +82,16 @@ class Trial(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Perplexities with weights solved for."""
+    """Perplexities with mixture weights solved for."""
 
     alone: float
-    """LSTM + MbPA."""
+    """Perplexity of LSTM + MbPA."""
     beside: float
-    """LSTM + MbPA + cache."""
+    """Perplexity of LSTM + MbPA + cache."""
 
 
 def searched(config: LanguageConfig) -> LanguageConfig:
-    """What a search runs with: one network, and just what it is to choose as it is by default."""
+    """Return the config of a search: one network, and the fields to choose at their defaults."""
     own, dynamic = LanguageConfig(), config.dynamic
     return replace(
         config,
@@ -112,13 +112,13 @@ def searched(config: LanguageConfig) -> LanguageConfig:
 
 
 def tune(config: LanguageConfig, context: Context) -> BySeed:
-    """Records of all that was tried, and of what was chosen."""
+    """Return records of all trials, and of the chosen settings."""
     config = searched(config)
     return {None: search(config, context, read_corpus(config, context))}
 
 
 def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Record]:
-    """Stage by stage, with the network of the first seed."""
+    """Search stage by stage, with the network of the first seed."""
     _check_affordable(config.search, len(corpus.valid) + len(corpus.test), len(corpus.words))
     model = trained(config, corpus, context, config.seeds[0])
     moments = adam_state(config, corpus, context, config.seeds[0])
@@ -140,10 +140,10 @@ def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Rec
 
 
 def _check_affordable(allowed: Search, scored: int, words: int) -> None:
-    """Refuse what would end in nothing, before a network is trained for it.
+    """Refuse a search that could not choose anything, before a network is trained for it.
 
     Raises:
-        ExperimentError: not even one step is quick enough.
+        ExperimentError: not even a single step is fast enough.
     """
     least = estimated_seconds(scored, FIRST.k, 1, words)
     if least > allowed.scoring_seconds:
@@ -157,7 +157,7 @@ class Trials:
     """Settings of the cache and of MbPA.
 
     Args:
-        scored: tokens that will be scored with what is chosen.
+        scored: number of tokens that will be scored with the chosen settings.
     """
 
     def __init__(
@@ -171,15 +171,15 @@ class Trials:
         self.model, self.passage, self.ledger = model, passage, ledger
         self._retrievals: dict[int, Retrieval] = {}
         self._engine = engine_for(passage.keys.device)
-        self._tried: dict[Trial, Judged] = {}  # by the sample
+        self._tried: dict[Trial, Judged] = {}  # on the sample
         self._judged: dict[tuple[Trial, range], Judged] = {}
         self._cache = passage.own
         self.all = range(len(passage))
-        self._alone = {self.all}  # by which the network alone has been judged
+        self._alone = {self.all}  # tokens on which the network alone was judged
         step = max(1, len(passage) // config.search.tokens)
         self.sample = range(step - 1, len(passage), step)
         self.quarter = self.sample[::4]
-        self._ratios: Judged | None = None  # of perplexities by the two, for a good setting
+        self._ratios: Judged | None = None  # ratio of sample to quarter, for a good setting
         windows = [window for window in WINDOWS if window <= len(passage)]
         self.windows = windows or [len(passage)]
         self._scored, self._scoring_seconds = range(scored), config.search.scoring_seconds
@@ -188,7 +188,7 @@ class Trials:
     # The cache
 
     def choose_cache(self) -> None:
-        """Window and scale, by all tokens; then scales in between."""
+        """Choose window and scale on all tokens; then try scales in between."""
         found: dict[tuple[int, float], float] = {}
         for window in self.windows:
             found |= self._caches(window, SCALES)
@@ -214,7 +214,7 @@ class Trials:
         return dict(zip(pairs, values, strict=True))
 
     def _mixture(self, positions: range, *parts: Tensor) -> float:
-        """The perplexity of the LSTM mixed with these, by the best weights."""
+        """Return the perplexity of the LSTM mixed with these components, with the best weights."""
         rows = slice(positions.start, positions.stop, positions.step)
         logs = torch.stack([self.passage.own[rows], *parts])
         return perplexity(mixed(logs, solved_weights(logs)))
@@ -222,7 +222,7 @@ class Trials:
     # MbPA
 
     def explore(self) -> None:
-        """From stage to stage, each from the best so far, by some tokens."""
+        """Go from stage to stage, each starting from the best so far, judged on some tokens."""
         usual = [window for window in self.windows if window <= max(PAPER_WINDOWS)]
         largest = max(usual or self.windows[:1])
         paper = [window for window in PAPER_WINDOWS if window in self.windows] or [largest]
@@ -238,7 +238,9 @@ class Trials:
         self._vary(lambda t: [_with(t, decay=decay) for decay in DECAYS if t.local.steps > 1])
 
     def choose_mbpa(self) -> None:
-        """For MbPA alone and beside the cache: the quickest of what does as well as the best."""
+        """Choose settings for MbPA alone and beside the cache: the fastest of those as good as the
+        best.
+        """
         alone, beside = self._quickest(self._finalists())
         self.ledger.chose("memory", alone.window)
         chosen = {"mbpa": alone.local, "combined": beside.local}
@@ -249,10 +251,11 @@ class Trials:
                 self.ledger.chose(f"{within}.{name}", value)
 
     def compare(self) -> None:
-        """What takes too long to be chosen: the optimum, and several steps with the paper's numbers
-        of neighbours and rates."""
+        """Try what takes too long to be chosen: the optimum, and several steps with the paper's
+        numbers of neighbours and rates.
+        """
         best = self._best(0)
-        optimum = _with(best, rule="map", k=OPTIMUM_COUNT)  # rate and steps are still those of best
+        optimum = _with(best, rule="map", k=OPTIMUM_COUNT)  # keeps rate and steps of best
         self._try((_with(optimum, prior=prior) for prior in PRIORS), 1.0, DEAREST_COMPARED)
         window = min(best.window, max(PAPER_WINDOWS))
         grid = itertools.product(PAPER_STEPS[1:], PAPER_COUNTS, PAPER_RATES)
@@ -260,7 +263,7 @@ class Trials:
         self._try(paper, 1.0, DEAREST_COMPARED)
 
     def judge(self, trial: Trial, positions: range) -> Judged:
-        """Of one setting, by these tokens; written down the first time."""
+        """Judge one setting on these tokens, and record it the first time."""
         if (trial, positions) in self._judged:
             return self._judged[trial, positions]
 
@@ -284,7 +287,7 @@ class Trials:
         return judged
 
     def _explore(self, trials: Iterable[Trial]) -> None:
-        """Try what may be chosen: what would not take too long for the texts themselves."""
+        """Try settings that may be chosen: those that would score both texts fast enough."""
         for trial in trials:
             if self._cost(trial, self._scored) <= self._scoring_seconds:
                 self._try([trial], EXPLORING, DEAREST)
@@ -292,11 +295,11 @@ class Trials:
                 self.ledger.leave_out(trial)
 
     def _try(self, trials: Iterable[Trial], share: float, dearest: float) -> None:
-        """Judge what can be afforded and has not been tried, by some tokens.
+        """Judge settings that are affordable and untried, on some tokens.
 
         Args:
-            share: of the allowance, that may be spent by then.
-            dearest: of the allowance, for one setting.
+            share: share of the allowance that may be spent by then.
+            dearest: maximum share of the allowance for one setting.
         """
         most = max(CHEAP, dearest * self.ledger.allowance)
         for trial in trials:
@@ -313,8 +316,9 @@ class Trials:
                 self._tried[trial] = judged
 
     def _by_quarter(self, trial: Trial) -> Judged:
-        """What a setting would give by the whole sample, if it differed from a good one as it does
-        by a quarter."""
+        """Estimate the scores on the whole sample from those on a quarter, with the ratio of a good
+        setting.
+        """
         if self._ratios is None:
             best = self._best(0)
             whole, part = self._tried[best], self.judge(best, self.quarter)
@@ -323,12 +327,12 @@ class Trials:
         return Judged(part.alone * self._ratios.alone, part.beside * self._ratios.beside)
 
     def _vary(self, options: Callable[[Trial], list[Trial]]) -> None:
-        """Change the best of either mixture in one respect."""
+        """Vary the best setting of either mixture in one respect."""
         for best in (self._best(0), self._best(1)):
             self._explore(options(best))
 
     def _best(self, mixture: int) -> Trial:
-        """By its perplexity alone, 0, or beside the cache, 1."""
+        """Return the setting with the lowest perplexity alone (0) or beside the cache (1)."""
         if not self._tried:
             raise ExperimentError(
                 "search.seconds and search.scoring_seconds must allow for a setting, got "
@@ -337,8 +341,9 @@ class Trials:
         return min(self._tried, key=lambda trial: self._tried[trial][mixture])
 
     def _quickest(self, judged: dict[Trial, Judged]) -> tuple[Trial, Trial]:
-        """The quickest pair, a setting for either mixture or one for both, of those that do as well
-        as the best; of equally quick ones the better. None takes too long for the texts."""
+        """Return the fastest pair, one setting per mixture or one for both, among those as good as
+        the best; the better of equally fast ones. None takes too long to score both texts.
+        """
 
         def seconds(pair: tuple[Trial, Trial]) -> float:
             return sum(self._cost(trial, self._scored) for trial in set(pair))
@@ -353,7 +358,9 @@ class Trials:
         return min(good, key=lambda pair: (seconds(pair), value(pair)))
 
     def _best_on_top(self) -> Local | None:
-        """The best beside the cache of what can be done every few tokens, if there is such."""
+        """Return the best setting beside the cache that is fast enough to run every few tokens, if
+        any.
+        """
         quick = {
             trial: judged.beside
             for trial, judged in self._tried.items()
@@ -362,7 +369,9 @@ class Trials:
         return min(quick, key=lambda trial: quick[trial]).local if quick else None
 
     def _finalists(self) -> dict[Trial, Judged]:
-        """The best of either mixture with one memory, by as many tokens as can be afforded."""
+        """Judge the best of either mixture with one memory size, on as many tokens as can be
+        afforded.
+        """
         mine = min(self._by_window(), key=_least_of_both)
         ranked = [sorted(mine, key=lambda t: mine[t][mixture])[:FINALISTS] for mixture in (0, 1)]
         final = list(dict.fromkeys(itertools.chain(*ranked)))
@@ -376,7 +385,7 @@ class Trials:
         return mine
 
     def _by_window(self) -> list[dict[Trial, Judged]]:
-        """What was tried, by the memory that both mixtures share."""
+        """Return the trials grouped by memory size, which both mixtures share."""
         windows = {trial.window for trial in self._tried}
         return [{t: j for t, j in self._tried.items() if t.window == w} for w in sorted(windows)]
 
@@ -404,19 +413,21 @@ class Trials:
 
 
 def _least_of_both(judged: dict[Trial, Judged]) -> float:
-    """How well settings do, each mixture with its best of them."""
+    """Return how well a group of settings does, each mixture with its best setting."""
     return min(each.alone for each in judged.values()) * min(
         each.beside for each in judged.values()
     )
 
 
 def estimated_seconds(tokens: int, k: int, steps: int, words: int, decays: bool = False) -> float:
-    """For adapting to `k` neighbours as many times, on one H200.
+    """Return the estimated seconds on one H200 for adapting to `k` neighbours, for this many
+    tokens.
 
-    Measured with 10,000 words: 1.2 µs a token at 128 neighbours and one step, 107 µs at twenty, 430
-    µs at sixty with a decay; forty take 1.6 ms at 256 and 10 ms at 512: beyond 128 a Gram matrix no
-    longer fits a program. Ten steps take 53 µs at 128, 24 at 64 and 12 at 32, numbers between them
-    as long as the next power of two; and 172 at 128 with 33,278 words.
+    Measured with 10,000 words: 1.2 µs per token at 128 neighbours and one step, 107 µs at twenty
+    steps, 430 µs at sixty with a decay; forty steps take 1.6 ms at 256 neighbours and 10 ms at 512,
+    since beyond 128 a Gram matrix no longer fits into one program. Ten steps take 53 µs at 128
+    neighbours, 24 µs at 64 and 12 µs at 32, numbers in between as long as the next power of two;
+    and 172 µs at 128 with 33,278 words.
     """
     near, vocabulary = k / 128, words / 10_000
     each = 1.2e-6 * near
@@ -427,7 +438,7 @@ def estimated_seconds(tokens: int, k: int, steps: int, words: int, decays: bool 
 
 
 def _rates(local: Local) -> tuple[float, ...]:
-    """The grid that a rate is from."""
+    """Return the grid that a rate comes from."""
     return ONE_STEP_RATES if local.steps == 1 else RATES
 
 

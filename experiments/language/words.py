@@ -1,4 +1,4 @@
-"""Which words gain, and from which memories: what MbPA adds to an LSTM with a cache, in words."""
+"""Which words gain, and from which memories, when MbPA is added to an LSTM with a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUCKETS = 5
 EXAMPLES = 8
 CONTEXT = 8  # words shown before a token
 REMEMBERED = 4  # words shown before a memory
-MEMORIES = 2  # shown of each token
+MEMORIES = 2  # shown per token
 
 
 def improvements(
@@ -26,11 +26,11 @@ def improvements(
     before: Float[Tensor, "T"],
     after: Float[Tensor, "T"],
 ) -> list[Record]:
-    """By how much perplexity falls, percent, in buckets of words by their training frequency.
+    """Return by how many percent perplexity falls, in buckets of words by training frequency.
 
-    The words of the text, the most frequent first, make buckets of equally many. Of each bucket:
-    mean and standard deviation over its words, each with a perplexity of its own (paper, appendix),
-    and the fall of the perplexity over all its tokens.
+    The words of the text, most frequent first, are divided into buckets of equal size. Each bucket
+    has the mean and standard deviation over its words, each with its own perplexity (paper,
+    appendix), and the fall of the perplexity over all its tokens.
     """
     words, place = tokens.unique(return_inverse=True)
     counts = place.bincount(minlength=len(words)).double()
@@ -71,7 +71,9 @@ def examples(
     before: Float[Tensor, "T"],
     after: Float[Tensor, "T"],
 ) -> list[Record]:
-    """The tokens whose probability rose by the largest factor, each word once, with memories."""
+    """Return the tokens whose probability rose by the largest factor, each word once, with
+    memories.
+    """
     targets = retrieval.passage.targets.tolist()
     order = (after - before).argsort(descending=True).tolist()
     first_of_word: dict[int, int] = {}
@@ -97,8 +99,9 @@ def examples(
 def _memories(
     corpus: Corpus, retrieval: Retrieval, local: Local, position: int, targets: list[int]
 ) -> Record:
-    """What was remembered: the words before, the word that came, its weight in percent. First, by
-    weight, what has the token's own word, which is what can have made it more probable."""
+    """Describe the memories: the words before, the actual word, and its weight in percent. Those
+    with the token's own word come first, by weight, since only they can have made it more probable.
+    """
     at = range(position, position + 1)
     found = retrieval.neighbors(at, min(local.k, retrieval.window), retrieval.window + 1)
     weights = neighbor_weights(local.weighting, found)[0]

@@ -1,9 +1,9 @@
 """Permuted MNIST: twenty tasks in sequence, each the digits under another order of the pixels.
 
 After section 4.1 and figure 3 of the paper: an MLP learns one task after the other and forgets the
-first while it learns the last. Every method is tested on all tasks so far, after each of them. MbPA
-keeps a few examples of the stream, and neither it nor the other rehearsing methods are ever told
-where a task ends; EWC has to be. Differences from the paper are numbered in docs/paper.md.
+first while it learns the last. After each task, every method is tested on all tasks so far. MbPA
+stores a few examples of the stream. Neither it nor the other rehearsing methods know where a task
+ends; EWC has to. Differences from the paper are numbered in docs/paper.md.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from experiments.permuted_mnist.training import Training
 from experiments.permuted_mnist.tuning import tune
 from mbpa.device import use_one_thread
 
-WIDE = 100  # units, from where a second thread helps
+WIDE = 100  # units from which a second thread helps
 __all__ = ["EXPERIMENT", "Local", "PermutedMnistConfig", "run", "tune"]
 
 
 def run(config: PermutedMnistConfig, context: Context) -> BySeed:
-    """All repetitions side by side; records by seed."""
+    """Run all repetitions in parallel, and return records by seed."""
     data.require("mnist", context.data_dir)
     streams = [False, True] if config.switching else [False]
     records: BySeed = {seed: [] for seed in config.seeds}

@@ -10,38 +10,38 @@ import mbpa
 from experiments.tuned_settings import tuned
 
 POOL = 50_000
-"""Training images that tasks draw from; the 10,000 after them are for choosing settings."""
+"""Training images that tasks draw from; the following 10,000 are for choosing settings."""
 
 SCORED = 10_000
-"""Images to be scored on, test or validation."""
+"""Number of images to score, test or validation."""
 LAYERS = ("0", "2", "4")
-"""The names of the linear layers in `nets.sequential`."""
+"""Names of the linear layers in `networks.sequential`."""
 
 SEARCH_SEED = 1000
-"""Of the search for settings; no run uses it."""
+"""Seed of the search for settings; no run uses it."""
 BY_SIZE = ("der_alpha", "der_beta", "vote_k", "vote_bandwidth")
 LOCALS = ("alone", "random", "on_ewc", "on_replay", "on_der")
-"""Fields of the config that have a value for each size of the memory; and those made of such."""
+"""Fields of the config that have one value per memory size, and those composed of such fields."""
 
 Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
 class Local:
-    """How MbPA adapts; one number, or one for each size of the memory."""
+    """Adaptation by MbPA. Each field has one value, or one per memory size."""
 
     lr: tuple[float, ...] = (0.1,)
-    """Of the adaptation."""
+    """Learning rate of the adaptation."""
     steps: tuple[int, ...] = (5,)
-    """Of the adaptation."""
+    """Number of adaptation steps."""
     k: tuple[int, ...] = (10,)
-    """Neighbours."""
+    """Number of neighbours."""
     bandwidth: tuple[float, ...] = (0.0,)
-    """Of a Gaussian kernel on pixel distances; 0: the paper's inverse distance."""
+    """Bandwidth of a Gaussian kernel on pixel distances; 0 selects the paper's inverse distance."""
     decay: tuple[float, ...] = (0.0,)
-    """The pull back to the network's own parameters."""
+    """Strength of the pull back to the network's own parameters."""
     layers: tuple[int, ...] = (3,)
-    """How many layers adapt, counted from the output; 1 to 3."""
+    """Number of layers that adapt, counted from the output; 1 to 3."""
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(lr) and lr > 0 for lr in self.lr):
@@ -56,14 +56,14 @@ class Local:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def predictor(self, size: int) -> mbpa.Adapted:
-        """For the memory of this place among the sizes."""
+        """Return the predictor for the memory at this index among the sizes."""
         return adapted(**{name: of_size(values, size) for name, values in vars(self).items()})
 
 
 def adapted(
     lr: float, steps: float, k: float, bandwidth: float, decay: float, layers: float
 ) -> mbpa.Adapted:
-    """The predictor with these settings, for the networks of this experiment."""
+    """Return the predictor with these settings, for the networks of this experiment."""
     upper = LAYERS[len(LAYERS) - int(layers) :]
     return mbpa.Adapted(
         mbpa.Gradient(lr, int(steps), decay),
@@ -78,56 +78,57 @@ class PermutedMnistConfig:
     """Protocol and settings.
 
     The settings were chosen by `experiments tune permuted-mnist` on training images that no task
-    draws from, with a seed that is not among the seeds of a run."""
+    draws from, with a seed that no run uses.
+    """
 
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """One repetition each: permutations, images, their order, initial weights."""
+    """Random seeds, one repetition each: permutations, images, their order, initial weights."""
     tasks: int = 20
-    """Permutations, one after the other."""
+    """Number of permutations, learnt one after the other."""
     examples: int = 10_000
-    """Of a task."""
+    """Number of examples per task."""
     memory_per_task: tuple[int, ...] = (100, 500, 1000, 5000)
-    """Examples that are kept out of each `examples`; a divisor of that."""
+    """Examples stored out of every `examples`, by memory size; each must divide `examples`."""
     test_images: int = 10_000
-    """Of each task, after the last task; at most 10,000."""
+    """Images scored per task after the last task; at most 10,000."""
     curve_images: int = 1_000
-    """Of each task, after every task before the last."""
+    """Images scored per task after every task before the last."""
     part: Literal["test", "validation"] = "test"
-    """Which images are scored."""
+    """Images to score: the test images, or training images held out for choosing settings."""
     hidden: int = 400
-    """Units of each of the two hidden layers."""
+    """Number of units of each of the two hidden layers."""
     epochs: int = 2
-    """Passes over a task before the next arrives. Examples are stored during the last."""
+    """Passes over a task before the next arrives. Examples are stored during the last pass."""
     batch: int = 50
-    """Also of what is rehearsed with each batch."""
+    """Examples per batch, and stored examples that are rehearsed with each batch."""
     lr: float = 1e-3
-    """Of Adam."""
+    """Learning rate of Adam."""
     fisher_images: int = 2_000
-    """Of the task that has ended."""
+    """Images of the completed task from which EWC computes the Fisher information."""
     ewc_strength: float = 100.0
-    """λ of `½ λ Σ F (θ − θ*)²`."""
+    """Strength of EWC: λ in `½ λ Σ F (θ − θ*)²`."""
     der_alpha: tuple[float, ...] = (0.5,)
-    """Weight of the stored logits; one, or one for each size of the memory."""
+    """Weight of the stored logits in DER++; one value, or one per memory size."""
     der_beta: tuple[float, ...] = (1.0,)
-    """Weight of the stored labels."""
+    """Weight of the stored labels in DER++; one value, or one per memory size."""
     vote_k: tuple[int, ...] = (1,)
-    """Neighbours that vote."""
+    """Number of neighbours that vote."""
     vote_bandwidth: tuple[float, ...] = (0.0,)
-    """Of the kernel of the vote."""
+    """Bandwidth of the vote's kernel; 0 selects the paper's inverse distance."""
     alone: Local = field(default_factory=Local)
     """MbPA on the plain MLP."""
     random: Local = field(default_factory=Local)
     """The control that adapts to memories drawn at random."""
     on_ewc: Local = field(default_factory=Local)
-    """MbPA on what EWC has trained."""
+    """MbPA on the network trained by EWC."""
     on_replay: Local = field(default_factory=Local)
-    """MbPA on what replay has trained."""
+    """MbPA on the network trained by replay."""
     on_der: Local = field(default_factory=Local)
-    """MbPA on what DER++ has trained."""
+    """MbPA on the network trained by DER++."""
     switching: bool = True
-    """Also run the stream whose task changes every `switch_every` examples."""
+    """Also run a stream whose task changes every `switch_every` examples."""
     switch_every: int = 500
-    """Examples."""
+    """Number of examples between changes of the task."""
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -171,7 +172,7 @@ class PermutedMnistConfig:
 
 
 def searched(config: PermutedMnistConfig) -> PermutedMnistConfig:
-    """What the search runs with."""
+    """Return the config that the search runs with."""
     fresh = PermutedMnistConfig()
     names = "ewc_strength", *BY_SIZE, *LOCALS
     untuned: dict[str, Any] = {name: getattr(fresh, name) for name in names}
@@ -179,12 +180,12 @@ def searched(config: PermutedMnistConfig) -> PermutedMnistConfig:
 
 
 def of_size(values: tuple[Number, ...], size: int) -> Number:
-    """The one for the memory of this place among the sizes."""
+    """Return the value for the memory at this index among the sizes."""
     return values[size] if len(values) > 1 else values[0]
 
 
 def kernel_of(bandwidth: float) -> mbpa.kernels.Kernel:
-    """A Gaussian, or the paper's kernel."""
+    """Return a Gaussian kernel, or the paper's kernel if the bandwidth is 0."""
     return mbpa.gaussian(bandwidth) if bandwidth else mbpa.inverse_distance()
 
 
@@ -194,7 +195,7 @@ def _check_sizes(name: str, values: tuple[object, ...], sizes: int) -> None:
 
 
 def _with_sizes(config: PermutedMnistConfig, sizes: tuple[int, ...]) -> PermutedMnistConfig:
-    """The same for some of its memory sizes, with the settings of those."""
+    """Return the config for some of its memory sizes, with their settings."""
     places = [config.memory_per_task.index(n) for n in sizes]
 
     def chosen(values: tuple[Number, ...]) -> tuple[Number, ...]:

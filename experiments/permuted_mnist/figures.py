@@ -1,4 +1,4 @@
-"""What the report shows of permuted MNIST, made from its records alone."""
+"""Report on permuted MNIST, built from its records alone."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ COLORS = {
     "MbPA + DER++": "#2166ac",
 }
 SHADES = ("#f4a582", "#e5735c", "#c8303a", "#8e0f26")
-"""Of MbPA, by the size of its memory."""
+"""Colours of MbPA, by memory size."""
 REHEARSING = ("replay", "DER++", "A-GEM")
 ON_MEMORY = ("kernel vote", "random memories", "MbPA")
 COMBINED = ("MbPA + EWC", "MbPA + replay", "MbPA + DER++")
 SIZED = (*REHEARSING, *ON_MEMORY, *COMBINED)
 ERRORS = (4, 5, 6, 8, 10, 15, 20, 30, 50)
-"""Where the axis of errors has marks, in percent."""
+"""Ticks of the axis of errors, in percent."""
 TASKS = "tasks seen"
 FLOAT_BYTES = 4
-PIXEL_BYTES = 1  # as the images come; the label takes another
+PIXEL_BYTES = 1  # as published; the label takes another
 
 
 class Scores:
-    """The records of some seeds, by what they are of."""
+    """Records of several seeds, by name, stream, method, memory size and tasks seen."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self.results, self.config = results, results[0].config
@@ -68,14 +68,16 @@ class Scores:
         tasks: int | None = None,
         stream: str = "sequence",
     ) -> Spread | None:
-        """In percent, after so many tasks, all by default; `None` if it was not measured."""
+        """Return the accuracy in percent after this many tasks (by default all); `None` if not
+        measured.
+        """
         key = "mean_accuracy", stream, method, size, tasks or self.tasks
         if key not in self._values:
             return None
         return Spread(tuple(100 * value for value in self._values[key]))
 
     def microseconds(self, method: str, size: int | None = None) -> Spread | None:
-        """Of a prediction, after all tasks."""
+        """Return the time per prediction, after all tasks."""
         key = "microseconds_per_prediction", "sequence", method, size, self.tasks
         return Spread(tuple(self._values[key])) if key in self._values else None
 
@@ -93,7 +95,7 @@ class Scores:
 
 
 def sections(results: Sequence[Result]) -> list[Section]:
-    """Figure 3 of the paper, and what it leaves out: other methods, cost, memory, other streams."""
+    """Return figure 3 of the paper and what it omits: other methods, cost, memory, streams."""
     scores = Scores(results)
     text = (
         f"{scores.tasks} tasks of {scores.config['examples']:,} examples each, one after the "
@@ -130,7 +132,7 @@ def sections(results: Sequence[Result]) -> list[Section]:
 
 
 def _final(scores: Scores) -> Table:
-    """Accuracy after the last task, a row a method."""
+    """Return the accuracies after the last task, one row per method."""
     rows = [
         [method, *([spread.told(2)] * len(scores.sizes))]
         for method in ("MLP", "EWC")
@@ -152,7 +154,7 @@ def _final(scores: Scores) -> Table:
 
 
 def _claims(scores: Scores) -> Table:
-    """What the paper says, and what came of it here."""
+    """Compare the paper's claims with the results."""
     plain, ewc = scores.accuracy("MLP"), scores.accuracy("EWC")
     ours = [spread for spread in scores.at_sizes("MbPA") if spread]
     both = [spread for spread in scores.at_sizes("MbPA + EWC") if spread]
@@ -211,7 +213,7 @@ def _verdict(holds: bool) -> str:
 
 
 def _bytes(scores: Scores) -> Table:
-    """What each method keeps besides the network."""
+    """Return the bytes that each method stores besides the network."""
     hidden = int(scores.config["hidden"])
     parameters = 784 * hidden + hidden + hidden * hidden + hidden + hidden * 10 + 10
     network = FLOAT_BYTES * parameters
@@ -249,7 +251,7 @@ def _megabytes(count: float) -> str:
 
 
 def _switching(scores: Scores) -> Section:
-    """The stream without boundaries to be told."""
+    """Return the results on the stream without known task boundaries."""
     methods = ["MLP", "EWC", "EWC, told every switch"]
     rows = [
         [method, *([spread.told(2)] * len(scores.sizes))]

@@ -1,4 +1,4 @@
-"""How well every method does on all tasks so far: one retrieval for all that look at a memory."""
+"""The accuracy of every method on all tasks so far, with one retrieval per memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from experiments.results import Record
 
 MOST_QUERIES = {"cuda": 10_000, "cpu": 1_000}  # at a time
 Name = tuple[str, int | None]
-"""A method, and the place of its memory among the sizes if it has one."""
+"""A method, and the index of its memory among the sizes if it has one."""
 
 
 @dataclass
 class Score:
-    """Of one method on the tasks so far."""
+    """The score of one method on the tasks so far."""
 
     right: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """By task."""
+    """Number of correct answers, by task."""
     asked: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     seconds: float = 0.0
 
@@ -39,7 +39,9 @@ class Score:
         predict: Callable[[], Float[Tensor, "Q C"]],
         before: float = 0.0,
     ) -> None:
-        """Compare predictions with the answers, and time them; `before` is for what they need."""
+        """Compare predictions with the answers, and time them; `before` is the time of their
+        inputs.
+        """
         start = now(answers)
         predictions = predict()
         self.seconds += before + now(answers) - start
@@ -51,12 +53,12 @@ class Score:
 
     @property
     def accuracies(self) -> dict[int, float]:
-        """By task."""
+        """Accuracies, by task."""
         return {task: self.right[task] / self.asked[task] for task in self.right}
 
 
 def scored(training: Training, place: int, images: int) -> dict[Name, Score]:
-    """All methods of one seed, on so many images of every task so far."""
+    """Score all methods of one seed, on this many images of every task so far."""
     config = training.config
     scores: dict[Name, Score] = defaultdict(Score)
     networks = trained_networks(training, place)
@@ -81,13 +83,13 @@ def scored(training: Training, place: int, images: int) -> dict[Name, Score]:
                     needed = now(queries) - start
                 predict = partial(model, keys=queries, neighbors=found)
                 if not part and queries.is_cuda:
-                    predict()  # kernels are compiled, untimed
+                    predict()  # compile kernels before timing
                 scores[method, size].take(tasks, answers, predict, needed)
     return scores
 
 
 def records_of(training: Training, scores: dict[Name, Score]) -> list[Record]:
-    """What the report is made of."""
+    """Return the records of scores."""
     config = training.config
     records: list[Record] = []
     for (method, size), score in scores.items():
@@ -114,7 +116,7 @@ def records_of(training: Training, scores: dict[Name, Score]) -> list[Record]:
 def questions(
     training: Training, place: int, images: int
 ) -> Iterator[tuple[Int[Tensor, "Q"], Float[Tensor, "Q 784"], Int[Tensor, "Q"]]]:
-    """Tasks, images and labels of every task so far, as many at a time as pays."""
+    """Yield tasks, images and labels of every task so far, in batches that suit the device."""
     most = MOST_QUERIES[training.streams.device.type]
     at_once = max(1, most // images)
     for first in range(0, training.tasks_seen, at_once):
@@ -127,7 +129,7 @@ def questions(
 
 
 def trained_networks(training: Training, place: int) -> dict[Name, nn.Sequential]:
-    """Every network of a seed, on its own."""
+    """Return a copy of every network of a seed."""
     return {
         (group.method, network.size): group.learner.stack.network(i)
         for group in training.groups
@@ -137,7 +139,7 @@ def trained_networks(training: Training, place: int) -> dict[Name, nn.Sequential
 
 
 def memory_of(training: Training, place: int, size: int) -> mbpa.ExactMemory:
-    """A memory of all that is stored so far."""
+    """Return a memory of everything stored so far."""
     keys, labels = training.kept.memory(place, size, training.kept.starts[training.done])
     memory = mbpa.ExactMemory(len(keys), PIXELS, device=keys.device)
     memory.write(keys, labels)
@@ -150,7 +152,7 @@ def _models(
     memory: mbpa.Memory,
     size: int,
 ) -> dict[str, mbpa.MbPA]:
-    """Everything that looks at this memory."""
+    """Return all models that read this memory."""
     plain = networks["MLP", None]
     kernel = kernel_of(of_size(config.vote_bandwidth, size))
     vote = mbpa.NeighborVote(kernel, k=of_size(config.vote_k, size))
@@ -170,14 +172,14 @@ def _models(
 
 
 def combined(config: PermutedMnistConfig) -> dict[str, Local]:
-    """The methods that MbPA is put on top of, and how it adapts there."""
+    """Return the methods that MbPA is put on top of, and how it adapts there."""
     return {"EWC": config.on_ewc, "replay": config.on_replay, "DER++": config.on_der}
 
 
 def random_neighbors(
     memory: mbpa.Memory, queries: Float[Tensor, "Q D"], k: int, draws: torch.Generator
 ) -> mbpa.Neighbors:
-    """Entries drawn at random, in place of the nearest."""
+    """Return entries drawn at random instead of the nearest."""
     entries = memory.entries()
     drawn = torch.randint(len(memory), (len(queries), k), generator=draws).to(queries.device)
     keys = entries.keys[drawn]
@@ -195,7 +197,7 @@ def random_neighbors(
 
 
 def now(like: Tensor) -> float:
-    """The time at which all that was asked of the device is done."""
+    """Return the time, after waiting for the device to finish all its work."""
     if like.is_cuda:
         torch.cuda.synchronize(like.device)
     return time.perf_counter()

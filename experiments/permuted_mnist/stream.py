@@ -1,4 +1,4 @@
-"""What is seen and when: the images, their permutations, the order of tasks, what is kept of it."""
+"""The stream: the images, their permutations, the order of tasks, and the stored examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIXELS, CLASSES = 784, 10
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """All images as rows of pixels between 0 and 1."""
+    """All images, as rows of pixels between 0 and 1."""
 
     pool: Float[Tensor, "P 784"]
     pool_labels: Int[Tensor, "P"]
@@ -28,7 +28,7 @@ class Digits:
 
 
 def load_digits(config: PermutedMnistConfig, context: Context) -> Digits:
-    """MNIST; what is scored is its test set, or the end of its training set."""
+    """Load MNIST; the images to score are its test set, or the end of its training set."""
     images = data.mnist(context.data_dir)
     rows = images.train.images.flatten(1).to(context.device).float() / 255
     labels = images.train.labels.to(context.device)
@@ -41,7 +41,7 @@ def load_digits(config: PermutedMnistConfig, context: Context) -> Digits:
 
 
 class Streams:
-    """What each of S seeds sees: permutations, the examples of each task, which are kept."""
+    """The streams of S seeds: permutations, the examples of each task, and which are stored."""
 
     def __init__(self, config: PermutedMnistConfig, digits: Digits) -> None:
         self.config, self.digits, self.device = config, digits, digits.pool.device
@@ -50,11 +50,11 @@ class Streams:
         )
         chosen = self._drawn("examples", lambda g: torch.randperm(POOL, generator=g))
         self.chosen: Int[Tensor, "S T E"] = chosen[..., : config.examples].contiguous()
-        """The images of each task, in the order in which they arrive."""
+        """The images of each task, in order of arrival."""
         self._lots = self._drawn("kept", lambda g: torch.rand(config.examples, generator=g))
 
     def examples(self, task: int) -> tuple[Float[Tensor, "S E 784"], Int[Tensor, "S E"]]:
-        """A task, in the order in which it arrives."""
+        """Return the examples of a task, in order of arrival."""
         chosen = self.chosen[:, task]
         permuted = [
             self.digits.pool[images][:, order]
@@ -65,16 +65,19 @@ class Streams:
     def queries(
         self, seed: int, task: int, count: int
     ) -> tuple[Float[Tensor, "Q 784"], Int[Tensor, "Q"]]:
-        """Images of a task that are scored; where not all are, other tasks get others, so that
-        together they are as hard as all of them."""
+        """Return the images of a task to score. If they are not all, other tasks use other images,
+        so that together they are as hard as the whole set.
+        """
         total = len(self.digits.scored)
         chosen = torch.arange(task * count, (task + 1) * count, device=self.device) % total
         images = self.digits.scored[chosen][:, self.permutations[seed, task]]
         return images, self.digits.scored_labels[chosen]
 
     def kept(self, n: int) -> Int[Tensor, "S T n"]:
-        """Places of the examples that are stored: of every `examples / n` that arrive, the one that
-        drew the least. No boundary of a task need be known, and fewer are a part of more."""
+        """Return the positions of the examples that are stored: of every `examples / n` that
+        arrive, the one that drew the lowest lot. No task boundary needs to be known, and smaller
+        memories are subsets of larger ones.
+        """
         window = self.config.examples // n
         least = self._lots.view(*self._lots.shape[:2], n, window).argmin(3)
         return least + window * torch.arange(n, device=self.device)
@@ -82,7 +85,7 @@ class Streams:
     def at(
         self, seeds: Int[Tensor, "*B"], tasks: Int[Tensor, "*B"], places: Int[Tensor, "*B"]
     ) -> tuple[Float[Tensor, "*B 784"], Int[Tensor, "*B"]]:
-        """Single examples."""
+        """Return single examples."""
         images = self.chosen[seeds, tasks, places]
         pixels = self.digits.pool[images].gather(-1, self.permutations[seeds, tasks])
         return pixels, self.digits.pool_labels[images]
@@ -97,16 +100,16 @@ class Streams:
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of the stream from one task."""
+    """A contiguous part of the stream from one task."""
 
     task: int
     start: int
-    """Its first place in the task's order."""
+    """Its first position in the task's order."""
     size: int
 
 
 def blocks_of(config: PermutedMnistConfig, switches: bool) -> list[Block]:
-    """Task after task; or `switch_every` of a task at a time, tasks in random order each round."""
+    """Return task after task, or `switch_every` examples at a time with tasks in random order."""
     if not switches:
         return [Block(task, 0, config.examples) for task in range(config.tasks)]
     size, blocks = config.switch_every, []
@@ -117,23 +120,23 @@ def blocks_of(config: PermutedMnistConfig, switches: bool) -> list[Block]:
 
 
 def generator(*what: object) -> torch.Generator:
-    """Random numbers for one purpose, the same wherever and whenever they are drawn."""
+    """Return a generator for one purpose, which gives the same numbers whenever it is created."""
     digest = hashlib.sha256(repr(what).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 class Kept:
-    """What is stored, and what passed: examples by their place in the whole stream.
+    """Stored and past examples, by their position in the whole stream.
 
-    Of every window of `examples / n` that has passed, one example is stored; so the j-th stored one
-    is known without having been written anywhere.
+    One example is stored out of every window of `examples / n` that has passed, so the j-th stored
+    one is known without being written anywhere.
     """
 
     def __init__(self, streams: Streams, blocks: Sequence[Block]) -> None:
         self.streams, device = streams, streams.device
         config = streams.config
         self.starts = [0]
-        """How many examples have passed before each block, and after the last."""
+        """Number of examples that have passed before each block, and after the last."""
         for block in blocks:
             self.starts.append(self.starts[-1] + block.size)
         self.block_size = blocks[0].size
@@ -147,13 +150,13 @@ class Kept:
         self._places: Int[Tensor, "Z S T n"] = torch.stack(padded)
 
     def count(self, size: int, passed: int) -> int:
-        """How many are stored once so many have passed."""
+        """Return how many examples are stored after `passed` have passed."""
         return passed // self._windows[size]
 
     def positions(
         self, sizes: Int[Tensor, "*B"], seeds: Int[Tensor, "*B"], stored: Int[Tensor, "*B"]
     ) -> Int[Tensor, "*B"]:
-        """Where in the stream the j-th stored examples were."""
+        """Return the positions in the stream of the j-th stored examples."""
         window = torch.tensor(self._windows, device=sizes.device)[sizes]
         in_block = self.block_size // window
         block = stored // in_block
@@ -164,7 +167,7 @@ class Kept:
     def passed(
         self, seeds: Int[Tensor, "*B"], positions: Int[Tensor, "*B"]
     ) -> tuple[Float[Tensor, "*B 784"], Int[Tensor, "*B"]]:
-        """The examples at these positions of the stream."""
+        """Return the examples at these positions of the stream."""
         block = positions // self.block_size
         places = self._firsts[block] + positions % self.block_size
         return self.streams.at(seeds, self._tasks[block], places)
@@ -172,7 +175,7 @@ class Kept:
     def memory(
         self, seed: int, size: int, passed: int
     ) -> tuple[Float[Tensor, "N 784"], Int[Tensor, "N"]]:
-        """All that is stored once so many have passed, in order of time."""
+        """Return everything stored after `passed` examples have passed, in order of time."""
         stored = torch.arange(self.count(size, passed), device=self.streams.device)
         seeds, sizes = torch.full_like(stored, seed), torch.full_like(stored, size)
         return self.passed(seeds, self.positions(sizes, seeds, stored))

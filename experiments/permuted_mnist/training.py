@@ -1,4 +1,4 @@
-"""All networks on their way through the stream, side by side."""
+"""Training of all networks on the stream, in parallel."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from experiments.permuted_mnist.stream import (
 from experiments.results import Record
 
 TOLD = "EWC, told every switch"
-SAVE_EVERY = 30.0  # seconds, and after every task while it is quick
+SAVE_EVERY = 30.0  # seconds; small states are saved after every task
 QUICKLY_SAVED = 1 << 26  # bytes
 
 
 @dataclass(frozen=True)
 class Network:
-    """One of those that are trained side by side."""
+    """One of the networks trained in parallel."""
 
     seed: int
-    """Its place among the seeds."""
+    """Its index among the seeds."""
     size: int | None = None
-    """The place of its buffer among the sizes of the memory."""
+    """The index of its buffer among the memory sizes."""
 
 
 @dataclass(eq=False)
 class Group:
-    """The networks of one method, and who trains them."""
+    """The networks of one method, and the learner that trains them."""
 
     method: str
     networks: list[Network]
     learner: Learner
     logits: Float[Tensor, "S N 10"] | None = None
-    """What was said of each example of the stream when it passed; for `DER++`."""
+    """Logits of each example of the stream when it passed; for `DER++`."""
 
 
 def make_groups(config: PermutedMnistConfig, context: Context, switches: bool) -> list[Group]:
-    """All that are trained. Networks of the same seed start alike."""
+    """Return all groups to train. Networks with the same seed start alike."""
     alone = [Network(seed) for seed in range(len(config.seeds))]
     sized = [
         Network(seed, size)
@@ -89,7 +89,7 @@ def make_groups(config: PermutedMnistConfig, context: Context, switches: bool) -
 
 
 class Training:
-    """All networks on their way through the stream; can be stopped after any block."""
+    """The training of all networks on the stream; it can be stopped after any block."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Training:
         self.groups = make_groups(config, context, switches) if groups is None else groups
         self.kept = Kept(self.streams, self.blocks)
         self.done = 0
-        """Blocks that have been learnt."""
+        """Number of blocks that have been learnt."""
         self.records: dict[int, list[Record]] = {seed: [] for seed in config.seeds}
         self._name = "switching" if switches else "sequence"
         self._saved = time.monotonic()
@@ -117,11 +117,11 @@ class Training:
 
     @property
     def tasks_seen(self) -> int:
-        """Tasks of which something has been seen: those up to this number."""
+        """Number of tasks seen: one more than the highest task of which something was seen."""
         return 1 + max(block.task for block in self.blocks[: self.done])
 
     def learn_next(self) -> None:
-        """One more block, by every method."""
+        """Learn one more block, with every method."""
         block = self.blocks[self.done]
         images, labels = self.streams.examples(block.task)
         here = slice(block.start, block.start + block.size)
@@ -145,7 +145,7 @@ class Training:
         for start in range(0, passes * size, batch):
             rows = orders[:, start : start + batch]
             inputs, answers = images[each_seed, rows][seed_of], labels[each_seed, rows][seed_of]
-            passed = start - (passes - 1) * size  # of the last pass over the block
+            passed = start - (passes - 1) * size  # in the last pass over the block
             if group.logits is not None and passed >= 0:
                 with torch.no_grad():
                     at = slice(before + passed, before + passed + batch)
@@ -159,7 +159,7 @@ class Training:
     def _stored(
         self, group: Group, draws: Float[Tensor, "J S B"], passed: int
     ) -> tuple[Batch, ...]:
-        """Batches of what is stored once so many have passed, a row a network."""
+        """Return batches of what is stored after `passed` examples, one row per network."""
         networks = [(network.size or 0, network.seed) for network in group.networks]
         counts = [self.kept.count(size, passed) for size, _ in networks]
         if not len(draws) or not min(counts):
@@ -178,7 +178,7 @@ class Training:
         return tuple(batches)
 
     def _orders(self, size: int) -> Int[Tensor, "S P"]:
-        """In which order the examples of a block are seen: shuffled, at last as they arrive."""
+        """Return the order in which a block is seen: shuffled, but in the last pass by arrival."""
         return torch.stack(
             [
                 torch.cat(
@@ -193,7 +193,7 @@ class Training:
         )
 
     def _draws(self, group: Group, count: int) -> Float[Tensor, "J S P"]:
-        """Random numbers for as many batches at once as the method rehearses."""
+        """Return random numbers for all batches that the method rehearses."""
         if not isinstance(group.learner, Rehearsing):
             return torch.empty(0, len(group.networks), count)
         drawn = [
@@ -209,8 +209,9 @@ class Training:
         return torch.stack(drawn, 1)
 
     def _consolidate(self, group: Group, learner: EWC) -> None:
-        """Tell EWC that a task is over. Where tasks change all the time it is not known when, and
-        one is taken to be as long as before; unless this one is told every time."""
+        """Tell EWC that a task is over. If tasks keep changing, their ends are not known, and a
+        task is assumed to be as long as before; the group `TOLD` is instead told of every change.
+        """
         told = group.method == TOLD
         if not told and self.done % self.blocks_a_task:
             return
@@ -233,10 +234,10 @@ class Training:
         )
         learner.consolidate(inputs, uniform.to(inputs.device))
 
-    # Nothing is lost
+    # Saving and resuming
 
     def resume(self) -> None:
-        """Go on where an interrupted run was last saved, if it was."""
+        """Continue from the last save of an interrupted run, if there is one."""
         state = self.context.workspace.load(self._name)
         if state is None:
             return
@@ -244,16 +245,16 @@ class Training:
         self.records = {int(seed): found for seed, found in state["records"].items()}
         for group in self.groups:
             if group.method not in state:
-                continue  # the stream is over, and records are all that is asked for
+                continue  # the stream is over, so only records are needed
             group.learner.restore(state[group.method]["learner"])
             if group.logits is not None:
                 group.logits.copy_(state[group.method]["logits"])
 
     def save(self, keep_all: bool = False) -> None:
-        """Keep all there is, if that is quick or it is time.
+        """Save the state, if that is quick or the last save was long ago.
 
         Args:
-            keep_all: also keep the networks of a stream that is over.
+            keep_all: also save the networks of a stream that is over.
         """
         states: dict[str, dict[str, Any]] = {}
         size = 0

@@ -1,10 +1,10 @@
-"""The search for settings: one training with every candidate side by side, then one retrieval.
+"""The search for settings: one training with all candidates in parallel, then one retrieval.
 
 Everything is judged by the mean accuracy on training images that no task draws from, after the last
-task, with a seed that no run uses. First the baselines' own settings. Then, on the networks so
-chosen, how MbPA adapts: rate and steps, then neighbours and kernel, then rate and steps again, then
-the pull back and the layers that take part. Of all that comes within a standard error of the best
-of these, the cheapest is taken.
+task, with a seed that no run uses. The baselines' own settings come first. Then, on the networks so
+chosen, comes the adaptation of MbPA: rate and steps, neighbours and kernel, rate and steps again,
+and finally the pull back and the layers that adapt. Of all settings within a standard error of the
+best of these, the cheapest is chosen.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ RATES, STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0), (1, 2, 5, 10, 20)
 COUNTS, BANDWIDTHS = (5, 10, 20, 32, 64), (0.0, 1.0, 1.5, 2.0, 3.0, 5.0)
 DECAYS, LAYERS = (0.0, 0.02, 0.1, 0.3), (1, 2, 3)
 FIRST = {"k": 10, "bandwidth": 0.0, "decay": 0.0, "layers": 3}
-TOLERANCE = 0.003  # in accuracy; less than the standard error of what is measured here
-MOST_WORK = 320  # neighbours times steps: beyond, a prediction costs more than anybody would pay
+TOLERANCE = 0.003  # in accuracy; below the standard error of the measurements
+MOST_WORK = 320  # neighbours times steps; more would be too expensive
 SAVE_EVERY = 10.0  # seconds
-IMAGES = 250  # of each task
+IMAGES = 250  # per task
 
 Setting = dict[str, float]
 
 
 def tune(config: PermutedMnistConfig, context: Context) -> BySeed:
-    """Records of all that was tried, and of what was chosen."""
+    """Return records of all trials, and of the chosen settings."""
     data.require("mnist", context.data_dir)
     config = searched(config)
     training = Training(config, context, groups=_candidates(config, context))
@@ -68,7 +68,7 @@ def tune(config: PermutedMnistConfig, context: Context) -> BySeed:
 
 
 def _candidates(config: PermutedMnistConfig, context: Context) -> list[Group]:
-    """Every setting of a baseline as a network of its own."""
+    """Return one network for every setting of a baseline."""
     sizes = range(len(config.memory_per_task))
     shape = PIXELS, config.hidden, config.hidden, CLASSES
 
@@ -100,7 +100,7 @@ def _candidates(config: PermutedMnistConfig, context: Context) -> list[Group]:
 
 
 class Search:
-    """What has been tried so far; nothing is tried twice, not even by a run that goes on."""
+    """The trials so far; nothing is tried twice, even if a run is resumed."""
 
     def __init__(self, config: PermutedMnistConfig, context: Context, bar: tqdm) -> None:
         self.config, self.context, self.bar = config, context, bar
@@ -118,7 +118,7 @@ class Search:
         settings: Sequence[Setting],
         accuracy: Callable[[Setting], float],
     ) -> Setting:
-        """Try all, and give back the one that does best; the first of equals."""
+        """Try all settings and return the best; the first of equals."""
         n = None if size is None else self.config.memory_per_task[size]
         found = []
         for setting in settings:
@@ -137,7 +137,7 @@ class Search:
         return settings[max(range(len(found)), key=lambda i: found[i])]
 
     def cheapest(self, method: str, size: int | None) -> Setting:
-        """Of what was tried of an adaptation and is as good as the best, what costs least."""
+        """Return the cheapest of the adaptations tried that are as good as the best."""
         n = None if size is None else self.config.memory_per_task[size]
         tried = [
             (accuracy, dict(setting))
@@ -152,14 +152,14 @@ class Search:
         return best
 
     def choose(self, best: Setting, size: int | None, within: str = "") -> None:
-        """Record what fields of the config, or of a part of it, are to be."""
+        """Record the chosen values of fields of the config, or of a part of it."""
         n = None if size is None else self.config.memory_per_task[size]
         for name, value in best.items():
             chosen: Record = {"memory_per_task": n, "setting": within + name}
             self.records.append({**chosen, "name": "chosen", "value": value})
 
     def save(self) -> None:
-        """Keep what is known, now and then."""
+        """Save the results from time to time."""
         if time.monotonic() - self._saved > SAVE_EVERY:
             self.context.workspace.save("search", {"known": self._known})
             self._saved = time.monotonic()
@@ -167,26 +167,26 @@ class Search:
 
 @dataclass(frozen=True, eq=False)
 class Questions:
-    """Images of all tasks with what a memory has for them, read once."""
+    """Images of all tasks, with their neighbours in a memory, read once."""
 
     queries: Tensor
     answers: Int[Tensor, "Q"]
     memory: mbpa.Memory
     nearest: mbpa.Neighbors
     drawn: mbpa.Neighbors
-    """At random."""
+    """Neighbours drawn at random."""
 
     def accuracy(
         self, head: nn.Module, predictor: mbpa.Predictor, at_random: bool = False
     ) -> float:
-        """Of a predictor; tasks have as many images each, so it is their mean."""
+        """Return a predictor's accuracy, the mean over tasks since all have equally many images."""
         model = mbpa.MbPA(head=head, memory=self.memory, predictor=predictor)
         found = model(keys=self.queries, neighbors=self.drawn if at_random else self.nearest)
         return float((found.argmax(1) == self.answers).double().mean())
 
 
 def _search_all(search: Search, training: Training) -> None:
-    """The baselines, then MbPA on each of them."""
+    """Search the baselines, then MbPA on each of them."""
     config, images = search.config, min(IMAGES, search.config.test_images)
     parts = [training.streams.queries(0, task, images) for task in range(config.tasks)]
     queries = torch.cat([part[0] for part in parts])
@@ -196,7 +196,7 @@ def _search_all(search: Search, training: Training) -> None:
     def chosen(
         method: str, size: int | None, fields: tuple[str, ...], grid: Sequence[tuple[float, ...]]
     ) -> nn.Sequential:
-        """The network of the best setting; those of a size follow those of the one before."""
+        """Return the network with the best setting; networks are ordered by memory size."""
         networks = [stacks[method].network((size or 0) * len(grid) + i) for i in range(len(grid))]
         settings = [dict(zip(fields, values, strict=True)) for values in grid]
 
@@ -229,7 +229,7 @@ def _search_all(search: Search, training: Training) -> None:
 def _search_memory(
     search: Search, questions: Questions, size: int, heads: dict[str, nn.Sequential]
 ) -> None:
-    """How to vote and how to adapt, with the memory of one size."""
+    """Search vote and adaptation, with the memory of one size."""
 
     def vote(setting: Setting) -> float:
         kernel = kernel_of(setting["vote_bandwidth"])
@@ -261,7 +261,7 @@ def _search_memory(
 def _adapted(
     search: Search, questions: Questions, name: str, size: int, head: nn.Sequential
 ) -> Setting:
-    """Rate and steps, neighbours and kernel, rate and steps again, pull and layers."""
+    """Search rate and steps, neighbours and kernel, rate and steps again, pull and layers."""
     method = {"alone": "MbPA", "on_ewc": "MbPA + EWC", "on_replay": "MbPA + replay"}.get(
         name, "MbPA + DER++"
     )
@@ -287,12 +287,12 @@ def _adapted(
 
 
 def _steps(k: int) -> list[tuple[float, int]]:
-    """Rates and steps that are worth trying with so many neighbours."""
+    """Return the rates and steps worth trying with this many neighbours."""
     return [pair for pair in itertools.product(RATES, STEPS) if k * pair[1] <= MOST_WORK]
 
 
 def _evaluations(config: PermutedMnistConfig) -> int:
-    """How many settings there are to try, at most."""
+    """Return the maximum number of settings to try."""
     each = 2 * len(RATES) * len(STEPS) + len(COUNTS) * len(BANDWIDTHS)
     each += len(DECAYS) * len(LAYERS)
     votes = (1 + len(COUNTS)) * len(BANDWIDTHS)

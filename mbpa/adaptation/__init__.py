@@ -1,4 +1,4 @@
-"""How adaptation is computed: several paths with one answer, and a plan that picks among them."""
+"""Computation of adaptations: several paths with the same result, and a plan that chooses one."""
 
 from mbpa.adaptation.engine import Engine
 from mbpa.adaptation.losses import CROSS_ENTROPY, SQUARED_ERROR, Loss

@@ -1,4 +1,4 @@
-"""Adaptation as the predictors see it: a problem goes in, adapted outputs come out."""
+"""The engine that predictors call: it takes a problem and returns adapted outputs."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from mbpa.adaptation.step_size import is_open, settled
 from mbpa.device import Throughput, free_bytes, measure_throughput, ran_out_of_memory, takes_kernels
 from mbpa.memory import Neighbors, validation
 
-MOST_SCRATCH = 1 << 29, 1 << 33  # on a CPU, on a GPU, unless the user says otherwise
-MUCH_SCRATCH = 1 << 28  # only for more than this is it worth asking how much is free
-MOST_PLANS = 1000  # remembered a head
+MOST_SCRATCH = 1 << 29, 1 << 33  # default limits in bytes, on a CPU and on a GPU
+MUCH_SCRATCH = 1 << 28  # only above this is it worth asking how much memory is free
+MOST_PLANS = 1000  # remembered per head
 STORE_BYTES = 1 << 30
-HALF_ERROR = 1e-3  # in log-probability, that half-precision rows may cause
+HALF_ERROR = 1e-3  # largest error in log-probability that half-precision rows may cause
 
 Solved = tuple[Tensor, Tensor | None]
 
 
 class Engine:
-    """Computes adaptations for one head and one memory, keeping what can be used again.
+    """The engine that computes adaptations for one head and one memory, and caches what it can.
 
     Args:
-        scratch_bytes: what a chunk of queries may take while it is adapted; default: half of the
-            free memory, at most 512 MiB on a CPU and 8 GiB on a GPU. Where that is not to be had
-            after all, chunks get smaller, with a warning.
-        store_bytes: what each table of kept head outputs may take.
-        half_store: on a GPU, keep probabilities for one-step adaptation in half precision: half
-            the memory and time. Used where the log-probabilities are certain to be within 1e-3;
-            other calls take the long way.
-        path: compute everything this way ("functional", "dense", "span", "one step", "layers")
-            rather than the cheapest way; a `ValueError` where that cannot be done. (`MAP` has a
-            way of its own, "optimum", and no other.)
-        rates: of the device, for choosing the cheapest way; measured if not given.
+        scratch_bytes: memory that a chunk of queries may take while it is adapted. Default: half of
+            the free memory, at most 512 MiB on a CPU and 8 GiB on a GPU. If memory runs out
+            nevertheless, chunks get smaller, with a warning.
+        store_bytes: memory that each table of cached head outputs may take.
+        half_store: on a GPU, cache probabilities for one-step adaptation in half precision, which
+            takes half the memory and time. They are used only if the log-probabilities are
+            guaranteed to be within 1e-3; other calls compute the outputs anew.
+        path: compute everything by this path ("functional", "dense", "span", "one step" or
+            "layers") instead of the fastest one; raises `ValueError` if the path cannot compute a
+            problem. (`MAP` has only one path, "optimum".)
+        rates: speed of the device, for choosing the fastest path; measured if not given.
     """
 
     def __init__(
@@ -83,7 +83,13 @@ class Engine:
     def adapt(
         self, problem: Problem, neighbors: Neighbors, want_change: bool = False
     ) -> Adaptation:
-        """Solve the problem, whose neighbours these are."""
+        """Solve a problem.
+
+        Args:
+            problem: the batch of adaptations.
+            neighbors: the neighbours in the problem, for looking up cached outputs.
+            want_change: also compute ‖θˣ − θ‖.
+        """
         can_store = table_bytes(neighbors.capacity, problem.outputs) <= self._store_bytes
         plan = self._plan(problem, neighbors.capacity if can_store else None, want_change)
         with ExitStack() as stack:
@@ -110,7 +116,7 @@ class Engine:
         want_change: bool,
         any_path: bool = False,
     ) -> Plan:
-        """A plan, made once for all problems of the same form."""
+        """Return a plan, made once for all problems of the same form."""
         device, path = problem.queries.device, None if any_path else self._path
         most = self._scratch_bytes or MOST_SCRATCH[device.type == "cuda"]
 
@@ -133,7 +139,7 @@ class Engine:
     def _in_chunks(
         self, plan: Plan, problem: Problem, stored: StoredOutputs | None, want_change: bool
     ) -> list[Solved]:
-        """The problem, some queries at a time; fewer where memory does not suffice for as many."""
+        """Solve the problem in chunks of queries; use smaller chunks if memory runs out."""
         parts: list[Solved] = []
         start, chunk = 0, plan.chunk
         while start < len(problem.queries):
@@ -156,7 +162,7 @@ class Engine:
                 continue
             parts.append(solved)
             start += len(part.queries)
-        if chunk < plan.chunk:  # next time, begin with what was to be had
+        if chunk < plan.chunk:  # next time, start with the size that worked
             plans = self._plans.setdefault(problem.head, {})
             smaller = replace(plan, chunk=chunk, held=plan.held * chunk / plan.chunk)
             plans.update({form: smaller for form, known in plans.items() if known is plan})
@@ -177,8 +183,8 @@ def _uses_table(path: str, problem: Problem) -> bool:
 def _looked_up(
     stack: ExitStack, store: OutputStore, problem: Problem, neighbors: Neighbors
 ) -> StoredOutputs | None:
-    """The kept outputs of the neighbours; nothing where there is no memory to keep them in."""
-    assert problem.linear is not None  # only its outputs are kept
+    """Return the cached outputs of the neighbours, or `None` if there is no memory for a cache."""
+    assert problem.linear is not None  # only outputs of linear heads are cached
     try:
         return stack.enter_context(store.lookup(problem.linear, neighbors, problem.keys))
     except (RuntimeError, MemoryError) as error:
@@ -193,7 +199,7 @@ def _looked_up(
 
 
 def _is_sure(problem: Problem, stored: StoredOutputs) -> bool:
-    """Whether rows of half precision, if they are, are exact enough for this."""
+    """Return whether the stored rows, which may have half precision, are accurate enough."""
     if stored.table.dtype == problem.dtype:
         return True
     return float(step_factors(problem).abs().sum(1).max()) * 2.0**-11 <= HALF_ERROR

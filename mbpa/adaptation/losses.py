@@ -1,7 +1,7 @@
-"""Losses of a neighbour's output against its value, one number a neighbour.
+"""Losses of neighbours' outputs against their values, one number per neighbour.
 
-For the two built-in losses the derivative by the output is known in closed form, which is what the
-fast paths live on; a user's own loss goes through autograd.
+The derivatives of the two built-in losses are known in closed form, which the fast paths rely on. A
+user's own loss goes through autograd.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ CROSS_ENTROPY, SQUARED_ERROR = "cross_entropy", "squared_error"
 def loss_per_neighbor(
     loss: str | Loss, outputs: Float[Tensor, "K *C"], values: Shaped[Tensor, "K *V"]
 ) -> Float[Tensor, "K"]:
-    """The loss of each of K outputs: −log p(value), ½‖output − value‖², or the user's own."""
+    """Return the loss of each output: −log p(value), ½‖output − value‖², or the user's own."""
     if loss == CROSS_ENTROPY:
         return functional.cross_entropy(outputs, values, reduction="none")
     if loss == SQUARED_ERROR:
         return (outputs - values).square().reshape(len(outputs), -1).sum(1) / 2
-    assert callable(loss)  # checked where the loss came in
+    assert callable(loss)  # checked by Adapted
     losses = loss(outputs, values)
     if losses.shape != outputs.shape[:1]:
         raise ValueError(
@@ -38,7 +38,10 @@ def loss_per_neighbor(
 def residual(
     loss: str, outputs: Float[Tensor, "*K C"], values: Shaped[Tensor, "*V"]
 ) -> Float[Tensor, "*K C"]:
-    """Derivative of a built-in loss by the output: softmax − one-hot, or output − value."""
+    """Return the derivative of a built-in loss by the output.
+
+    That is softmax − one-hot for cross-entropy, and output − value for squared error.
+    """
     if loss == SQUARED_ERROR:
         return outputs - values
     return minus_one_hot(outputs.softmax(-1), values)

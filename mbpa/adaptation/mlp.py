@@ -1,12 +1,13 @@
-"""MLP head, gradient steps: exact without ever building a query's weights.
+"""MLP head, gradient steps: exact, without forming each query's weights.
 
-With x the inputs of a layer, δ the weighted slopes of the loss by its outputs, a row r of each for
-each neighbour of each step so far, and a_r numbers known in advance,
+Let x be the inputs of a layer and δ the weighted slopes of the loss by its outputs, with one row r
+of each per neighbour and past step, and let a_r be factors known in advance. Then
 
     ΔW = Σ_r a_r δ_r x_rᵀ,        z(x) = W x + b + Σ_r a_r (x·x_r + 1) δ_r.
 
-The lowest layer that adapts has the same inputs at every step, so K rows are all its past. A layer
-so small that its changed weights are fewer numbers than its past gets those instead.
+The lowest layer that adapts has the same inputs at every step, so K rows are its whole history. A
+layer that is so small that its changed weights take fewer numbers than its history stores the
+weights instead.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from mbpa.device import takes_kernels
 from mbpa.rules import Gradient
 
 Layer = LinearHead | nn.Module
-MOST_FUSED = 32  # rows of a query, which a kernel of ours combines faster
-FEWEST_FUSED = 64  # inputs and outputs, for which a kernel of ours multiplies faster
+MOST_FUSED = 32  # rows per query up to which our kernel combines them faster
+FEWEST_FUSED = 64  # inputs and outputs from which our kernel multiplies faster
 
 
 def layered(
     problem: Problem, want_change: bool
 ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
-    """Adapted outputs, and the norm of the change if wanted."""
+    """Return the adapted outputs, and the norm of the change if `want_change`."""
     below, lowest_layer, above, rule = _parted(problem)
     keys, queries = problem.keys, problem.queries[:, None]
     for layer in below:
@@ -61,9 +62,11 @@ def layered(
 def squared_slopes(
     problem: Problem, directions: Float[Tensor, "B K C"]
 ) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B K C"]]:
-    """Of each neighbour's outputs along its direction, ‖∇_θ‖² before any step: Σ ‖δ‖²(‖x‖² + 1)
-    over the layers that adapt, with x their inputs and δ what the direction is at their outputs.
-    And the outputs."""
+    """Return ‖∇_θ (outputs · direction)‖² of each neighbour before any step, and the outputs.
+
+    The former is Σ ‖δ‖²(‖x‖² + 1) over the layers that adapt, where x are their inputs and δ is the
+    direction propagated back to their outputs.
+    """
     below, lowest, above, _ = _parted(problem)
     inputs = problem.keys
     for layer in below:
@@ -86,7 +89,7 @@ def squared_slopes(
 
 
 class _Activation:
-    """An elementwise function; its derivative wants its inputs, or its outputs."""
+    """An elementwise function; its derivative needs its inputs or its outputs."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.derivative = module, DERIVATIVES[type(module)]
@@ -105,7 +108,7 @@ class _Activation:
 
 
 class _Frozen:
-    """A linear layer that stays as it is, above one that adapts."""
+    """A linear layer that does not adapt, above one that does."""
 
     def __init__(self, layer: LinearHead) -> None:
         self.layer, self.pairs = layer, None
@@ -131,7 +134,7 @@ class _Frozen:
 
 
 class _Adapting(_Frozen):
-    """A linear layer that adapts, with its past: R rows a query, and what became of each."""
+    """A linear layer that adapts, with its history: R rows per query, and a factor for each."""
 
     inputs: Float[Tensor, "B R I"]
     slopes: Float[Tensor, "B R O"]
@@ -141,7 +144,7 @@ class _Adapting(_Frozen):
         return _through(self.layer, inputs).baddbmm_(self._overlaps(inputs), self.slopes)
 
     def squared_change(self, count: int) -> Float[Tensor, "B"]:
-        """‖ΔW‖² + ‖Δb‖² = Σ_r a_r δ_r · (ΔW x_r + Δb), from `count` rows at a time."""
+        """Return ‖ΔW‖² + ‖Δb‖² = Σ_r a_r δ_r · (ΔW x_r + Δb), using `count` rows at a time."""
         squares = self.slopes.new_zeros(len(self.slopes))
         rows = self.inputs.split(count, 1), self.slopes.split(count, 1), self.rates.split(count)
         for inputs, slopes, rates in zip(*rows, strict=True):
@@ -150,7 +153,7 @@ class _Adapting(_Frozen):
         return squares
 
     def _overlaps(self, inputs: Float[Tensor, "B K J"]) -> Float[Tensor, "B K R"]:
-        """a_r (x·x_r + 1): x·x_r is there if the weights adapt, 1 if the bias does."""
+        """Return a_r (x·x_r + 1), with x·x_r only if the weights adapt, and 1 if the bias does."""
         if not self.layer.weight_adapts:
             return self.rates.expand(*inputs.shape[:2], -1)
         products = inputs @ self.inputs.mT
@@ -161,10 +164,10 @@ class _Adapting(_Frozen):
 
 
 class _Lowest(_Adapting):
-    """The lowest that adapts. Its inputs are always the same, so all steps add to the same rows."""
+    """The lowest layer that adapts; its inputs never change, so all steps add to the same rows."""
 
     def __init__(self, layer: LinearHead, keys: Float[Tensor, "B K I"], rule: Gradient) -> None:
-        self.layer = layer  # and no pairs of its weights, which are multiplied twice in all
+        self.layer = layer  # no pairs: its weights are multiplied only twice
         self.start, self.rule = _through(layer, keys), rule
         self.inputs, self.rates = keys, keys.new_ones(keys.shape[1])
         self.slopes = self.velocity = torch.zeros_like(self.start)
@@ -182,7 +185,7 @@ class _Lowest(_Adapting):
 
 
 class _Upper(_Adapting):
-    """Any other that adapts. Every step adds K rows."""
+    """Any other layer that adapts; every step adds K rows."""
 
     def __init__(
         self, layer: LinearHead, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"]
@@ -213,7 +216,7 @@ class _Upper(_Adapting):
 
 
 class _FusedUpper(_Upper):
-    """The same by one kernel, which wants the rows of the past as pairs of half precision."""
+    """The same computed by one kernel, which takes past rows as pairs in half precision."""
 
     past_inputs: Float[Tensor, "2 B R I"]
     past_slopes: Float[Tensor, "2 B R O"]
@@ -226,7 +229,7 @@ class _FusedUpper(_Upper):
         _Frozen.__init__(self, layer)
         self._add_past, self._joined = mlp_history.add_past, shared_product.joined
         (outs, ins), self.all_rates = layer.weight.shape, rates
-        rows = len(rates) + 1  # one for the query
+        rows = len(rates) + 1  # one more for the query
         self.past_slopes = mlp_history.room_for_pairs(keys, rows, outs)
         self.past_inputs = mlp_history.room_for_pairs(keys, rows, ins)
         self._look_back(0)
@@ -248,7 +251,7 @@ class _FusedUpper(_Upper):
 
     def squared_change(self, count: int) -> Float[Tensor, "B"]:
         parts = []
-        some = max(1, len(self.past_inputs[0]) // 16)  # queries whose past is joined at a time
+        some = max(1, len(self.past_inputs[0]) // 16)  # queries whose pairs are joined at a time
         for inputs, slopes in zip(
             self.past_inputs.split(some, 1), self.past_slopes.split(some, 1), strict=True
         ):
@@ -263,7 +266,7 @@ class _FusedUpper(_Upper):
 
 
 class _Whole(_Frozen):
-    """Any other that adapts and is small: every query has what is added to its weights."""
+    """Any other layer that adapts and is small; it stores the change of each query's weights."""
 
     def __init__(self, layer: LinearHead, keys: Float[Tensor, "B K D"], rule: Gradient) -> None:
         super().__init__(layer)
@@ -304,19 +307,19 @@ class _Whole(_Frozen):
 
 
 def layered_cost(problem: Problem) -> tuple[float, float, float]:
-    """Operations, bytes moved and bytes of scratch at their peak, for one query."""
+    """Return operations, bytes moved and peak bytes of scratch, per query."""
     below, lowest, above, rule = _parted(problem)
     count, steps, classes = problem.keys.shape[1], rule.steps, problem.outputs.shape[1]
-    earlier = count * steps * (steps - 1) // 2  # rows of the past, summed over the steps
+    earlier = count * steps * (steps - 1) // 2  # past rows, summed over the steps
     outs, ins = lowest.weight.shape
     operations = 2 * count * (ins * outs + count * ins + steps * count * outs)
     moved = count * (ins + 8 * steps * (outs + classes))
     held = count * ((3 if steps > 1 else 2) * outs + count + (ins if below else 0))
-    kept, passing = 0, 3 * outs  # by activations; with what else there is at the worst moment
+    kept, passing = 0, 3 * outs  # kept by activations; peak including temporaries
     for outs, ins, layer in _shapes(above):
         operations += 4 * steps * count * ins * outs
         moved += steps * count * (11 * ins + 6 * outs)
-        kept += ins  # as if an activation stood before each
+        kept += ins  # as if an activation preceded each layer
         is_small = _is_small(layer, count, rule)
         rank = count * (steps - 1) if layer.weight_adapts and not is_small else 0
         passing = max(passing, kept + ins + max(ins, outs + rank) + classes, kept + 3 * outs)
@@ -341,9 +344,9 @@ def _shapes(layers: Sequence[Layer]) -> list[tuple[int, int, LinearHead]]:
 
 
 def _parted(problem: Problem) -> tuple[Sequence[Layer], LinearHead, Sequence[Layer], Gradient]:
-    """The layers below the lowest that adapts, that one, those above it, and the rule."""
+    """Return the layers below the lowest that adapts, that layer, those above it, and the rule."""
     layers, rule = problem.layers, problem.rule
-    assert layers is not None  # the plan sends nothing else here
+    assert layers is not None  # the plan guarantees it
     assert isinstance(rule, Gradient)
     for place, layer in enumerate(layers):
         if isinstance(layer, LinearHead) and layer.adapts:
@@ -365,8 +368,11 @@ def _part(
 
 
 def _is_small(layer: LinearHead, count: int, rule: Gradient) -> bool:
-    """Whether what a query's weights have gained is passed over faster than what led there: once
-    forward, once backward and twice to take the step, against twice half of all there will be."""
+    """Return whether passes over the change of a query's weights are faster than over its history.
+
+    The change is passed over once forward, once backward and twice for the step; the history twice,
+    with half of its final length on average.
+    """
     outs, ins = layer.weight.shape
     passes = 7 if rule.momentum else 4
     return layer.weight_adapts and passes * ins * outs < count * (rule.steps - 1) * (ins + outs)
@@ -379,7 +385,7 @@ def _add_products(
     beta: float,
     alpha: float,
 ) -> None:
-    """`β total + α Σ_k slopes_k inputs_kᵀ` in place; inputs of a bias are ones."""
+    """Compute `β total + α Σ_k slopes_k inputs_kᵀ` in place; `None` stands for a bias's ones."""
     if inputs is None:
         total.mul_(beta).add_(slopes.sum(1)[..., None], alpha=alpha)
     else:
@@ -394,7 +400,7 @@ def _combined(
     alpha: float = 1,
     out: Float[Tensor, "B K O"] | None = None,
 ) -> Float[Tensor, "B K O"]:
-    """`β base + α left right`, for few rows and fewer in between."""
+    """Return `β base + α left right`, by a kernel if the inner dimension R is small."""
     if left.shape[2] > MOST_FUSED or not takes_kernels(base):
         if out is None:
             return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
@@ -407,7 +413,10 @@ def _combined(
 
 
 def _rates(rule: Gradient, keys: Float[Tensor, "B K I"]) -> Float[Tensor, "R"]:
-    """What a slope has added to the parameters n steps on, −α Σ_j (1−β)ⁿ⁻ʲ μʲ, the oldest first."""
+    """Return the effect of a slope on the parameters n steps later, the oldest slope first.
+
+    It is −α Σ_j (1−β)ⁿ⁻ʲ μʲ.
+    """
     rates = [-rule.rate]
     for age in range(1, rule.steps):
         rates.append((1 - rule.decay) * rates[-1] - rule.rate * rule.momentum**age)
@@ -416,7 +425,7 @@ def _rates(rule: Gradient, keys: Float[Tensor, "B K I"]) -> Float[Tensor, "R"]:
 
 
 def _through(layer: Layer, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
-    """One product for the neighbours of all queries."""
+    """Apply a layer to the neighbours of all queries in one product."""
     outputs: Tensor = layer(inputs.flatten(0, 1))
     return outputs.view(*inputs.shape[:2], -1)
 
@@ -432,5 +441,6 @@ DERIVATIVES: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Tensor]] = {
     nn.LeakyReLU: lambda f, slopes, x: aten.leaky_relu_backward(slopes, x, f.negative_slope, False),
     nn.Softplus: lambda f, slopes, x: aten.softplus_backward(slopes, x, f.beta, f.threshold),
 }
-"""What autograd itself runs, of the activation, the slopes by its outputs, and what it kept."""
+"""The functions that autograd itself runs, by activation; their arguments are the activation, the
+slopes by its outputs, and the tensor that it kept."""
 BY_OUTPUT = (nn.ReLU, nn.Tanh, nn.Sigmoid)  # these keep their outputs y, the others their inputs x

@@ -1,12 +1,12 @@
-"""Linear head, `MAP`: the optimum of the paper's equation 3 itself, in the span of the neighbours.
+"""Linear head, `MAP`: the exact optimum of the paper's equation 3, in the span of the neighbours.
 
-With G = R Rᵀ the Gram matrix of what adapts, λ the prior, and X (K × C) the change of the
-parameters in an orthonormal basis of that span, the neighbours' outputs are L = L⁰ + R X, and
+Let G = R Rᵀ be the Gram matrix of the adapting inputs, λ the prior, and X (K × C) the change of the
+parameters in an orthonormal basis of that span. The neighbours' outputs are L = L⁰ + R X, and
 
     F = Σ_k w_k loss(L_k, v_k) + λ/2 ‖X‖²,        ∇F = Rᵀ (w ⊙ residual(L)) + λ X.
 
-Squared error is a linear system. Cross-entropy takes conjugate gradients: Newton's equations are
-solved in the plane of the gradient and the last move, and the move is as long as is certain to
+Squared error gives a linear system. Cross-entropy takes conjugate gradients: Newton's equations are
+solved in the plane of the gradient and the last move. Each move is as long as is guaranteed to
 lower F, so there is neither a step size nor a line search.
 """
 
@@ -24,14 +24,14 @@ from mbpa.adaptation.problem import LinearHead, Problem, why_not_linear
 from mbpa.adaptation.span import inner_products
 from mbpa.rules import MAP
 
-BUFFERS = 9  # of K × C numbers, while cross-entropy is lowered
-RENEWED = 16  # steps, after which moves begin anew, and outputs come from coordinates again
-CHECKED = 4  # steps, after which a GPU is asked whether it may stop
-JITTER = 1e-14  # times K, of the largest square of a key, since neighbours may be dependent
+BUFFERS = 9  # of K × C numbers, while cross-entropy is minimised
+RENEWED = 16  # steps between restarts, which also recompute the outputs from the coordinates
+CHECKED = 4  # steps between checks for convergence on a GPU
+JITTER = 1e-14  # times K and the largest squared key: neighbours may be linearly dependent
 
 
 def require_convex(head: nn.Module, loss: str | Loss, key_shape: tuple[int, ...]) -> None:
-    """Raise `ValueError` unless there is one optimum, and a way to it here."""
+    """Raise `ValueError` unless `MAP` has a unique optimum that this module can compute."""
     if reason := why_not_linear(head, loss, key_shape):
         raise ValueError(
             "MAP needs a head that is one torch.nn.Linear, flat keys and a built-in loss, but "
@@ -42,9 +42,12 @@ def require_convex(head: nn.Module, loss: str | Loss, key_shape: tuple[int, ...]
 def optimum(
     problem: Problem, stored: StoredOutputs | None, want_change: bool
 ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
-    """Outputs at the optimum, and the norm of the change if wanted; `stored` holds raw outputs."""
+    """Return the outputs at the optimum, and the norm of the change if `want_change`.
+
+    `stored` holds raw outputs.
+    """
     head, rule = problem.linear, problem.rule
-    assert head is not None  # the plan sends nothing else here
+    assert head is not None  # the plan guarantees it
     assert isinstance(rule, MAP)
     rows = None if stored is None else stored.gathered(problem.at_queries)[:, :-1]
     outputs = head(problem.keys) if rows is None else rows
@@ -64,8 +67,11 @@ def _ridge(
     outputs: Float[Tensor, "B K C"],
     want_change: bool,
 ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
-    """ΔW = Σ_k a_k h_kᵀ, `A = √w (√w G √w + λ)⁻¹ √w (V − L⁰)`, which no weight of zero disturbs. In
-    float64, since a Gram matrix in float32 need not be positive beside a small prior."""
+    """Solve for squared error: ΔW = Σ_k a_k h_kᵀ with `A = √w (√w G √w + λ)⁻¹ √w (V − L⁰)`.
+
+    This form allows weights of zero. It is computed in float64, since with a small prior the matrix
+    need not be positive definite in float32.
+    """
     (gram, reach), roots = _products(problem, head), problem.weights.double().sqrt()[..., None]
     system = gram * roots
     system.mul_(roots.mT).diagonal(dim1=1, dim2=2).add_(rule.prior)
@@ -85,7 +91,7 @@ def _ridge(
 def _products(
     problem: Problem, head: LinearHead
 ) -> tuple[Float[Tensor, "B K K"], Float[Tensor, "B K"]]:
-    """Inner products of the neighbours with each other and with the query, in float64."""
+    """Return inner products of the neighbours with each other and with the query, in float64."""
     keys, queries = problem.keys.double(), problem.queries.double()
     to_queries = torch.bmm(keys, queries[..., None])[..., 0]
     return inner_products(head, keys @ keys.mT), inner_products(head, to_queries)
@@ -94,17 +100,17 @@ def _products(
 def _basis(
     problem: Problem, head: LinearHead
 ) -> tuple[Float[Tensor, "B K K"], Float[Tensor, "B K"]]:
-    """Neighbours and queries in an orthonormal basis of the neighbours' span."""
+    """Return neighbours and queries in an orthonormal basis of the neighbours' span."""
     gram, to_queries = _products(problem, head)
     diagonal = gram.diagonal(dim1=1, dim2=2)
     diagonal += JITTER * gram.shape[1] * diagonal.amax(1, keepdim=True).clamp_min(1e-12)
-    basis, _ = torch.linalg.cholesky_ex(gram)  # which asks a GPU nothing
+    basis, _ = torch.linalg.cholesky_ex(gram)  # does not synchronise with a GPU
     reach = torch.linalg.solve_triangular(basis, to_queries[..., None], upper=False)[..., 0]
     return basis.to(problem.dtype), reach.to(problem.dtype)
 
 
 class _Descent:
-    """B queries on their way to the optimum of cross-entropy. All is computed in place."""
+    """The state of the descent to the optimum of cross-entropy for B queries, updated in place."""
 
     def __init__(
         self,
@@ -120,21 +126,21 @@ class _Descent:
         self.slopes, self.sloping, self.shares, self.scratch = (
             torch.empty_like(self.outputs) for _ in range(4)
         )
-        # Where the parameters are, the direction of their last move, and what that did to outputs.
+        # Coordinates of the parameters, the last move, and how that changed the outputs.
         self.place, self.move, self.moved = (torch.zeros_like(self.outputs) for _ in range(3))
-        # F is curved by λ at least, so ‖∇F‖/λ bounds the way that is left; `reach` is what a query
-        # makes of that.
+        # The curvature of F is at least λ, so ‖∇F‖/λ bounds the distance to the optimum; `reach`
+        # converts that to the outputs at the query.
         self.enough = (rule.tolerance * rule.prior) ** 2 / reach.clamp_min(_tiny(reach))
 
     def ended(self) -> Float[Tensor, "B K C"]:
-        """The coordinates once every query is done, or after as many steps as there may be."""
+        """Return the coordinates when every query has converged, or after the last allowed step."""
         every = CHECKED if self.outputs.device.type == "cuda" else 1
         left, before = torch.ones_like(self.enough, dtype=torch.bool), self.enough + torch.inf
         for step in range(self.rule.most_steps + 1):
             noise = self._renew() if step and step % RENEWED == 0 else None
             steepness = self._find_slopes()
             left &= steepness > self.enough
-            if noise is not None:  # a slope that it can hide, and that hardly falls any more
+            if noise is not None:  # stop below the noise once progress stalls
                 left &= (steepness > noise) | (4 * steepness < before)
                 before = steepness
             if step % every == 0 and not left.any():
@@ -151,10 +157,10 @@ class _Descent:
         return self.place
 
     def _find_slopes(self) -> Float[Tensor, "B"]:
-        """∇F, what a move along it would do to the outputs, and its square."""
+        """Compute ∇F and its effect on the outputs, and return ‖∇F‖²."""
         torch.softmax(self.outputs, -1, out=self.shares)
         residual = torch.mul(self.shares, self.weights, out=self.scratch)
-        # 1 − p of the label is the sum of the others: exact however small it is.
+        # 1 − p of the label is computed as the sum of the others, which is exact even if tiny.
         residual.scatter_(-1, self.labels, 0)
         residual.scatter_(-1, self.labels, -residual.sum(-1, keepdim=True))
         torch.baddbmm(self.place, self.basis.mT, residual, beta=self.rule.prior, out=self.slopes)
@@ -162,12 +168,12 @@ class _Descent:
         return self._dot(self.slopes, self.slopes)
 
     def _step(self, steepness: Float[Tensor, "B"], left: Bool[Tensor, "B"]) -> None:
-        """Move those that are left."""
+        """Move the queries that have not converged."""
         by_slope, by_move = self._solved(steepness)
         self.move.mul_(by_move).addcmul_(self.slopes, by_slope)
         self.moved.mul_(by_move).addcmul_(self.sloping, by_slope)
-        # Along the move F'' grows at most by e^(R t), R being how far two outputs of a neighbour
-        # part; F' is then negative up to this t.
+        # Along the move F'' grows at most by e^(R t), where R is the largest change of the
+        # difference between two outputs of a neighbour. So F' is negative up to this t.
         spread = (self.moved.amax(-1) - self.moved.amin(-1)) * (self.weights[..., 0] > 0)
         most = spread.amax(1).clamp_min(_tiny(spread))
         length = (left * most.log1p() / most)[:, None, None]
@@ -177,37 +183,37 @@ class _Descent:
     def _solved(
         self, steepness: Float[Tensor, "B"]
     ) -> tuple[Float[Tensor, "B 1 1"], Float[Tensor, "B 1 1"]]:
-        """Newton's equations in the plane of ∇F and the last move: the factors of the two."""
+        """Solve Newton's equations in the plane of ∇F and the last move; return the two factors."""
         prior, tiny = self.rule.prior, _tiny(steepness)
         rise, size = self._dot(self.slopes, self.move), self._dot(self.move, self.move)
         bent = self._bent(self.moved)
         last = bent.mul_(self.moved).sum((1, 2)) + prior * size
         bent = self._bent(self.sloping)
-        torch.mul(bent, self.sloping, out=self.shares)  # whose values have been used
+        torch.mul(bent, self.sloping, out=self.shares)  # its values are no longer needed
         here = self.shares.sum((1, 2)) + prior * steepness
         both = bent.mul_(self.moved).sum((1, 2)) + prior * rise
         here, last = here.clamp_min(tiny), last.clamp_min(tiny)
-        # Ratios throughout: products of such small numbers leave float32's range.
+        # Use ratios throughout: products of such small numbers underflow in float32.
         down, along = steepness / here, rise / last
         spare = 1 - (both / here) * (both / last)
-        is_plane = spare > 16 * torch.finfo(spare.dtype).eps  # else the two are one direction
+        is_plane = spare > 16 * torch.finfo(spare.dtype).eps  # else the two are parallel
         spare = torch.where(is_plane, spare, 1)
         by_slope = torch.where(is_plane, (both / here) * along - down, -down) / spare
         by_move = torch.where(is_plane, (both / last) * down - along, 0) / spare
         return by_slope[:, None, None], by_move[:, None, None]
 
     def _bent(self, moved: Float[Tensor, "B K C"]) -> Float[Tensor, "B K C"]:
-        """By how much the weighted residuals change as the outputs move like this, in `scratch`."""
+        """Return the change of the weighted residuals if the outputs move so, in `scratch`."""
         derivative = torch.ops.aten._softmax_backward_data.out  # p ⊙ (moved − p·moved), in one pass
         derivative(moved, self.shares, -1, moved.dtype, grad_input=self.scratch)
         return self.scratch.mul_(self.weights)
 
     def _renew(self) -> Float[Tensor, "B"]:
-        """Forget the last move, and what rounding has added to the outputs; the square of what
-        that added to ∇F.
+        """Restart the descent, remove accumulated rounding errors from the outputs, and return the
+        squared norm of their effect on ∇F.
 
-        Moves are conjugate as long as F is a parabola. It was not where the first ones were made,
-        and only without those do the next end as soon as they can.
+        Moves are conjugate as long as F is quadratic. It is not near the first moves, and the
+        descent converges as fast as it can only once they are forgotten.
         """
         self.move.zero_()
         self.moved.zero_()

@@ -1,9 +1,9 @@
-"""Head outputs of memory entries, kept from call to call.
+"""A cache of the head's outputs for memory entries, which persists between calls.
 
-What the un-adapted head says of an entry does not depend on the query, so it is computed once and
-found again by slot and id: an overwritten slot has another id. Everything is dropped when the
-head's parameters differ from the snapshot they were computed with (compared value by value: writes
-through `.data` leave no other trace), or when the memory re-keyed its entries.
+The unadapted head's output for an entry does not depend on the query. So it is computed once and
+looked up by slot and id: an overwritten slot has another id. The cache is cleared when the head's
+parameters differ from the snapshot that it was computed with (compared value by value, since writes
+through `.data` leave no other trace), or when the memory's entries got new keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
 from mbpa.adaptation.problem import LinearHead
 from mbpa.memory import Neighbors
 
-ALIGNED = 16  # numbers; a GPU reads rows that start at a multiple of this four at a time
+ALIGNED = 16  # numbers; rows that start at a multiple of this are read four numbers at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +30,18 @@ class StoredOutputs:
 
     table: Float[Tensor, "N C"]
     unwritten: Float[Tensor, "M C"]
-    """Of entries that are not in the memory yet; they are rows N, N+1, …"""
+    """Outputs of entries that are not in the memory yet; `index` counts them as rows N, N+1, …"""
     index: Int[Tensor, "B K"]
 
     @staticmethod
     def of_each(outputs: Float[Tensor, "B K C"]) -> StoredOutputs:
-        """A table made for one call."""
+        """Create a table for one call."""
         table = outputs.flatten(0, 1)
         index = torch.arange(len(table), device=table.device).view(outputs.shape[:2])
         return StoredOutputs(table, table[:0], index)
 
     def gathered(self, below: Float[Tensor, "B C"]) -> Float[Tensor, "B L C"]:
-        """The outputs of each query's neighbours, and a row of the query's own below them."""
+        """Return the outputs of each query's neighbours, with the query's own row at the end."""
         count, index = len(self.table), functional.pad(self.index, (0, 1))
         if len(self.unwritten):
             outside = (index - count).clamp_min(0)
@@ -55,7 +55,7 @@ class StoredOutputs:
         return rows
 
     def weighted_sum(self, weights: Float[Tensor, "B K"]) -> Float[Tensor, "B C"]:
-        """`Σ_k weights_k output_k`."""
+        """Return `Σ_k weights_k output_k`."""
         count = len(self.table)
         if not len(self.unwritten):
             return _weighted_rows(self.table, self.index, weights)
@@ -66,7 +66,7 @@ class StoredOutputs:
         ) + _weighted_rows(self.unwritten, outside, weights.masked_fill(is_written, 0))
 
     def picked(self, labels: Int[Tensor, "B K"]) -> Float[Tensor, "B K"]:
-        """The output of each neighbour at a class of its own."""
+        """Return the output of each neighbour for its label."""
         count = len(self.table)
         if not len(self.unwritten):
             return self.table[self.index, labels]
@@ -79,8 +79,10 @@ class StoredOutputs:
 
 
 def takes_product(rows: int, count: int, batch: int) -> bool:
-    """Whether sums over `count` of so many rows are cheaper as a product with all of them, which
-    are then read once for the whole batch and at the speed of a matrix product."""
+    """Return whether sums over `count` of `rows` rows are faster as a product with all rows.
+
+    The product reads the rows once for the whole batch, at the speed of a matrix product.
+    """
     return rows * (1 + 30 / batch) <= 64 * count
 
 
@@ -97,8 +99,8 @@ class OutputStore:
     """A table of outputs by memory slot, filled as neighbours are looked up.
 
     Args:
-        finish: applied to outputs before they are stored (say, softmax).
-        dtype: in which they are stored, if not in the head's.
+        finish: function applied to outputs before they are stored, such as softmax.
+        dtype: dtype of the stored outputs; default: the head's.
     """
 
     def __init__(
@@ -114,20 +116,20 @@ class OutputStore:
     def lookup(
         self, head: LinearHead, neighbors: Neighbors, keys: Float[Tensor, "B K D"]
     ) -> Iterator[StoredOutputs]:
-        """Outputs of the neighbours, for as long as the context is open.
+        """Yield the outputs of the neighbours; they are valid as long as the context is open.
 
         Other threads wait meanwhile, since they may overwrite rows of the table.
         """
         with self._lock:
             self._make_room(neighbors.capacity, head)
             slots, ids = neighbors.slots, neighbors.ids
-            missing = self._ids[slots] != ids  # slot −1 has id −1, as padding has
+            missing = self._ids[slots] != ids  # slot −1 has id −1, like padding
             index = slots.clamp_min(0)
             same = self._has_made(head, neighbors.revision)
             is_current, is_short = torch.stack([same, missing.any()]).tolist()  # one wait for both
             if not is_current:
                 self._ids.fill_(-1)
-                self._table.zero_()  # what is there may be anything, and a product reads it all
+                self._table.zero_()  # a product reads unused rows, too
                 bias = None if head.bias is None else head.bias.clone()
                 self._made_by = head.weight.clone(), bias, neighbors.revision
                 missing = neighbors.mask
@@ -145,7 +147,7 @@ class OutputStore:
         if (old.shape, old.device, old.dtype) == (shape, weight.device, dtype):
             return
         del old
-        self._made_by, self._table = None, torch.empty(0, 0)  # gone before the new one comes
+        self._made_by, self._table = None, torch.empty(0, 0)  # freed before the new one is made
         width = _row_width(len(weight), weight.device)
         # Zeros, since a product reads every row.
         rows = torch.zeros(capacity, width, dtype=dtype, device=weight.device)
@@ -153,7 +155,7 @@ class OutputStore:
         self._ids = torch.full((capacity + 1,), -1, device=weight.device)
 
     def _has_made(self, head: LinearHead, revision: int) -> Bool[Tensor, ""]:
-        """Whether the table is of this head and of this revision of the memory."""
+        """Return whether the table was computed by this head for this revision of the memory."""
         if self._made_by is not None:
             weight, bias, made_at = self._made_by
             alike = weight.shape == head.weight.shape and (bias is None) == (head.bias is None)
@@ -171,9 +173,10 @@ class OutputStore:
         slots: Int[Tensor, "M"],
         keys: Float[Tensor, "M D"],
     ) -> tuple[Int[Tensor, "M"], Float[Tensor, "U C"]]:
-        """Rows for these entries, and the outputs of those among them that are not written yet.
+        """Fill in the outputs of these entries and return their rows.
 
-        Each is computed once, however many queries found it.
+        Also return the outputs of entries that are not written to the memory yet. Each output is
+        computed once, however many queries found the entry.
         """
         new_ids, inverse = ids.unique(return_inverse=True)
         some = torch.empty_like(new_ids)
@@ -187,14 +190,14 @@ class OutputStore:
         rows = torch.where(kept, new_slots, place)[inverse]
         unwritten = outputs[~kept]
         if len(unwritten):
-            width = self._table.stride(0)  # both tables are read by one stride
+            width = self._table.stride(0)  # both tables must have the same stride
             unwritten = functional.pad(unwritten, (0, width - unwritten.shape[1]))
             unwritten = unwritten[:, : outputs.shape[1]]
         return rows, unwritten
 
 
 def table_bytes(capacity: int, outputs: Float[Tensor, "B *C"]) -> int:
-    """What a table of such outputs takes for a memory of this capacity."""
+    """Return the bytes that a table of such outputs takes for a memory of this capacity."""
     row = outputs[0] if len(outputs) else outputs.new_empty(outputs.shape[1:])
     return capacity * _row_width(row.numel(), outputs.device) * outputs.itemsize
 

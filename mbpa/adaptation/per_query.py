@@ -1,8 +1,9 @@
-"""Any rule: every query has parameters of its own for the length of a chunk, all moved at once.
+"""Any rule: every query in a chunk has its own parameters, and all are updated at once.
 
-`functional` takes any head and loss, through autograd; `dense` takes a linear head, whose gradient
-is Σ_k w_k (residual of k) h_kᵀ in closed form. Both are one query's steps under `vmap`; a head that
-`vmap` cannot run (recurrent layers, branches on values) is adapted query by query, with a warning.
+`functional` takes any head and loss, through autograd. `dense` takes a linear head, whose gradient
+is Σ_k w_k (residual of k) h_kᵀ in closed form. Both run the steps of one query under `vmap`. A head
+that `vmap` cannot run (recurrent layers, branches on values) is adapted query by query, with a
+warning.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Slope = Callable[[Params, Tensor, Tensor, Tensor], Params]
 
 
 def functional(problem: Problem) -> tuple[Float[Tensor, "B *C"], Float[Tensor, "B"]]:
-    """Adapted outputs and norms of the change, by autograd."""
+    """Return the adapted outputs and norms of the change, computed by autograd."""
     start, forward = _pure_head(problem)
 
     def objective(params: Params, keys: Tensor, values: Tensor, weights: Tensor) -> Tensor:
@@ -39,8 +40,10 @@ def functional(problem: Problem) -> tuple[Float[Tensor, "B *C"], Float[Tensor, "
 def each_squared_slope(
     problem: Problem, directions: Float[Tensor, "B K *C"]
 ) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B K *C"]]:
-    """Of each neighbour's outputs along its direction, ‖∇_θ‖² before any step, by autograd; and the
-    outputs."""
+    """Return ‖∇_θ (outputs · direction)‖² of each neighbour before any step, and the outputs.
+
+    The gradient is computed by autograd.
+    """
     start, forward = _pure_head(problem)
 
     def along(params: Params, key: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +54,7 @@ def each_squared_slope(
         slopes, outputs = torch.func.grad(along, has_aux=True)(start, key, direction)
         return torch.stack([slope.square().sum() for slope in slopes.values()]).sum(), outputs
 
-    # As many at once as there are queries, each of which is to have parameters of its own.
+    # Process as many at once as there are queries, each of which will have its own parameters.
     inputs = [tensor.flatten(0, 1) for tensor in (problem.keys, directions)]
     found = _mapped(problem, squared, inputs, at_once=max(1, len(problem.queries)))
     squares, outputs = (each.unflatten(0, problem.weights.shape) for each in found)
@@ -59,7 +62,7 @@ def each_squared_slope(
 
 
 def _pure_head(problem: Problem) -> tuple[Params, Forward]:
-    """The parameters that adapt, and the head as a function of these."""
+    """Return the parameters that adapt, and the head as a function of them."""
     shell = shell_of(problem.head)
     tensors = {
         name: tensor.detach().to(problem.dtype) if tensor.is_floating_point() else tensor
@@ -79,12 +82,14 @@ def _pure_head(problem: Problem) -> tuple[Params, Forward]:
 def dense(
     problem: Problem, stored: StoredOutputs | None, want_change: bool
 ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
-    """Adapted outputs and norms of the change of a linear head, by its gradient in closed form;
-    `stored` holds raw outputs."""
+    """Return the adapted outputs and norms of the change, for a linear head.
+
+    The gradient is computed in closed form. `stored` holds raw outputs.
+    """
     if is_fused(problem) and not want_change:
         return _fused(problem, stored), None
     head = problem.linear
-    assert head is not None  # the plan sends nothing else here
+    assert head is not None  # the plan guarantees it
     loss = str(problem.loss)
     start = {name: getattr(head, name) for name in problem.adapting}
 
@@ -101,12 +106,12 @@ def dense(
 
 
 def is_fused(problem: Problem) -> bool:
-    """Whether one kernel takes a whole step of `dense`."""
+    """Return whether one kernel computes a whole step of `dense`."""
     head, rule = problem.linear, problem.rule
     if head is None or not head.weight_adapts or type(rule) not in (RMSprop, Adam):
         return False
     if isinstance(rule, Adam) and rule.beta1**2 > 0.9 * rule.beta2:
-        return False  # how far a weight may move has no bound that suits float16
+        return False  # no bound on the move of a weight fits float16
     is_simple = problem.loss == CROSS_ENTROPY and problem.weights.shape[1] <= MOST_FUSED
     return is_simple and takes_kernels(problem.outputs)
 
@@ -155,7 +160,7 @@ def _mapped(
     tensors: Sequence[Tensor],
     at_once: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """What a function gives for each row of the tensors, all at once if the head can be run so."""
+    """Apply a function to each row of the tensors, all at once if the head supports `vmap`."""
     inputs = [_differentiable(tensor) for tensor in tensors]
     try:
         found: tuple[Tensor, ...] = torch.vmap(function, chunk_size=at_once)(*inputs)
@@ -172,13 +177,16 @@ def _mapped(
 
 
 def _differentiable(tensor: Tensor) -> Tensor:
-    """Autograd refuses tensors that were made in inference mode, but not their copies."""
+    """Return a copy of a tensor created in inference mode, which autograd would refuse."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
 def shell_of(head: nn.Module) -> nn.Module:
-    """A copy of the head for this call alone: `functional_call` swaps parameters in the module it
-    is given, which must be neither the user's nor another thread's."""
+    """Return a copy of the head for this call alone.
+
+    `functional_call` swaps the parameters of its module, which must be neither the user's nor
+    another thread's.
+    """
     shell = share(head, {})
     for module in shell.modules():
         module._parameters, module._buffers = dict(module._parameters), dict(module._buffers)

@@ -1,8 +1,8 @@
-"""Which way to compute a problem, and how many queries at a time.
+"""The choice of a path for a problem, and of the number of queries per chunk.
 
-Each path that can do it is priced from counted operations, bytes and calls, at the rates of the
-device; the cheapest is taken. All paths agree, so a bad guess costs time and nothing else. The
-bytes a path holds at its peak are counted too, and decide how many queries make a chunk.
+The time of each applicable path is estimated from its operations, bytes and calls at the speed of
+the device, and the fastest is chosen. All paths give the same result, so a bad estimate costs only
+time. The peak scratch memory of a path is estimated, too, and determines the size of a chunk.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from mbpa.rules import MAP, Adam, Gradient, RMSprop, Rule
 
 FUNCTIONAL, DENSE, SPAN, ONE_STEP, LAYERS = "functional", "dense", "span", "one step", "layers"
 PATHS = FUNCTIONAL, DENSE, SPAN, ONE_STEP, LAYERS
-OPTIMUM = "optimum"  # the only path of `MAP`, and of no other rule: nothing to choose
-USUAL_STEPS = 30  # to the optimum, for a price
+OPTIMUM = "optimum"  # the only path of `MAP`, and used by no other rule
+USUAL_STEPS = 30  # typical number of steps to the optimum, for estimates
 CPU_BYTES = dict.fromkeys((SPAN, OPTIMUM), 1 << 23)
 CPU_BYTES |= dict.fromkeys((DENSE, LAYERS, FUNCTIONAL), 1 << 26)
-"""Of scratch, above which larger chunks are slower on a CPU: what `span` and `optimum` pass over at
-each step no longer fits its caches, and what the others make anew is given back to the system in
-between."""
-NARROW = 16  # columns; a product with fewer takes as long
+"""Bytes of scratch above which larger chunks are slower on a CPU. `span` and `optimum` pass over
+their scratch at each step, and beyond this it does not fit the caches. The other paths allocate
+anew, and beyond this the allocator returns memory to the system in between."""
+NARROW = 16  # columns; a product with fewer takes just as long
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A path, the number of queries in a chunk, and why."""
+    """A path, the number of queries per chunk, and the estimates behind the choice."""
 
     path: str
     chunk: int
     seconds: dict[str, float]
-    """Estimated for a query, by each path that could have been taken."""
+    """Estimated seconds per query, for each applicable path."""
     held: float
-    """Bytes of scratch that a chunk takes at its peak, estimated."""
+    """Estimated peak scratch of a chunk, in bytes."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """Of one query."""
+    """Estimated cost of one path, per query unless stated otherwise."""
 
     operations: float
     moved: float
-    """Bytes."""
+    """Bytes read and written."""
     calls: float
-    """Of torch or of kernels, for a chunk."""
+    """Calls of torch functions or kernels, per chunk."""
     held: float
-    """Bytes of scratch at the peak."""
+    """Peak scratch, in bytes."""
 
     def seconds(self, rates: Throughput, chunk: int) -> float:
         work = self.operations / rates.operations + self.moved / rates.bytes
@@ -73,14 +73,16 @@ def make_plan(
     path: str | None = None,
     want_change: bool = False,
 ) -> Plan:
-    """The cheapest path for the problem, in chunks that keep within `max_bytes` of scratch.
+    """Return the fastest path for the problem, in chunks that use at most `max_bytes` of scratch.
 
     Args:
-        table_rows: rows of the table that keeps the un-adapted outputs of memory entries from call
-            to call; `None` if there is none.
-        max_bytes: scratch memory; at least one query is taken at a time whatever it says.
-        path: take this one; a `ValueError` if it cannot compute the problem.
-        want_change: the norm of the change is asked for too, which takes some paths more memory.
+        problem: the batch of adaptations.
+        table_rows: rows of the table that caches the unadapted outputs of memory entries between
+            calls; `None` if there is none.
+        max_bytes: limit on scratch memory; a chunk has at least one query regardless.
+        rates: speed of the device.
+        path: use this path; raises `ValueError` if it cannot compute the problem.
+        want_change: also compute the norm of the change, for which some paths need more memory.
     """
     prices = _prices(problem, table_rows, want_change)
     if path is not None and path not in prices:
@@ -100,7 +102,7 @@ def _prices(problem: Problem, table_rows: int | None, want_change: bool) -> dict
     if isinstance(problem.rule, MAP):
         return {OPTIMUM: _optimum(problem, table_rows is not None)}
     prices = {FUNCTIONAL: _functional(problem)}
-    is_gradient = type(problem.rule) is Gradient  # a subclass may move the parameters otherwise
+    is_gradient = type(problem.rule) is Gradient  # a subclass may update the parameters differently
     if problem.linear is not None:
         prices[DENSE] = _dense(problem, table_rows is not None, want_change)
         if is_gradient:
@@ -119,7 +121,7 @@ def _functional(problem: Problem) -> Price:
     traits = _traits_of(problem)
     updating, waiting = _copies(problem.rule, traits.adapting, traits.largest)
     slopes, gradients = count * traits.in_loss, size * traits.adapting
-    is_labelled = problem.loss == CROSS_ENTROPY  # then the two are there at once
+    is_labelled = problem.loss == CROSS_ENTROPY  # then both exist at once
     ending = slopes + gradients if is_labelled else max(slopes, gradients)
     beside = max(count * traits.in_head, ending)
     return Price(
@@ -145,7 +147,7 @@ def _dense(problem: Problem, is_kept: bool, want_change: bool) -> Price:
         return Price(work / 4, 4 * 2 * moments * steps * padded * width, 10 + steps, 4 * held)
     sizes = problem.linear.weight_adapts * classes * key, problem.linear.bias_adapts * classes
     updating, waiting = _copies(problem.rule, sum(sizes), max(sizes))
-    # The outputs, for cross-entropy a softmax and its residual; then slopes and the gradient.
+    # The outputs, and for cross-entropy the softmax and its residual; then slopes and the gradient.
     outputs = 3 * table + 2 * count if problem.loss == CROSS_ENTROPY else 2 * table
     held = max(updating, waiting + max(outputs, table + classes * (key + 1)))
     moved = 12 * size * steps * classes * (key + 2 * count)
@@ -165,13 +167,13 @@ def _span(problem: Problem, is_kept: bool, want_change: bool) -> Price:
         held = scratch_bytes(count, classes, rule.steps, problem.queries.device)
         held += 0 if is_kept else 4 * table
         return Price(operations / 4, 8 * table * rule.steps, 6 + rule.steps, held)
-    # Outputs, slopes, and by the rule and the loss: the start, the velocity, values padded.
+    # Outputs and slopes; depending on rule and loss also the start, the velocity, padded values.
     is_labelled = problem.loss == CROSS_ENTROPY
     buffers = 2 + (rule.decay != 0) + (rule.momentum != 0) + (not is_labelled)
     held = buffers * table + classes + 2 * (count + 1) ** 2 + 2 * count
-    if want_change:  # coefficients and their velocity: the old, the new and what leads there
+    if want_change:  # coefficients and velocity: the old, the new and temporaries
         held += (4 if rule.steps == 1 else 5) * count * classes
-    full = rule.steps - (rule.momentum == 0)  # the last step moves the query's row alone
+    full = rule.steps - (rule.momentum == 0)  # the last step moves only the query's row
     operations = 2 * count**2 * key + 2 * (count + 1) ** 2 * max(classes, NARROW) * full
     operations += 0 if is_kept else 2 * table * key
     return Price(operations, 8 * size * table * rule.steps, 45 + 4 * rule.steps, size * held)
@@ -185,7 +187,7 @@ def _one_step(problem: Problem, table_rows: int, want_change: bool) -> Price:
     spread = table_rows if is_product else 0
     results = 1 if is_kernel else 2 if problem.loss == CROSS_ENTROPY else 3
     held: float = size * max(3 * count, count + max(spread + classes, results * classes))
-    if want_change:  # another path finds it
+    if want_change:  # computed by the span path
         held = max(held, _span(problem, False, True).held)
     return Price(
         operations=2 * count * key + 2 * max(spread, count) * classes,
@@ -203,7 +205,7 @@ def _optimum(problem: Problem, is_kept: bool) -> Price:
     steps = USUAL_STEPS if problem.loss == CROSS_ENTROPY else 1
     operations = 2 * gram * key + 4 * count * table * steps
     operations += 0 if is_kept else 2 * table * key
-    # The Gram matrix is made and factored in float64, beside the outputs.
+    # The Gram matrix is computed and factored in float64, alongside the outputs.
     held = size * table + 16 * gram + max(8 * count * key, size * gram)
     if problem.loss == CROSS_ENTROPY:
         held = max(held, size * (BUFFERS * table + gram + classes))
@@ -213,14 +215,21 @@ def _optimum(problem: Problem, is_kept: bool) -> Price:
 
 
 COPIES = {Gradient: (2, 4, 2), RMSprop: (5, 6, 3), Adam: (6, 8, 4)}
-"""Of what adapts that `Rule.update` and its caller hold: at the worst moment of a first step, of a
-later step, and between steps."""
+"""Copies of the adapting parameters that `Rule.update` and its caller hold: at the peak of a first
+step, at the peak of a later step, and between steps."""
 OTHER_COPIES = 5, 7, 4  # a guess
 
 
 def _copies(rule: Rule, adapting: int, largest: int) -> tuple[int, int]:
-    """Numbers held at the worst moment of an update, or of the norm of the change after the last,
-    and while the gradient of a later step is taken, for as many that adapt."""
+    """Return the numbers held at the peak of the updates, and during the gradient of a later step.
+
+    The first includes the computation of the norm of the change after the last step.
+
+    Args:
+        rule: the rule whose `update` is called.
+        adapting: number of adapting parameters.
+        largest: number of elements in the largest of their tensors.
+    """
     kinds = (COPIES[kind] for kind in type(rule).__mro__ if kind in COPIES)
     first, later, between = next(kinds, OTHER_COPIES)
     decays, pushes = (bool(getattr(rule, name, 0)) for name in ("decay", "momentum"))
@@ -232,33 +241,33 @@ def _copies(rule: Rule, adapting: int, largest: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Traits:
-    """Of a head, for adapting some of its parameters through autograd."""
+    """Memory needs of a head when some of its parameters adapt through autograd."""
 
     adapting: int
-    """Numbers that adapt."""
+    """Number of adapting parameters."""
     largest: int
-    """Numbers in the largest tensor of them."""
+    """Number of elements in the largest of their tensors."""
     saved: float
-    """Bytes that forward and backward save for a neighbour; `torch.func.grad` keeps them all to
-    the end."""
+    """Bytes per neighbour that forward and backward save; `torch.func.grad` keeps all to the
+    end."""
     in_head: float
-    """Bytes that they take for a neighbour besides, at the worst moment in the head."""
+    """Further bytes per neighbour at the peak in the head."""
     in_loss: float
-    """Likewise in the loss."""
+    """Further bytes per neighbour at the peak in the loss."""
 
 
 _known: WeakKeyDictionary[nn.Module, dict[object, Traits]] = WeakKeyDictionary()
 
 
 def _traits_of(problem: Problem) -> Traits:
-    """Found once a head: autograd has to run for it."""
+    """Return the memory needs of the problem's head, measured once per head by running autograd."""
     known = _known.setdefault(problem.head, {})
     key = problem.adapting, problem.loss_name, problem.dtype, problem.keys.shape[2:]
     if key not in known:
         sizes = [p.numel() for n, p in problem.head.named_parameters() if n in problem.adapting]
         try:
             one, three = _kept(problem, 1), _kept(problem, 3)
-        except Exception:  # a guess will do: what does not work will say so when it is run
+        except Exception:  # guess instead; a head that fails raises when it is run
             numbers = problem.keys[0, 0].numel() + problem.outputs[0].numel()
             one, three = (0.0,) * 3, (8.0 * problem.dtype.itemsize * numbers,) * 3
         each = [(more - less) / 2 for less, more in zip(one, three, strict=True)]
@@ -267,17 +276,17 @@ def _traits_of(problem: Problem) -> Traits:
 
 
 def _kept(problem: Problem, rows: int) -> tuple[float, float, float]:
-    """`Traits.saved`, `in_head` and `in_loss` for some neighbours, and what does not depend on
-    their number.
+    """Return `Traits.saved`, `in_head` and `in_loss` for `rows` neighbours in total.
 
-    At its worst moment there are two more of the largest in the head, and its inputs if they are
-    not saved; of the outputs' size, three in all for cross-entropy, four for a squared error. A
-    user's own loss is taken for the latter.
+    The numbers include a part that does not depend on `rows`. At its peak the head holds two more
+    tensors of the largest size, and its inputs if they are not saved. The loss holds three tensors
+    of the outputs' size for cross-entropy and four for squared error; a user's own loss is assumed
+    to be like the latter.
     """
     saved: dict[int, int] = {}
 
     def save(tensor: Tensor) -> Tensor:
-        storages.append(tensor.untyped_storage())  # or another may get its address
+        storages.append(tensor.untyped_storage())  # kept alive, so that its address is not reused
         saved[storages[-1].data_ptr()] = storages[-1].nbytes()
         return tensor
 
@@ -302,5 +311,5 @@ def _kept(problem: Problem, rows: int) -> tuple[float, float, float]:
     by_loss = [saved[place] for place in saved.keys() - by_head]
     in_loss = max(0, (3 if is_labelled else 4) - by_loss.count(outputs.nbytes)) * outputs.nbytes
     kept = sum(saved[place] for place in saved.keys() - own)
-    wider = problem.dtype.itemsize / params[0].dtype.itemsize  # than a head of half precision
+    wider = problem.dtype.itemsize / params[0].dtype.itemsize  # above 1 for a half-precision head
     return wider * kept, wider * in_head, wider * in_loss

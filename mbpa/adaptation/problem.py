@@ -1,7 +1,7 @@
-"""One batch of adaptations, stated without a word on how it will be computed.
+"""The statement of a batch of adaptations, independent of how it is computed.
 
 For each of B queries, with its K neighbours and their weights: start from the head's parameters,
-let the rule lower Σ_k w_k loss(head(h_k), v_k), evaluate the adapted head at the query, forget it.
+let the rule lower Σ_k w_k loss(head(h_k), v_k), evaluate the adapted head at the query, discard it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ELEMENTWISE = (
 
 @dataclass(frozen=True, eq=False)
 class LinearHead:
-    """`outputs = inputs Wᵀ + b`, and which of the two adapt."""
+    """A linear layer, `outputs = inputs Wᵀ + b`, and whether W and b adapt."""
 
     weight: Float[Tensor, "C D"]
     bias: Float[Tensor, "C"] | None
@@ -47,14 +47,20 @@ class LinearHead:
         return nn.functional.linear(inputs, self.weight, self.bias)
 
     def squared_lengths(self, inputs: Float[Tensor, "*K D"]) -> Float[Tensor, "*K"]:
-        """Of what multiplies the adapting parameters: the inputs, 1 for the bias, both."""
+        """Return the squared lengths of what multiplies the adapting parameters.
+
+        That is the inputs for the weight, 1 for the bias, or both.
+        """
         lengths: Tensor = torch.linalg.vector_norm(inputs, dim=-1).square_()
         return self.weight_adapts * lengths + self.bias_adapts
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be adapted, to what, by which rule. Tensors share a device and a float dtype."""
+    """A batch of adaptations: head, rule, queries and neighbours.
+
+    All floating-point tensors share one device and dtype.
+    """
 
     head: nn.Module
     rule: Rule
@@ -68,24 +74,24 @@ class Problem:
     values: Shaped[Tensor, "B K *V"]
     weights: Float[Tensor, "B K"]
     dots: Float[Tensor, "B K"] | None = None
-    """Inner products of the queries with their neighbours, where they are known."""
+    """Inner products of the queries with their neighbours, if known."""
 
     @property
     def form(self) -> object:
-        """All that a plan depends on, besides the head: equal for problems of the same form."""
+        """Everything besides the head that a plan depends on; equal for problems of one form."""
         shapes = self.queries.shape, self.keys.shape, self.values.shape, self.outputs.shape
         rates = tuple(bool(getattr(self.rule, name, 0)) for name in ("decay", "momentum"))
         rule = (
             type(self.rule),
             self.rule.steps,
             *rates,
-        )  # a user's own may be changed, or unhashable
+        )  # not the rule itself: a user's own may be mutable or unhashable
         kind = self.linear is None, self.layers is None, self.loss_name, self.adapting
         return shapes, kind, rule, self.dtype, self.queries.device
 
     @property
     def loss_name(self) -> str:
-        """Of a user's own loss: "own"."""
+        """Name of the loss; "own" for a user's function."""
         return self.loss if isinstance(self.loss, str) else "own"
 
     @cached_property
@@ -94,27 +100,31 @@ class Problem:
 
     @cached_property
     def linear(self) -> LinearHead | None:
-        """The head as a matrix, where it is one and its loss has a derivative in closed form."""
+        """The head as a `LinearHead`, or `None` unless it is linear and the loss is built in."""
         head = self.head
         if why_not_linear(head, self.loss, self.queries.shape[1:]):
             return None
-        assert isinstance(head, nn.Linear)  # or there is a reason
+        assert isinstance(head, nn.Linear)  # checked by why_not_linear
         bias = None if head.bias is None else head.bias.detach().to(self.dtype)
         weight = head.weight.detach().to(self.dtype)
         return LinearHead(weight, bias, "weight" in self.adapting, "bias" in self.adapting)
 
     @cached_property
     def at_queries(self) -> Float[Tensor, "B C"]:
-        """A linear head's outputs at the queries, in the precision that adaptation has: `outputs`
-        come from a head that may have less."""
+        """A linear head's outputs at the queries, in the precision of the adaptation.
+
+        `outputs` come from the head itself, whose precision may be lower.
+        """
         assert self.linear is not None
         is_narrow = self.head.weight.dtype != self.dtype
         return self.linear(self.queries) if is_narrow else self.outputs
 
     @cached_property
     def layers(self) -> tuple[LinearHead | nn.Module, ...] | None:
-        """The head as linear layers and activations in the order they run, where it is a
-        `Sequential` of nothing else and its loss has a derivative in closed form."""
+        """The head's linear layers and activations in the order they run.
+
+        `None` unless the head is a `Sequential` of nothing else and the loss is built in.
+        """
         if type(self.head) is not nn.Sequential or self.queries.ndim != 2:
             return None
         if self.loss not in (CROSS_ENTROPY, SQUARED_ERROR):
@@ -124,7 +134,7 @@ class Problem:
             return None
         linear = [module for _, module in modules if type(module) is nn.Linear]
         tensors = [tensor for module in linear for tensor in module.parameters()]
-        if not linear or len(set(tensors)) < len(tensors):  # tied ones move together
+        if not linear or len(set(tensors)) < len(tensors):  # tied parameters move together
             return None
         return tuple(
             self._linear_layer(name, module) if type(module) is nn.Linear else _pure(module)
@@ -139,7 +149,7 @@ class Problem:
         return LinearHead(weight, bias, *adapts)
 
     def rows(self, rows: slice) -> Problem:
-        """The same for some of the queries."""
+        """Return the problem for some of the queries."""
         names = ("queries", "outputs", "keys", "values", "weights")
         parts: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
         return replace(self, **parts, dots=None if self.dots is None else self.dots[rows])
@@ -147,26 +157,28 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Adaptation:
-    """What came of it."""
+    """The solution of a `Problem`."""
 
     outputs: Float[Tensor, "B *C"]
     """The adapted heads' outputs at their queries."""
     change: Float[Tensor, "B"] | None
-    """‖θˣ − θ‖ of each query, where it was asked for."""
+    """‖θˣ − θ‖ of each query, if requested."""
     path: str
-    """How it was computed."""
+    """Name of the path that computed it."""
     seconds: dict[str, float]
-    """What that and each other way was estimated to take for a query."""
+    """Estimated seconds per query, for each path that could have computed it."""
 
     def rows(self, rows: slice) -> Adaptation:
-        """What came of it for some of the queries."""
+        """Return the solution for some of the queries."""
         change = None if self.change is None else self.change[rows]
         return replace(self, outputs=self.outputs[rows], change=change)
 
 
 def why_not_linear(head: nn.Module, loss: str | Loss, key_shape: tuple[int, ...]) -> str | None:
-    """What keeps a head from being one matrix for keys of this shape, and its loss from having a
-    derivative in closed form; `None` if nothing does."""
+    """Return why the closed form for linear heads does not apply, or `None` if it does.
+
+    It applies to a plain `nn.Linear`, flat keys and a built-in loss.
+    """
     if type(head) is not nn.Linear:
         return f"the head is a {type(head).__name__}"
     if _does_more(head):
@@ -179,13 +191,13 @@ def why_not_linear(head: nn.Module, loss: str | Loss, key_shape: tuple[int, ...]
 
 
 def _does_more(module: nn.Module) -> bool:
-    """Whether hooks, or a forward of its own, make it more than its class says."""
+    """Return whether hooks or a replaced `forward` change what the module computes."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name) for name in hooks) or "forward" in vars(module)
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether `Problem.layers` knows its kind, for flat inputs, and it does nothing else."""
+    """Return whether `Problem.layers` supports this module, for flat inputs."""
     if _does_more(module):
         return False
     if type(module) is nn.Dropout:
@@ -196,7 +208,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _pure(activation: nn.Module) -> nn.Module:
-    """The same, leaving its input alone."""
+    """Return the activation, or a copy of it that does not modify its input."""
     if getattr(activation, "inplace", False):
         activation = copy.copy(activation)
         activation.inplace = False  # type: ignore[assignment]  # torch types only tensors, modules

@@ -1,12 +1,12 @@
-"""Linear head, gradient steps: exact without ever building a query's weights.
+"""Linear head, gradient steps: exact, without forming each query's weights.
 
-The change of the weights stays in the span of the neighbours, so their outputs L (K × C) are moved
-in place of W (C × D). With G the Gram matrix of what adapts, and the query as one more neighbour,
-of weight zero,
+The change of the weights stays in the span of the neighbours, so the steps update their outputs L
+(K × C) instead of W (C × D). With G the Gram matrix of the adapting inputs, and the query as one
+more neighbour of weight zero,
 
     L ← (1−β) L + β L⁰ − α G (w ⊙ residual(L)),        z(q) = the query's row of L.
 
-After one step only that row is left of this, a sum over stored rows.
+For a single step only that row is needed, and it is a sum over stored rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from mbpa.rules import Gradient
 def span(
     problem: Problem, stored: StoredOutputs | None, want_change: bool
 ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
-    """Adapted outputs, and the norm of the change if wanted; `stored` holds raw outputs."""
+    """Return the adapted outputs, and the norm of the change if `want_change`.
+
+    `stored` holds raw outputs.
+    """
     head, rule = _linear_and_gradient(problem)
     if is_fused(problem) and not want_change:
         from mbpa.adaptation.fused.span import span_outputs
@@ -51,7 +54,7 @@ def span(
 
 
 def is_fused(problem: Problem) -> bool:
-    """Whether one kernel takes a whole step."""
+    """Return whether one kernel computes a whole step."""
     has_momentum = isinstance(problem.rule, Gradient) and problem.rule.momentum != 0
     is_simple = problem.loss == CROSS_ENTROPY and not has_momentum
     return is_simple and takes_kernels(problem.outputs)
@@ -62,7 +65,7 @@ def _recursion(
 ) -> tuple[Tensor, Tensor | None]:
     head, rule = _linear_and_gradient(problem)
     batch, count = problem.weights.shape
-    # Everything has a last row for the query; it moves, and nothing moves because of it.
+    # The last row of everything is the query's: it moves, but does not affect the other rows.
     if stored is None:
         outputs = torch.cat([head(problem.keys), problem.at_queries[:, None]], 1)
     else:
@@ -81,7 +84,7 @@ def _recursion(
         if coefficients is not None and velocity is not None:
             velocity = rule.momentum * velocity + problem.weights[..., None] * slopes[:, :count]
             coefficients = (1 - rule.decay) * coefficients - rule.rate * velocity
-        if pushed is None and step == rule.steps - 1:  # only the query is asked for
+        if pushed is None and step == rule.steps - 1:  # only the query's row is needed
             outputs, pull = outputs[:, count:].clone(), pull[:, count:]
             start = start[:, count:]
         if pushed is None:
@@ -99,10 +102,11 @@ def _recursion(
 
 
 def one_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
-    """Adapted outputs after a single step; `stored` holds probabilities if the loss is
-    cross-entropy, else raw outputs:
+    """Return the adapted outputs after a single step:
 
         z(q) = W q + b − α Σ_k w_k u_k (p_k − v_k),        v_k one-hot for labels
+
+    `stored` holds probabilities if the loss is cross-entropy, else raw outputs.
     """
     if takes_kernels(problem.outputs) and problem.loss == CROSS_ENTROPY:
         return _fused_step(problem, stored)
@@ -131,20 +135,20 @@ def _fused_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]
 
 
 def step_factors(problem: Problem) -> Float[Tensor, "B K"]:
-    """α w_k u_k: by how much a neighbour's residual moves the query's outputs in one step."""
+    """Return α w_k u_k, the factor by which a neighbour's residual moves the query's outputs."""
     head, rule = _linear_and_gradient(problem)
     return rule.rate * problem.weights * _query_products(problem, head)
 
 
 def _targets(problem: Problem) -> Tensor:
-    """Values with a row for the query, whatever it says."""
+    """Return the values with an additional row for the query, whose content does not matter."""
     if problem.loss == CROSS_ENTROPY:
         return functional.pad(problem.values, (0, 1))[..., None]
     return functional.pad(problem.values, (0, 0, 0, 1))
 
 
 def _residual(outputs: Tensor, targets: Tensor, *, out: Tensor) -> None:
-    """The loss's derivative by the outputs, by the kind of its targets: labels or values."""
+    """Compute the derivative of the loss by the outputs; integer targets are labels."""
     if targets.is_floating_point():
         torch.sub(outputs, targets, out=out)
     else:
@@ -153,7 +157,7 @@ def _residual(outputs: Tensor, targets: Tensor, *, out: Tensor) -> None:
 
 
 def _linear_and_gradient(problem: Problem) -> tuple[LinearHead, Gradient]:
-    assert problem.linear is not None  # the plan sends nothing else here
+    assert problem.linear is not None  # the plan guarantees it
     assert isinstance(problem.rule, Gradient)
     return problem.linear, problem.rule
 
@@ -169,7 +173,11 @@ def _dots(problem: Problem) -> Float[Tensor, "B K"]:
 
 
 def inner_products(head: LinearHead, of_keys: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
-    """Of what multiplies the adapting parameters: the key, 1 for the bias, both."""
+    """Return inner products of the adapting inputs, given those of the keys.
+
+    The adapting inputs are what multiplies the adapting parameters: the key, 1 for the bias, or
+    both.
+    """
     if not head.weight_adapts:
         of_keys = torch.zeros_like(of_keys)
     return of_keys + 1 if head.bias_adapts else of_keys

@@ -1,14 +1,14 @@
-"""`Gradient(lr="auto")`: a step size for each query, from its own neighbours and from nothing else.
+"""`Gradient(lr="auto")`: a step size for each query, computed from its own neighbours alone.
 
     α = 2 / (max(s̄, 0.1) Σ_k w_k ‖∇_θ o_k‖²),        s̄ = Σ_k w_k (1 − p_k(v_k)),
 
-for cross-entropy, and 1 / Σ_k w_k ‖∇_θ o_k‖² for squared error. o_k is an output of neighbour k:
-its label's against the mean of all, or for targets the mean, over the length of that direction. In
-a linear head any gives ‖h_k‖² + 1, the 1 being the bias's, and the sum is the trace of the weighted
-Gram matrix. Why, and how well it does, is in docs/tuning.md.
+for cross-entropy, and 1 / Σ_k w_k ‖∇_θ o_k‖² for squared error. o_k is the output of neighbour k
+along a unit direction: its label's output against the mean of all, or for targets the mean. In a
+linear head every direction gives ‖h_k‖² + 1, where 1 is for the bias, and the sum is the trace of
+the weighted Gram matrix. docs/tuning.md explains why, and measures how well it works.
 
-Plain steps, with momentum and decay or without, are linear in the weights w: α goes into them, and
-every path computes what it would for a number.
+Gradient steps, with or without momentum and decay, are linear in the weights w. So α is multiplied
+into them, and every path computes as with a fixed step size.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from mbpa.adaptation.problem import Problem
 from mbpa.rules import AUTO, Gradient
 
 REACH = 2.0
-"""Once the head says of neighbours in one place what share of them has each label, its loss curves
-by at most 1 − Σ share², no more than s̄ if the head was no surer before: steps settle, up to 2."""
+"""Factor of the step size. When the head predicts, for neighbours with equal keys, the share of
+each label among them, the curvature of the loss is at most 1 − Σ share². That is at most s̄ if the
+head was no more certain before, so steps converge for factors up to 2."""
 LEAST_SURPRISE = 0.1
-"""Else what a head knows well would be learnt with steps that have no bound."""
-SOME_BYTES = 1 << 26  # of outputs that are looked at, at a time
+"""Lower bound on s̄: without it, the step size for labels that the head knows well has no bound."""
+SOME_BYTES = 1 << 26  # outputs processed at a time
 
 
 def is_open(problem: Problem) -> bool:
-    """Whether the step size is yet to be found."""
+    """Return whether the step size is "auto" and has not been computed yet."""
     return isinstance(problem.rule, Gradient) and problem.rule.lr == AUTO
 
 
 def settled(problem: Problem, stored: StoredOutputs | None, has_shares: bool) -> Problem:
-    """The same with a step size that is a number, if it was left open.
+    """Return the problem with a numeric step size; unchanged if it already has one.
 
     Args:
-        stored: what the head says of the neighbours, if that is known.
-        has_shares: whether those are probabilities.
+        problem: the batch of adaptations.
+        stored: the head's outputs for the neighbours, if known.
+        has_shares: whether these are probabilities.
     """
     rule = problem.rule
     if not is_open(problem):
@@ -61,14 +63,14 @@ def _rates(problem: Problem, stored: StoredOutputs | None, has_shares: bool) -> 
     if shares is not None:
         surprise = (problem.weights * (1 - shares)).sum(1)
         slope *= surprise.clamp_min_(LEAST_SURPRISE) / REACH
-    # Where nothing can move, nothing does.
+    # A slope of zero means that no step can change anything.
     return torch.where(slope > 0, 1 / slope.clamp_min(torch.finfo(slope.dtype).tiny), 0)
 
 
 def _squares_and_shares(
     problem: Problem, stored: StoredOutputs | None, has_shares: bool
 ) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B K"] | None]:
-    """‖∇_θ o_k‖² of every neighbour and, of those with labels, the labels' probabilities."""
+    """Return ‖∇_θ o_k‖² of every neighbour and, for cross-entropy, its label's probability."""
     is_labelled = problem.loss == CROSS_ENTROPY
     if head := problem.linear:
         squares = head.squared_lengths(problem.keys)
@@ -81,7 +83,7 @@ def _squares_and_shares(
 def _label_shares(
     problem: Problem, stored: StoredOutputs | None, has_shares: bool
 ) -> Float[Tensor, "B K"]:
-    """What a linear head gives to the neighbours' labels, some queries at a time."""
+    """Return the probabilities of the neighbours' labels by a linear head, in chunks of queries."""
     assert problem.linear is not None
     if stored is not None and has_shares:
         return stored.picked(problem.values)

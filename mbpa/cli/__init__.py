@@ -1,4 +1,4 @@
-"""The command line, one module per group of commands: parse, call, print."""
+"""The command line, with one module per group of commands: parse options, call, print."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMANDS: dict[str, type[Command]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for errors of usage, 130 if interrupted."""
+    """Run one command and return its exit code: 2 for usage errors, 130 if interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments == ["--version"]:
         from mbpa import __version__

@@ -1,4 +1,4 @@
-"""`python -m mbpa.cli` is the command `mbpa`."""
+"""Entry point of `python -m mbpa.cli`, which is the same as the command `mbpa`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What all commands share: how one is described, parsed, run, and how its errors are printed.
+"""The base of all commands: how they are described, parsed and run, and how errors are printed.
 
 A command is a dataclass. Its fields are the options, the docstring under a field is the option's
-help, and `run` calls the library and prints. Slow imports belong in `run`.
+help text, and `run` calls the library and prints. Slow imports belong in `run`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mbpa.errors import MissingExtraError, RunError
 
 
 class Command(abc.ABC):
-    """What every command can do once its options are parsed."""
+    """A command whose options have been parsed."""
 
     after_interrupt: ClassVar[str] = ""
-    """What to tell somebody who interrupted it."""
+    """Hint printed when the command is interrupted."""
 
     @abc.abstractmethod
     def run(self) -> int:
-        """Do it, print what came of it, and return the exit code."""
+        """Run the command, print its result and return the exit code."""
 
 
 def parse_command(
     commands: Mapping[str, type[Command]], arguments: list[str], *, program: str, description: str
 ) -> Command:
-    """Parse a command's name and its options."""
+    """Parse the name of a command and its options."""
     command: Command = tyro.extras.subcommand_cli_from_dict(
         dict(commands), prog=program, description=description, args=arguments
     )
@@ -42,14 +42,14 @@ def parse_command(
 def run_command(
     parse: Callable[[], Command], *, program: str, errors: tuple[type[Exception], ...] = ()
 ) -> int:
-    """Parse and run a command, and return its exit code: 2 for wrong usage, 130 if interrupted.
+    """Parse and run a command, and return its exit code: 2 for usage errors, 130 if interrupted.
 
     Args:
         parse: returns the command; may print help and exit.
-        program: printed before error messages.
-        errors: further exceptions whose message is all that a user needs.
+        program: name printed before error messages.
+        errors: further exceptions to report by their message alone, without a traceback.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # paths may hold bytes that are no text
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths may contain bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
 
     def fail(message: str, code: int) -> int:
@@ -62,7 +62,7 @@ def run_command(
         command = parse()
         hint = command.after_interrupt
         code = command.run()
-        sys.stdout.flush()  # here, where a failure is handled
+        sys.stdout.flush()  # here, where a failure is still handled
         return code
     except SystemExit as done:  # tyro has printed help or an error
         return done.code if isinstance(done.code, int) else 2

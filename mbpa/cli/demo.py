@@ -1,4 +1,4 @@
-"""`mbpa demo`."""
+"""The command `mbpa demo`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from mbpa.cli.command import Command
 
 @dataclass(frozen=True)
 class Demo(Command):
-    """New digits in half a minute: a network that knows five digits meets all ten.
+    """Learn new digits in half a minute: a network that knows five digits meets all ten.
 
-    Prints a table of accuracies and one prediction explained; writes demo.png and demo.json.
+    Prints a table of accuracies and an explanation of one prediction; writes demo.png and
+    demo.json.
     """
 
     out: Path = Path("demo")
-    """Directory for the files; made if it does not exist."""
+    """Directory for the files; created if it does not exist."""
     seeds: int = 20
-    """Repetitions, each with other old digits and another stream; 1 to 100."""
+    """Number of repetitions, 1 to 100, each with different old digits and a different stream."""
     progress: bool = True
     """Show a progress bar on standard error."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.seeds <= 100:  # those from 100 on chose the hyper-parameters
+        if not 1 <= self.seeds <= 100:  # seeds from 100 on chose the hyper-parameters
             raise ValueError(f"seeds must be between 1 and 100, got {self.seeds}")
 
     def run(self) -> int:

@@ -1,4 +1,4 @@
-"""`mbpa serve`, `mbpa explore` and `mbpa check`: what one does with a run."""
+"""The commands that use a run: `mbpa serve`, `mbpa explore` and `mbpa check`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from mbpa.errors import MissingExtraError, RunError
 
 @dataclass(frozen=True)
 class Serve(Command):
-    """Serve a run over HTTP: predict, learn, explain, forget; documented at /docs."""
+    """Serve a run over HTTP: predict, learn, explain, forget. The API is documented at /docs."""
 
     directory: tyro.conf.Positional[Path]
-    """What `mbpa teach` wrote."""
+    """Run directory written by `mbpa teach`."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all, and then with a token."""
+    """Address to listen on. Use 0.0.0.0 for all interfaces, and then set a token."""
     port: int = 8000
-    """Port to listen on; 0: any free one, which is printed."""
+    """Port to listen on. With 0 a free port is chosen and printed."""
     token: str | None = None
-    """A password of your choice: requests must then carry the header `Authorization: Bearer
-    TOKEN`, all but those for /health and /docs, and the page asks for it. By default the value of
-    the environment variable MBPA_TOKEN, which lists of processes do not show; without either,
-    nobody is asked for one."""
+    """Password of your choice. Requests must then carry the header `Authorization: Bearer
+    TOKEN`, all but those for /health and /docs, and the page asks for it. Defaults to the value of
+    the environment variable MBPA_TOKEN, which does not appear in process lists. Without either,
+    no password is required."""
     threshold: float | None = None
-    """Confidence below which it abstains; by default the one that was fitted."""
+    """Confidence below which the classifier abstains; by default the fitted one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: on a GPU if there is one."""
+    """Device to compute on; auto uses a GPU if there is one."""
 
     def run(self) -> int:
         from mbpa.serve import server
@@ -48,7 +48,10 @@ class Serve(Command):
         return 0
 
     def _asked_for(self) -> str | None:
-        """The token. An empty option is a variable that was not set, and would let everybody in."""
+        """Return the token, if any, and refuse an empty one.
+
+        An empty option usually comes from an unset shell variable, and would let everybody in.
+        """
         if self.token == "":
             raise RunError("--token must not be empty; leave it out to ask nobody for one")
         return self.token or os.environ.get("MBPA_TOKEN") or None
@@ -56,7 +59,7 @@ class Serve(Command):
 
 @dataclass(frozen=True)
 class Explore(Serve):
-    """Serve a run with a page on top: ask, see why, teach, undo, review what it was taught."""
+    """Serve a run with a web page to ask, see why, teach, undo and review what was taught."""
 
     def run(self) -> int:
         try:
@@ -81,13 +84,13 @@ class Explore(Serve):
 
 @dataclass(frozen=True)
 class Check(Command):
-    """Verify a run: every check sum of its files, and that they fit each other.
+    """Verify a run: the checksums of its files, and that the files fit each other.
 
     Changes nothing. A run is also verified whenever it is served.
     """
 
     directory: tyro.conf.Positional[Path]
-    """What `mbpa teach` wrote."""
+    """Run directory written by `mbpa teach`."""
 
     def run(self) -> int:
         from mbpa.serve.verification import check_run

@@ -1,4 +1,4 @@
-"""`mbpa teach`: make a run from examples."""
+"""The command `mbpa teach`, which creates a run from examples."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from mbpa.errors import RunError
 
 @dataclass(frozen=True)
 class Teach(Command):
-    """Make a classifier from a spreadsheet of texts and labels, or from a folder of pictures.
+    """Create a classifier from a spreadsheet of texts and labels, or from a folder of pictures.
 
-    Embeds them, trains a head, fills the memory, and tunes; `mbpa serve` starts what it wrote.
+    Embeds the examples, trains a head, fills the memory and tunes. `mbpa serve` serves the result.
     """
 
     after_interrupt: ClassVar[str] = "run the same command again: what was embedded is kept"
 
     data: tyro.conf.Positional[Path]
-    """The file: JSONL if its name ends in .jsonl, else CSV with a header. Or a folder, with a
-    sub-folder of pictures for each label."""
+    """File of examples: JSONL if its name ends in .jsonl, else CSV with a header. Or a folder with
+    one sub-folder of pictures per label."""
     out: Path = Path("run")
-    """Directory of the run."""
+    """Directory to write the run to."""
     text: str = "text"
-    """Name of the column of texts."""
+    """Name of the column that holds the texts."""
     label: str = "label"
-    """Name of the column of labels; if there is one other column, that."""
+    """Name of the column that holds the labels. If there is no column "label" and only one other
+    column, the default is that one."""
     image: str | None = None
-    """Name of a column of paths to pictures, which are then taught in place of texts."""
+    """Name of a column that holds paths to pictures, which are then taught instead of texts."""
     encoding: str | None = None
-    """Of the file, such as cp1252; by default UTF-8."""
+    """Encoding of the file, such as cp1252; UTF-8 by default."""
     encoder: str | None = None
-    """A directory or a name of Hugging Face; by default a packaged MiniLM for texts, and for
-    pictures "edges", a plain one that needs no weights."""
+    """Directory or Hugging Face name of an encoder. The default is a packaged MiniLM for texts, and
+    for pictures "edges", a simple encoder that needs no weights."""
     cache: Path = Path("~/.cache/mbpa/embeddings")
-    """Where embeddings are kept for the next time."""
+    """Directory where embeddings are cached for the next run."""
     again: bool = False
-    """Replace the run in the directory, with all that it was taught."""
+    """Replace the run in the directory, including everything it was taught."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to embed; auto: on a GPU if there is one."""
+    """Device to embed on; auto uses a GPU if there is one."""
     progress: bool = True
     """Show progress bars on standard error."""
 
@@ -67,7 +68,7 @@ class Teach(Command):
         return 0
 
     def _given(self) -> tuple[Any, Any]:
-        """The examples, and the encoder for them."""
+        """Return the examples and the encoder for them."""
         from mbpa.device import choose_device
         from mbpa.encoders import image, text
         from mbpa.serve import labelled_images, labelled_texts

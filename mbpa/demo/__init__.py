@@ -1,1 +1,1 @@
-"""`mbpa demo`: a network that knows five digits meets all ten."""
+"""The experiment behind `mbpa demo`: a network that knows five digits meets all ten."""

@@ -1,9 +1,9 @@
-"""New digits: the method's main job in small, after section 4.2 of the paper, on 8x8 images.
+"""New digits: a small version of the paper's main experiment (section 4.2), on 8x8 images.
 
-A network that was trained on five of the ten digits meets all ten: examples arrive one by one, each
-fine-tunes the output layer and is written to a memory, and after every few of them the methods are
-tested. All see the same embedding, the same output layer and the same memory, and differ in the
-predictor alone. Where the paper has ImageNet and a ResNet, this has scikit-learn's digits.
+A network that was trained on five of the ten digits meets all ten. Examples arrive one by one; each
+fine-tunes the output layer and is written to a memory. From time to time the methods are tested.
+All methods use the same embedding, output layer and memory, and differ only in the predictor. The
+paper uses ImageNet and a ResNet; this experiment uses scikit-learn's digits.
 """
 
 from __future__ import annotations
@@ -27,45 +27,47 @@ from mbpa.errors import MissingExtraError
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 OLD = 5
-"""How many digits are pre-trained. Labels are numbered so that these come first."""
+"""Number of pre-trained digits. Labels are numbered so that these come first."""
 
 TEST, VALIDATION, TRAINING = 50, 24, 100
-"""Images of each digit; the rarest has 174."""
+"""Number of images per digit; the rarest digit has 174."""
 
 
 @dataclass(frozen=True)
 class DigitsConfig:
     """Protocol and hyper-parameters.
 
-    The latter were chosen on the validation images with the seeds 100 to 109, each method by its
-    own mean accuracy on all digits over `examples`. First fine-tuning: 63 settings, 21 rates each
-    for SGD, RMSprop and Adam. Then, on that output layer, 82 settings for each of the other three:
-    a grid of 64, its range from a rough first look, and 18 more around its best. Inverse distance,
-    the paper's kernel, was no better for any of them. The network was chosen before, as the best
-    of eight for fine-tuning and vote alike. Test images and the default seeds had no part in this:
-    it looked at `DigitsConfig(seeds=tuple(range(100, 110)), part="validation", ...)`.
+    The hyper-parameters were chosen on the validation images with the seeds 100 to 109, those of
+    each method by its own mean accuracy on all digits over `examples`. Fine-tuning came first: 63
+    settings, 21 rates each for SGD, RMSprop and Adam. Then, with that output layer, each of the
+    other three methods had 82 settings: a grid of 64, whose range came from a preliminary search,
+    and 18 more around its best. Inverse distance, the paper's kernel, was no better for any of
+    them. The network had been chosen before, as the best of eight for both fine-tuning and vote.
+    Neither the test images nor the default seeds were used: the search ran
+    `DigitsConfig(seeds=tuple(range(100, 110)), part="validation", ...)`.
     """
 
     seeds: tuple[int, ...] = tuple(range(20))
-    """One repetition each: which digits are old, the images, their order, the initial weights."""
+    """Seeds, one per repetition; a seed determines the old digits, the images and their order, and
+    the initial weights."""
     part: Literal["test", "validation"] = "test"
-    """Which images are scored; neither is ever trained on or written to a memory."""
+    """Images to score on; neither part is ever trained on or written to a memory."""
     examples: tuple[int, ...] = (10, 20, 50, 100, 200, 400)
-    """Test after so many examples of the stream."""
+    """Numbers of stream examples after which to test."""
     width: int = 128
     """Size of the embedding."""
     pretraining_epochs: int = 20
     pretraining_lr: float = 3e-3
     finetuning_lr: float = 4e-3
-    """RMSprop, one step on each example that arrives."""
+    """Learning rate of RMSprop, which takes one step on each example that arrives."""
     vote_k: int = 1
-    """The nearest neighbour alone was best."""
+    """Number of neighbours in the vote; the nearest neighbour alone was best."""
     vote_bandwidth: float = 1.0
-    """Of the Gaussian kernel, here and below; no matter where k is 1."""
+    """Bandwidth of the Gaussian kernel; it has no effect if k is 1."""
     mixture_k: int = 5
     mixture_bandwidth: float = 0.5
     mixture_weight: float = 0.35
-    """Of the vote; the rest is the output layer's."""
+    """Weight of the vote; the rest is the weight of the output layer."""
     mbpa_lr: float = 0.1
     mbpa_steps: int = 5
     mbpa_k: int = 50
@@ -82,7 +84,7 @@ class DigitsConfig:
             raise ValueError(f"examples must be at most {longest}, got {self.examples[-1]}")
 
     def predictors(self) -> dict[str, mbpa.Predictor]:
-        """The methods that are compared."""
+        """Return the methods to compare, by name."""
         parametric = mbpa.Parametric()
         mixed = mbpa.NeighborVote(mbpa.gaussian(self.mixture_bandwidth), k=self.mixture_k)
         rule = mbpa.Gradient(lr=self.mbpa_lr, steps=self.mbpa_steps)
@@ -96,7 +98,7 @@ class DigitsConfig:
 
 
 class Record(TypedDict):
-    """One number; tables and figures are made of these alone."""
+    """One measurement; tables and figures are built from these alone."""
 
     experiment: str
     method: str
@@ -119,20 +121,24 @@ class Rescue:
 
 @dataclass(frozen=True, eq=False)
 class DigitsResult:
-    """What `run` found out."""
+    """The result of `run`."""
 
     config: DigitsConfig
     records: list[Record]
     rescue: Rescue | None
-    """From the first seed: at the fewest examples where there is one, the one that gains most."""
+    """A rescue in the first seed, after the fewest examples that have one: the largest gain."""
     seconds: float
 
 
 def run(config: DigitsConfig, progress: bool = True) -> DigitsResult:
-    """All repetitions of the experiment; the same config gives the same records.
+    """Run all repetitions of the experiment; the same config gives the same records.
+
+    Args:
+        config: protocol and hyper-parameters.
+        progress: show a progress bar on standard error.
 
     Raises:
-        MissingExtraError: scikit-learn, which brings the images, is not installed.
+        MissingExtraError: scikit-learn, which provides the images, is not installed.
     """
     start = time.perf_counter()
     data = load_images()
@@ -158,14 +164,14 @@ def run(config: DigitsConfig, progress: bool = True) -> DigitsResult:
 def run_seed(
     config: DigitsConfig, data: Images, seed: int, after_each: Callable[[], object]
 ) -> tuple[list[Record], Rescue | None]:
-    """One repetition: pre-train on the old digits, then learn from the stream and test."""
+    """Run one repetition: pre-train on the old digits, then learn from the stream and test."""
     task = make_task(data, config, seed)
     network = pretrained(task, config, seed)
 
     embed, head = mbpa.split(network, at="output")
     memory = mbpa.ExactMemory(capacity=len(task.stream_labels), key_dim=config.width)
     model = mbpa.MbPA(embed, head, memory=memory, predictor=mbpa.Parametric())
-    model.grow(classes=len(NAMES))  # the network itself keeps its five
+    model.grow(classes=len(NAMES))  # the network itself keeps five outputs
     methods = {
         name: mbpa.MbPA(embed, model.head, memory=memory, predictor=predictor)
         for name, predictor in config.predictors().items()
@@ -187,23 +193,23 @@ def run_seed(
     return records, rescue
 
 
-# The images, and which are for what
+# The images and their parts
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The digits, in parts that are the same for every seed."""
+    """The digits, divided into parts that are the same for every seed."""
 
     pixels: Float[Tensor, "N 64"]
     digits: Int[Tensor, "N"]
     training: Int[Tensor, "10 100"]
-    """Row d: indices of images of digit d."""
+    """Indices of images; row d has those of digit d."""
     test: Int[Tensor, "500"]
     validation: Int[Tensor, "240"]
 
 
 def load_images() -> Images:
-    """scikit-learn's digits, pixels between 0 and 1."""
+    """Load scikit-learn's digits, with pixels between 0 and 1."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -227,7 +233,7 @@ def load_images() -> Images:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One seed's images: labels below `OLD` are pre-trained digits."""
+    """The images of one seed; labels below `OLD` are pre-trained digits."""
 
     names: tuple[str, ...]
     """The digit behind each label."""
@@ -240,7 +246,10 @@ class Task:
 
 
 def make_task(data: Images, config: DigitsConfig, seed: int) -> Task:
-    """Draw the old digits; half of their images pre-train, the stream comes from the others."""
+    """Draw the old digits, and divide the images between pre-training and the stream.
+
+    Half of the old digits' images are for pre-training; the stream is drawn from the others.
+    """
     generator = torch.Generator().manual_seed(seed)
     digit_of_label = torch.randperm(len(NAMES), generator=generator)
     label_of_digit = digit_of_label.argsort()
@@ -266,7 +275,7 @@ def make_task(data: Images, config: DigitsConfig, seed: int) -> Task:
 
 
 class Network(nn.Module):
-    """An embedding, then a linear output layer, where `mbpa.split` cuts it."""
+    """An embedding and a linear output layer, at which `mbpa.split` splits the network."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -279,7 +288,7 @@ class Network(nn.Module):
 
 
 def pretrained(task: Task, config: DigitsConfig, seed: int) -> Network:
-    """A network trained on the old digits, as anybody would."""
+    """Return a network trained on the old digits in the usual way."""
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random numbers alone
         torch.manual_seed(seed)
         network = Network(config.width)
@@ -297,7 +306,7 @@ def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-# What is measured
+# Measurements
 
 
 def _scored(predictions: dict[str, Tensor], task: Task, examples: int, seed: int) -> list[Record]:
@@ -325,7 +334,10 @@ def _right(prediction: Float[Tensor, "Q 10"], task: Task) -> Bool[Tensor, "Q"]:
 def _rescued(
     predictions: dict[str, Tensor], model: mbpa.MbPA, task: Task, examples: int, seed: int
 ) -> Rescue | None:
-    """Of the new digits that MbPA alone gets right, the one whose probability it raises most."""
+    """Return a query of a new digit that only MbPA gets right, or `None` if there is none.
+
+    Of several, it is the one whose probability MbPA raises most.
+    """
     others = [_right(p, task) for name, p in predictions.items() if name != "MbPA"]
     alone = _right(predictions["MbPA"], task) & ~torch.stack(others).any(0) & (task.answers >= OLD)
     if not alone.any():
@@ -341,11 +353,11 @@ def _rescued(
     )
 
 
-# What is kept
+# Storage
 
 
 def as_json(result: DigitsResult) -> dict[str, Any]:
-    """Everything that a report is made from."""
+    """Return everything that a report is built from."""
     return {
         "experiment": "digits",
         "config": asdict(result.config),

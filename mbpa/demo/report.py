@@ -1,4 +1,4 @@
-"""What `mbpa demo` prints and writes, made from the records of `digits.run` alone."""
+"""The text, figure and files of `mbpa demo`, built from the result of `digits.run` alone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ COLORS = {
 
 
 def prepare(out: Path) -> None:
-    """Make the directory and look for matplotlib, before half a minute is spent on the results.
+    """Create the directory and check for matplotlib, before half a minute is spent on the results.
 
     Raises:
-        OSError: the directory cannot be made, or not be written to.
+        OSError: the directory cannot be created or written to.
         MissingExtraError: matplotlib is not installed.
     """
     try:
@@ -41,13 +41,13 @@ def prepare(out: Path) -> None:
             f"out must be a directory that can be written to, got {out}: {error.strerror}"
         ) from error
     try:
-        import matplotlib.figure  # noqa: F401 (that it is there)
+        import matplotlib.figure  # noqa: F401 (checks that it is installed)
     except ImportError as error:
         raise MissingExtraError("matplotlib", "demo") from error
 
 
 def write(result: DigitsResult, out: Path) -> dict[str, Path]:
-    """Write figure and records; each file appears whole or not at all."""
+    """Write the figure and the records, each file atomically, and return their paths."""
     document = json.dumps(as_json(result), indent=1)
     files = {"figure": out / "demo.png", "records": out / "demo.json"}
     _write(files["figure"], figure(result.records))
@@ -56,12 +56,12 @@ def write(result: DigitsResult, out: Path) -> dict[str, Path]:
 
 
 def text(result: DigitsResult) -> str:
-    """The table, and one prediction explained."""
+    """Return the table and the explanation of one prediction as text."""
     return f"{table(result.records)}\n\n{_told(result.rescue)}\n"
 
 
 def table(records: Sequence[Record]) -> str:
-    """A block a subset, a row a number of examples, a column a method."""
+    """Return a table with a block per subset, a row per number of examples, a column per method."""
     methods = _methods(records)
     lines = [
         "A network that was trained on five digits meets all ten, one example at a time. Its",
@@ -83,7 +83,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def figure(records: Sequence[Record]) -> bytes:
-    """The same as curves, a panel a subset; a PNG file."""
+    """Return the same data as curves in a PNG file, with one panel per subset."""
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(11, 4.4), layout="constrained")
@@ -176,7 +176,7 @@ def _values(records: Sequence[Record], method: str, subset: str, examples: int) 
 
 
 def _write(path: Path, content: bytes, keep: bool = True) -> None:
-    """Put a file in place in one go; with `keep=False` only find out whether that can be done."""
+    """Write a file atomically; with `keep=False` only check that it can be written."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_bytes(content)

@@ -1,6 +1,7 @@
 """The interface of a frozen encoder, which turns texts or pictures into keys, and a cache on disk.
 
-`mbpa.encoders.text` and `mbpa.encoders.image` make encoders. The cache finds embeddings by content.
+`mbpa.encoders.text` and `mbpa.encoders.image` provide encoders. The cache looks up embeddings by
+content.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from torch import Tensor
 from mbpa import files
 from mbpa.errors import MissingExtraError
 
-AT_ONCE = 4096  # items that an interrupted run may have to embed again
+AT_ONCE = 4096  # items per write to the cache, which an interrupted run has to embed again
 Item = TypeVar("Item", str, bytes)
 
 
 class Encoder(abc.ABC, Generic[Item]):
-    """From texts, or pictures as `mbpa.encoders.image.kept` gives them, to keys of unit norm."""
+    """A frozen encoder that turns texts or pictures into keys of unit norm.
+
+    Pictures are files as returned by `mbpa.encoders.image.kept`.
+    """
 
     name: str
     key_dim: int
@@ -35,11 +39,11 @@ class Encoder(abc.ABC, Generic[Item]):
 
     @abc.abstractmethod
     def __call__(self, items: Sequence[Item], /) -> Float[Tensor, "B D"]:
-        """Keys, in float32; an item's key does not depend on the others (to 1e-6)."""
+        """Return keys in float32; the key of an item does not depend on the others (to 1e-6)."""
 
     @property
     def fingerprint(self) -> str:
-        """Of all that keys depend on: encoders that share it may share a cache."""
+        """Hash of everything that keys depend on; encoders with the same one may share a cache."""
         return hashlib.sha256(self.name.encode()).hexdigest()
 
 
@@ -49,13 +53,15 @@ def embedded(
     cache: Path | None = None,
     tick: Callable[[int], object] | None = None,
 ) -> Float[Tensor, "N D"]:
-    """Keys of items, each embedded once and then found on disk by what it says or shows.
+    """Return the keys of items; each is embedded once and then looked up on disk by its content.
 
-    Any number of processes may use a cache at once; it can be deleted whenever nothing runs.
+    Any number of processes may use a cache at the same time. It can be deleted whenever none does.
 
     Args:
-        cache: a folder, made if needed; `None`: nothing is kept.
-        tick: told how many more are done.
+        encoder: embeds items that are not in the cache.
+        items: texts, or picture files.
+        cache: directory of the cache, created if needed; `None` for no cache.
+        tick: called with the number of further items that are done.
     """
     digests = [hashlib.sha256(_bytes(item)).digest() for item in items]
     content = dict(zip(digests, items, strict=True))
@@ -82,11 +88,11 @@ def _bytes(item: str | bytes) -> bytes:
     return item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
 
 
-# Models of transformers. Nothing is fetched: a model is a directory, or in Hugging Face's cache.
+# Models of transformers. Nothing is downloaded: a model is a directory, or in Hugging Face's cache.
 
 
 def local_model(name: str) -> Path:
-    """Where the files of a model are."""
+    """Return the directory of a model's files."""
     if Path(name).is_dir():
         return Path(name)
     installed_transformers()
@@ -112,7 +118,7 @@ def installed_transformers() -> Any:
 
 @contextlib.contextmanager
 def no_bars(transformers: Any) -> Iterator[None]:
-    """Loading takes no time worth a bar."""
+    """Disable progress bars while loading a model, which is too fast to need them."""
     logging = transformers.utils.logging
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -124,7 +130,7 @@ def no_bars(transformers: Any) -> Iterator[None]:
 
 
 def fingerprint_of(directory: Path, *, version: int) -> str:
-    """Of a model's files, and of the version of what is made of them."""
+    """Return a hash of a model's files and of the version of the code that computes the keys."""
     digest = hashlib.sha256(str(version).encode())
     for path in sorted(directory.rglob("*")):
         if path.suffix in {".json", ".safetensors", ".bin", ".txt", ".model"}:
@@ -135,12 +141,12 @@ def fingerprint_of(directory: Path, *, version: int) -> str:
     return digest.hexdigest()
 
 
-# The cache: files of digests and keys that are written once, whole, and never changed, so that
-# nobody has to wait for anybody. Two that embed the same at once write the same twice.
+# The cache: files of digests and keys that are written atomically and never changed, so that no
+# process waits for another. Two that embed the same items at once both write them.
 
 
 def _kept(folder: Path, wanted: set[bytes], key_dim: int) -> dict[bytes, Tensor]:
-    """Keys of those that are there, by digest."""
+    """Return the cached keys among those wanted, by digest."""
     found: dict[bytes, Tensor] = {}
     for digests, keys in _shards(folder):
         if keys.shape[1:] != (key_dim,) or len(digests) != len(keys):
@@ -157,7 +163,7 @@ def _shards(folder: Path) -> Iterator[tuple[list[bytes], Tensor]]:
             tensors = load_file(path)
             yield [bytes(row) for row in tensors["digests"].numpy()], tensors["keys"]
         except FileNotFoundError:
-            continue  # somebody deleted it
+            continue  # another process has deleted it
         except (SafetensorError, KeyError):
             warnings.warn(f"{path} is damaged, what it held is embedded anew", stacklevel=4)
             path.unlink(missing_ok=True)

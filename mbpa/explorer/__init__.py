@@ -1,1 +1,1 @@
-"""A page that shows why a classifier answers as it does, and takes lessons."""
+"""A web page that shows why a classifier answers as it does, and lets visitors teach it."""

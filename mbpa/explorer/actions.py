@@ -1,8 +1,8 @@
-"""What a visitor of the page does to the memory, and how each deed is undone.
+"""What a visitor of the page can do to the memory, and how each action is undone.
 
-All of it goes the way of HTTP requests: one writer, durable before it is acknowledged. To teach is
-undone by forgetting, which is exact; to forget, by teaching the same again under a new id, with the
-trained row of its label if there was one.
+All actions take the same path as HTTP requests: one writer, durable before it is acknowledged.
+Teaching is undone by forgetting, which is exact. Forgetting is undone by teaching the same example
+again under a new id, together with the trained row of its label if it had one.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from mbpa.serve.app import Service
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import InputError
 
-SHOWN = 100  # labels that an explanation names: all, in most runs
+SHOWN = 100  # labels named per explanation: all of them, in most runs
 
 
 @dataclass(frozen=True)
 class Deed:
-    """A change of the memory."""
+    """A change of the memory that can be undone."""
 
     said: str
-    """What was done, for people to read."""
+    """Description of the change, for people to read."""
     added: tuple[int, ...] = ()
     removed: tuple[Lesson, ...] = ()
     was_trained_with: bool = False
-    """Whether the head was trained with what was removed."""
+    """Whether the head was trained with the removed examples."""
 
 
 class Desk:
-    """Where a visitor asks and teaches."""
+    """Asks and teaches the classifier on behalf of a visitor."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -46,8 +46,10 @@ class Desk:
         return self._service.classifier
 
     async def read(self, files: Sequence[Path]) -> list[bytes]:
-        """Pictures that a visitor gives, as they are kept; one is held at a time, so that there is
-        no limit to all of them together."""
+        """Read a visitor's pictures and convert them to the form in which they are stored.
+
+        Only one file is in memory at a time, so their total size is not limited.
+        """
         pictures = []
         for number, path in enumerate(files, 1):
             try:
@@ -58,14 +60,14 @@ class Desk:
         return pictures
 
     async def ask(self, item: str | bytes) -> Reason:
-        """The answer to a text, or to a picture that was `read`, and why."""
+        """Return the explained answer to a text, or to a picture returned by `read`."""
         self.classifier.check_item(item)
         (reason,) = await self._service.answers((item,), None, SHOWN, wants_reasons=True)
         assert isinstance(reason, Reason)
         return reason
 
     async def teach(self, label: str, given: str | Sequence[Path]) -> Deed:
-        """Examples of a label: texts, one a line, or files of pictures."""
+        """Teach examples of a label: texts, one per line, or files of pictures."""
         label = label.strip()
         check_label(label)
         named = examples_in(given) if isinstance(given, str) else given
@@ -95,7 +97,7 @@ class Desk:
             was_trained_with = self.classifier.was_trained_with(id)
             if before.label == label:
                 raise InputError(f"it is “{label}” already")
-            # In this order a crash in between leaves the example twice rather than not at all.
+            # In this order, a crash in between leaves two copies of the example rather than none.
             added = self.classifier.learn([replace(before, label=label)])
             self.classifier.forget([id])
             said = f"Now “{label}”, was “{before.label}”."
@@ -116,7 +118,7 @@ class Desk:
         return await self._service.writer(work)
 
     async def undo(self, deed: Deed) -> None:
-        """Take a deed back."""
+        """Undo a change."""
 
         def work() -> None:
             self.classifier.learn(deed.removed, restoring=deed.was_trained_with)
@@ -135,13 +137,12 @@ def _kept_picture(path: Path) -> bytes:
 
 
 def examples_in(lines: str) -> list[str]:
-    """One a line, without empty lines and what stands twice."""
+    """Split a text into examples, one per line, without empty lines and duplicates."""
     return list(dict.fromkeys(line.strip() for line in lines.splitlines() if line.strip()))
 
 
 def thumbnails(classifier: Classifier, ids: Iterable[int], side: int = 96) -> dict[int, str]:
-    """Small pictures of examples, as addresses that hold them; none if the run is not of
-    pictures."""
+    """Return thumbnails of examples as data URLs by id; empty if the run does not take pictures."""
     if classifier.takes != "images":
         return {}
     found = ((id, classifier.image(id)) for id in ids)
@@ -151,12 +152,12 @@ def thumbnails(classifier: Classifier, ids: Iterable[int], side: int = 96) -> di
 
 
 def address(picture: bytes) -> str:
-    """Of a picture that a page holds in itself."""
+    """Return a data URL that contains the picture."""
     return f"data:{image.media_type(picture)};base64,{base64.b64encode(picture).decode()}"
 
 
 def lesson_of(classifier: Classifier, id: int) -> Lesson:
-    """An example as it would be taught, its key included; `InputError` if it is not there."""
+    """Return an example as a lesson with its key; raise `InputError` if it does not exist."""
     found: Sequence[int]
     found, keys = classifier.entries()
     texts = {each.id: each for each in classifier.examples()}

@@ -1,4 +1,4 @@
-"""How a visitor asks and gives examples: in sentences, or in pictures that they pick or drop."""
+"""Forms for asking and teaching: sentences, or pictures that a visitor picks or drops."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ DROP: dict[str, Any] = {"height": 140, "elem_classes": "drop"}
 
 
 def card(id: str | None = None) -> Any:
-    """A frame for pictures."""
+    """Return an empty framed HTML component."""
     return gr.HTML(elem_id=id, elem_classes="card", apply_default_css=False)
 
 
 class Form(abc.ABC):
-    """Components, and what their values stand for."""
+    """Components of a form, and the meaning of their values."""
 
     noun: str
     hint: str
-    """What to do first."""
+    """What a visitor should do first."""
     nothing: Any
-    """The value of no examples."""
+    """Value of the component for examples when it is empty."""
     query: Any
     examples: Any
     asking: list[Any]
-    """Events upon which an answer is wanted."""
+    """Events that trigger an answer."""
 
     @abc.abstractmethod
     def lay_out_query(self) -> None:
-        """Where a visitor asks."""
+        """Create the components in which a visitor asks."""
 
     @abc.abstractmethod
     def lay_out_examples(self) -> None:
-        """Where examples of a label are given."""
+        """Create the components in which a visitor gives examples of a label."""
 
     @abc.abstractmethod
     async def item(self, desk: Desk, given: Any) -> str | bytes | None:
-        """What is asked, as the desk takes it; `None` for nothing."""
+        """Convert the query to what the desk takes; `None` if it is empty."""
 
     @abc.abstractmethod
     def lesson(self, given: Any) -> str | list[Path]:
-        """Examples as the desk takes them; `InputError` for what cannot be."""
+        """Convert examples to what the desk takes; raise `InputError` if one is invalid."""
 
     @abc.abstractmethod
     def correction(self, query: Any) -> str | list[Path]:
-        """What is asked, as the one example of a lesson."""
+        """Convert the query to the single example of a lesson."""
 
     @abc.abstractmethod
     def drop(self, given: Any, query: Any) -> None:
-        """Keep examples that were taught no longer; but what is asked, which may be among them."""
+        """Delete the files of taught examples, except that of the query if it is among them."""
 
 
 class Sentences(Form):
@@ -119,12 +119,12 @@ class Pictures(Form):
 
 
 def _place_for_files(**options: Any) -> Any:
-    """The value of it is a list of paths as a visitor names them, checked by nobody."""
+    """Return a file component whose value is a list of paths as named by the visitor, unchecked."""
     place: Any = gr.File(file_types=KINDS, **DROP, **options)
 
     def named(payload: Any) -> list[str]:
         files = getattr(payload, "root", payload)
         return [each.path for each in (files if isinstance(files, list) else [files]) if each]
 
-    place.preprocess = named  # Gradio's own reads them all, or leaves an empty file for each
+    place.preprocess = named  # Gradio's own reads all files, or leaves an empty file for each
     return place

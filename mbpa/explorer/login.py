@@ -1,7 +1,7 @@
-"""Middleware that asks for a login before anything of the page is answered.
+"""Middleware that requires a login for the page.
 
-Gradio asks on some of its routes and not on others, such as those of endless streams. Here every
-path is denied but those that the login page itself is made of.
+Gradio requires a login on some of its routes but not on others, such as those of endless streams.
+Here every path is denied except those that the login page itself needs.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from starlette.requests import HTTPConnection
 from mbpa.serve.middleware import App, Receive, Scope, Send, refuse
 
 OPEN_PATHS = frozenset({"", "/", "/theme.css"})
-"""Paths below the page's that are answered without a login, to GET and HEAD."""
+"""Paths, relative to the page's, that need no login for GET and HEAD."""
 OPEN_FOLDERS = ("/assets/", "/static/")
-"""Folders of Gradio's own scripts, styles and fonts, which say nothing of the run."""
+"""Folders of Gradio's own scripts, styles and fonts, which reveal nothing about the run."""
 LOGIN_PATHS = frozenset({"/login", "/login/"})
-"""Paths that take a password, by POST."""
+"""Paths that accept a password by POST."""
 
 
 class Guard:
     """Refuses requests below a path with 401 unless the visitor has logged in.
 
     Args:
-        path: of the page, without a slash at its end.
-        is_known: whether these cookies are those of a visitor who has logged in.
+        path: path of the page, without a trailing slash.
+        is_known: returns whether cookies belong to a visitor who has logged in.
     """
 
     def __init__(self, app: App, path: str, is_known: Callable[[Mapping[str, str]], bool]) -> None:

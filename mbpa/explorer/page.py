@@ -1,6 +1,6 @@
-"""The page: layout, and what happens when something is pressed.
+"""The page: its layout and its event handlers.
 
-Offline: fonts are the system's, nothing is reported or looked up, pictures are part of the page.
+It works offline: it uses the system's fonts, sends and fetches nothing, and embeds its pictures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ except ImportError as error:
     raise MissingExtraError("the page", extra="explore") from error
 
 PATH = "/explore"
-UPLOADED = 86_400  # seconds that a picture may be asked about again after it was dropped
+UPLOADED = 86_400  # seconds for which a dropped picture can be used again
 
 STYLE = (
     rendering.STYLE
@@ -55,8 +55,8 @@ footer {display: none !important}
 
 
 def mount(app: FastAPI, classifier: Classifier) -> FastAPI:
-    """Put the page on the app of a service; it asks for the service's token if there is one."""
-    # Gradio would summarise all events in a table of pandas after each of them, for nobody.
+    """Mount the page on the app of a service; it requires the service's token if there is one."""
+    # Gradio would summarise all events in a pandas table after each of them, to no use.
     os.environ.setdefault("GRADIO_ANALYTICS_CACHE_FREQUENCY", str(10**9))
     service = app.state.service
     assert service.classifier is classifier
@@ -106,7 +106,7 @@ def _login(token: str) -> Callable[[str, str], bool]:
 
 
 def _find_logins(mounted: FastAPI) -> Callable[[Mapping[str, str]], bool]:
-    """Return a function that says whether cookies are those of a visitor who has logged in."""
+    """Return a function that tells whether cookies belong to a visitor who has logged in."""
     pages: list[Any] = [route.app for route in mounted.routes if isinstance(route, Mount)]
     (page,) = pages
     tokens, id = page.tokens, page.cookie_id
@@ -119,13 +119,16 @@ def _find_logins(mounted: FastAPI) -> Callable[[Mapping[str, str]], bool]:
 
 
 async def _as_named(path: str) -> str:
-    """In place of what Gradio does with a file that a visitor names, in whatever component: copy it
-    from anywhere on this machine, or fetch it from anywhere else."""
+    """Return the path unchanged.
+
+    This replaces Gradio's handling of a file that a visitor names in any component, which copies
+    the file from anywhere on this machine or fetches it from another host.
+    """
     return path
 
 
 def _closing(app: FastAPI, uploads: Uploads) -> None:
-    """Let what was dropped go when the app ends."""
+    """Delete uploaded files when the app shuts down."""
     inner = app.router.lifespan_context
 
     @asynccontextmanager
@@ -140,13 +143,13 @@ def _closing(app: FastAPI, uploads: Uploads) -> None:
 
 
 class _Page:
-    """The page, of which all callbacks run in the event loop of the service."""
+    """The page. All its callbacks run in the event loop of the service."""
 
     def __init__(self, desk: Desk, uploads: Uploads) -> None:
         self._form = Pictures(uploads) if desk.classifier.takes == "images" else Sentences()
         self.desk, self._map = desk, Map(desk.classifier, self._form.noun)
         self.settled: set[int] = set()
-        """Examples that somebody has found right."""
+        """Ids of examples that a visitor has confirmed."""
         self.visits = Visits()
         with gr.Blocks(
             title="mbpa explorer", analytics_enabled=False, delete_cache=(UPLOADED // 24, UPLOADED)
@@ -167,14 +170,14 @@ class _Page:
 
     @property
     def after_deed(self) -> list[Any]:
-        """What `done` gives values for."""
+        """Components that the values returned by `done` are for."""
         return [self._said, self._undo, self._title, self._correct, *self._shown]
 
     async def done(self, session: Session, said: str, query: Any) -> Updates:
-        """The page after a deed; what was asked is asked again, so that one sees what it did."""
+        """Return the updates after a change. The query is asked again to show the effect."""
         try:
             shown = await self._look(query)
-        except gr.Error:  # the deed is done all the same, and can be undone
+        except gr.Error:  # the change has been made all the same, and can be undone
             shown = (gr.skip(),) * len(self._shown)
         return (
             escape(said),
@@ -185,7 +188,7 @@ class _Page:
         )
 
     async def thumbnails(self, ids: list[int], side: int = 96) -> dict[int, str]:
-        """Of examples; none if the run is not of pictures."""
+        """Return thumbnails of examples by id; empty if the run does not take pictures."""
         return await told(asyncio.to_thread(thumbnails, self.desk.classifier, ids, side))
 
     def _lay_out_asking(self) -> None:
@@ -214,7 +217,7 @@ class _Page:
 
     @property
     def query(self) -> Any:
-        """The component that holds what is asked."""
+        """The component that holds the query."""
         return self._form.query
 
     def _connect(self) -> None:
@@ -265,7 +268,7 @@ class _Page:
         return await self.done(session, f"Undone: {deed.said}", query)
 
     async def _look(self, query: Any) -> Updates:
-        """The answer, its memories and the map; without a query, the map alone."""
+        """Return the answer, its memories and the map; without a query, only the map."""
         item = await told(self._form.item(self.desk, query))
         if item is None:
             quiet = f'<div class="mbpa quiet">{self._hint}</div>'

@@ -1,6 +1,6 @@
-"""What the page shows, as HTML and SVG: bars, memories, a map. No script, no file, no request.
+"""HTML and SVG for the page: bars, memories, a map. It needs no scripts, files or requests.
 
-Every text comes from somebody: all of it is escaped.
+All texts come from users and are escaped.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mbpa.explorer.review import Opinion
 from mbpa.serve.answers import NearExample, Reason
 from mbpa.serve.classifier import Classifier
 
-COLOURS = ("#4f7cff", "#f08c2e", "#2fa36b", "#b065c9", "#e0566b")  # on light and dark ground
+COLOURS = ("#4f7cff", "#f08c2e", "#2fa36b", "#b065c9", "#e0566b")  # readable on light and dark
 OTHER = "#98a1b3"
-BARS, MEMORIES = 5, 6  # shown of an answer
-MOST_POINTS = 10_000  # of the map; of larger memories evenly drawn
-WIDTH, HEIGHT, MARGIN = 520.0, 360.0, 14.0  # of the map
-THUMB = 26.0  # a side of a picture on the map
-NONE: Mapping[int, str] = MappingProxyType({})  # thumbnails of a run of texts
+BARS, MEMORIES = 5, 6  # shown per answer
+MOST_POINTS = 10_000  # on the map; larger memories are sampled evenly
+WIDTH, HEIGHT, MARGIN = 520.0, 360.0, 14.0  # of the map, in SVG units
+THUMB = 26.0  # side of a picture on the map
+NONE: Mapping[int, str] = MappingProxyType({})  # thumbnails in a run that takes texts
 
 STYLE = """
 .mbpa {font-size: 15px; line-height: 1.45}
@@ -64,7 +64,7 @@ STYLE = """
 
 
 def title(stats: Mapping[str, object]) -> str:
-    """The title, and what there is."""
+    """Return the title of the page and a line with counts."""
     line = (
         f"{stats['examples']:,} examples · {stats['labels']} labels · "
         f"{stats['taught']:,} taught since training"
@@ -75,12 +75,12 @@ def title(stats: Mapping[str, object]) -> str:
 
 
 def colours(reason: Reason) -> dict[str, str]:
-    """A colour for each of the labels that are shown, the same in bars, memories and map."""
+    """Return a colour for each label shown, used for bars, memories and map alike."""
     return dict(zip((label for label, *_ in rows(reason)), COLOURS, strict=False))
 
 
 def rows(reason: Reason) -> list[tuple[str, float, float]]:
-    """Labels with their probabilities before and after, the most probable after first."""
+    """Return labels with their probabilities before and after adaptation, sorted by the latter."""
     before, after = dict(reason.before), dict(reason.answer.top)
     shares = {label: (before.get(label, 0.0), after.get(label, 0.0)) for label in before | after}
     shown = sorted(shares, key=lambda label: (-max(shares[label]), label))[:BARS]
@@ -88,7 +88,7 @@ def rows(reason: Reason) -> list[tuple[str, float, float]]:
 
 
 def answer(reason: Reason, threshold: float, asked: str | None = None) -> str:
-    """The verdict, and bars before and after adaptation; beside the picture asked about."""
+    """Return the verdict and bars before and after adaptation, beside the picture, if any."""
     found = rows(reason)
     if not found:
         return '<div class="mbpa">There is no label yet: teach one.</div>'
@@ -130,7 +130,7 @@ def _verdict(reason: Reason, threshold: float, colour: Mapping[str, str]) -> str
 
 
 def memories(reason: Reason, thumbs: Mapping[int, str] = NONE) -> str:
-    """The examples that took part, the weightiest first."""
+    """Return a table of the retrieved examples, sorted by falling weight."""
     if not reason.neighbors:
         return '<div class="mbpa quiet">No memory took part.</div>'
     colour = colours(reason)
@@ -157,26 +157,26 @@ def _memory(near: NearExample, colour: str, thumbs: Mapping[int, str]) -> str:
 def shown(
     id: int, text: str | None, thumbs: Mapping[int, str], *, kind: str = "small", most: int = 110
 ) -> str:
-    """Of an example, its picture or its text, cut to so many characters."""
+    """Return an example as HTML: its picture, or its text cut to `most` characters."""
     if id in thumbs:
         return f'<img class="{kind}" src="{escape(thumbs[id])}" alt="example {id}"/>'
     return shown_text(id, text, most)
 
 
 def shown_text(id: int, text: str | None, most: int = 110) -> str:
-    """Of an example, escaped and cut."""
+    """Return the text of an example, escaped and cut to `most` characters."""
     if text is None:
         return f"example {id}"
     return escape(text if len(text) <= most else text[:most].rstrip() + "…")
 
 
 def breakable(label: str) -> str:
-    """A label, escaped, that may go on in the next line after its underscores."""
+    """Return a label, escaped, with line breaks allowed after underscores."""
     return escape(label).replace("_", "_<wbr/>")
 
 
 def percent(share: float) -> str:
-    """As short as it can be without saying 0 or 100 of what is not."""
+    """Format a share as a percentage, as short as possible; 0% and 100% are always exact."""
     if share < 0.0005:
         return "0%" if share <= 0 else "&lt;0.1%"
     if share > 0.995:
@@ -191,7 +191,7 @@ def _chip(label: str, colour: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """The two directions in which keys differ most, and the part of their plane that is shown."""
+    """The two directions in which keys vary most, and the part of their plane that is shown."""
 
     mean: Float[Tensor, "D"]
     axes: Float[Tensor, "D 2"]
@@ -200,7 +200,7 @@ class Plane:
 
     @classmethod
     def fitted(cls, keys: Float[Tensor, "M D"]) -> Plane:
-        """By principal components, whose signs are made definite."""
+        """Fit a plane by principal components, with signs that do not depend on the solver."""
         keys = keys.cpu().double()
         mean = keys.mean(0)
         centred = keys - mean
@@ -212,7 +212,7 @@ class Plane:
         return cls(mean, axes, places.amin(0), places.amax(0))
 
     def __call__(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B 2"]:
-        """Where keys are in the picture; what lies beyond what was fitted, at its edge."""
+        """Return the positions of keys on the map, clamped to the fitted range."""
         places = (keys.cpu().double() - self.mean) @ self.axes
         shares = (places - self.low) / (self.high - self.low).clamp(min=1e-9)
         size = torch.tensor([WIDTH, HEIGHT], dtype=torch.float64) - 2 * MARGIN
@@ -220,7 +220,7 @@ class Plane:
 
 
 class Map:
-    """The memory from above. Its axes are found once, so that nothing moves while it is taught."""
+    """A map of the memory. Its axes are computed once, so that no point moves during teaching."""
 
     def __init__(self, classifier: Classifier, noun: str = "sentence") -> None:
         self._classifier, self._noun = classifier, noun
@@ -236,7 +236,7 @@ class Map:
         reason: Reason | None = None,
         thumbs: Mapping[int, str] = NONE,
     ) -> str:
-        """The map, with a query, a text or a picture, and its neighbours if there is one."""
+        """Draw the map, with the query (a text or a picture) and its neighbours if there is one."""
         with self._lock:
             self._look()
             if self._plane is None or not self._places:
@@ -248,8 +248,8 @@ class Map:
             return drawn(self._places, self._labels, query, reason, thumbs, self._noun)
 
     def _look(self) -> None:
-        """Learn what has come and gone."""
-        change = self._classifier.counts.change  # of the memory: the journal may be a step ahead
+        """Update the points if the memory has changed."""
+        change = self._classifier.counts.change  # the memory's; the journal may be a step ahead
         if change == self._change:
             return
         examples = self._classifier.examples()
@@ -270,10 +270,10 @@ def drawn(
     thumbs: Mapping[int, str] = NONE,
     noun: str = "sentence",
 ) -> str:
-    """The picture: all examples pale, in the colours of the answer; those that took part clear.
+    """Draw all examples pale, in the colours of the answer, and the retrieved ones clearly.
 
     Args:
-        noun: for what is asked.
+        noun: word for the query, such as "sentence".
     """
     colour = colours(reason) if reason is not None else {}
     layers: dict[str, list[str]] = {ink: [] for ink in (OTHER, *colour.values())}
@@ -281,7 +281,7 @@ def drawn(
     for id in (ids[place * len(ids) // shown] for place in range(shown)):
         x, y = places[id]
         layers[colour.get(labels.get(id, ""), OTHER)].append(f"M{x:.0f} {y:.0f}h0")
-    # One path a colour, its points being lines of no length with round ends: small and quick.
+    # One path per colour; its points are lines of zero length with round ends: small and fast.
     parts = [
         f'<path d="{"".join(points)}" stroke="{ink}" stroke-width="4" stroke-linecap="round" '
         f'stroke-opacity="{0.3 if ink == OTHER else 0.6}" fill="none"/>'
@@ -309,7 +309,7 @@ def _neighborhood(
     most = max((each.weight for each in near), default=1.0) or 1.0
     x, y = query
     lines, dots = [], []
-    for each in sorted(near, key=lambda each: each.weight):  # the weightiest on top
+    for each in sorted(near, key=lambda each: each.weight):  # largest weight on top
         ink = colour.get(each.label, OTHER)
         a, b = places[each.id]
         share = each.weight / most
@@ -334,7 +334,7 @@ def _neighborhood(
 
 
 def _pinned(x: float, y: float, ink: str, address: str, title: str) -> str:
-    """A small picture on the map, in a frame of its label's colour."""
+    """Return a small picture on the map, framed in the colour of its label."""
     box = f'x="{x - THUMB / 2:.1f}" y="{y - THUMB / 2:.1f}" width="{THUMB}" height="{THUMB}"'
     return (
         f'<g>{title}<image {box} href="{escape(address)}"/>'
@@ -350,7 +350,7 @@ def _legend(colour: Mapping[str, str], noun: str) -> str:
 
 
 def opinion(found: Opinion, thumbs: Mapping[int, str] = NONE) -> str:
-    """An example, and what the others say of it."""
+    """Return an example with the vote of its neighbours."""
     example = found.example
     says = (
         f"Its neighbours agree, by {percent(found.share)} of their vote."

@@ -1,10 +1,10 @@
-"""What examples say of each other: which are in doubt, which probably have a wrong label.
+"""Votes of examples on each other: which are uncertain, which are probably mislabelled.
 
-Each example is left out of the memory in turn, and the nearest of the others vote on it. The vote
-and not the head is asked, because the head was made with the example in question: trained with it,
-or, of a label that was taught since, given a row that is the mean of its examples, of which this is
-one. The vote is asked without it, and is the same for both; wrong labels it finds about as well
-(`benchmarks/mislabelled.py`).
+Each example is left out of the memory in turn, and its nearest neighbours vote on its label. The
+vote is used rather than the head, because the head was made with the example in question: it was
+trained with it or, for a label taught since, has a row that is the mean of its examples, including
+this one. The vote excludes the example and treats both cases alike. It finds wrong labels about as
+well (`benchmarks/mislabelled.py`).
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import Example
 from mbpa.tune import leave_one_out
 
-# So steep that three examples which lie together outvote all that lie around them.
+# The kernel is so steep that three examples close together outvote all those around them.
 VOTE = mbpa.NeighborVote(mbpa.exp_dot(20.0), k=50)
-MOST = 10_000  # examples that are asked about; of larger memories a part, drawn at random
+MOST = 10_000  # examples to vote on; larger memories are sampled at random
 
 
 @dataclass(frozen=True)
 class Opinion:
-    """What the others say of an example."""
+    """The vote of the other examples on one example."""
 
     example: Example
     label: str
-    """Most probable by the vote."""
+    """The label with the largest share of the vote."""
     share: float
-    """Of the vote for that."""
+    """Share of the vote for `label`."""
     own: float
-    """Of the vote for the label that the example has."""
+    """Share of the vote for the label that the example has."""
     lead: float
-    """By which that label is ahead of the next: how certain the vote is."""
+    """Lead of `label` over the next label: how certain the vote is."""
 
     @property
     def doubt(self) -> float:
-        """How much more speaks for the other label; negative if they agree with its own."""
+        """Excess of the share of the other label over its own; negative if the vote agrees."""
         return self.share - self.own if self.label != self.example.label else -self.own
 
 
 def opinions(classifier: Classifier, most: int = MOST) -> list[Opinion]:
-    """Of the examples in the memory as it is now, in order of ids."""
+    """Return the votes on the examples currently in the memory, in order of ids."""
     examples = {each.id: each for each in classifier.examples()}
     ids, keys = classifier.entries()
-    here = [row for row, id in enumerate(ids) if id in examples]  # others come and go meanwhile
+    here = [row for row, id in enumerate(ids) if id in examples]  # some may change meanwhile
     return votes([examples[ids[row]] for row in here], keys[here], most)
 
 
 def votes(
     examples: Sequence[Example], keys: Float[Tensor, "M D"], most: int = MOST
 ) -> list[Opinion]:
-    """What the nearest others of each example, by the angle between keys, say of it."""
+    """Let the nearest other examples, by the angle between keys, vote on each example."""
     if len(examples) < 2:
         return []
     keys = nn.functional.normalize(keys, dim=1)
@@ -66,7 +66,7 @@ def votes(
     own = torch.tensor([numbers[each.label] for each in examples], device=keys.device)
     memory = mbpa.ExactMemory(len(keys), keys.shape[1], device=keys.device)
     places = {id: place for place, id in enumerate(memory.write(keys, own).tolist())}
-    head = nn.Linear(keys.shape[1], max(2, len(names)), device=keys.device)  # is not asked
+    head = nn.Linear(keys.shape[1], max(2, len(names)), device=keys.device)  # unused
     left_out = leave_one_out(mbpa.MbPA(head=head, memory=memory, predictor=VOTE), queries=most)
     shares = left_out.predictions.exp()
     asked = [examples[places[id]] for id in left_out.ids.tolist()]
@@ -82,11 +82,11 @@ def votes(
 
 
 def least_certain(found: Iterable[Opinion]) -> list[Opinion]:
-    """Where the vote is most divided first: what a person says of these teaches most."""
+    """Sort by falling uncertainty of the vote: labels for these examples teach most."""
     return sorted(found, key=lambda each: (each.lead, each.example.id))
 
 
 def probably_mislabelled(found: Iterable[Opinion]) -> list[Opinion]:
-    """Those for which the others would choose another label, the clearest cases first."""
+    """Return the examples for which the vote prefers another label, the clearest cases first."""
     doubted = [each for each in found if each.doubt > 0]
     return sorted(doubted, key=lambda each: (-each.doubt, each.example.id))

@@ -1,4 +1,4 @@
-"""A tab of the page in which a list of examples is looked through."""
+"""A tab of the page for reviewing a list of examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mbpa.explorer.forms import BESIDE, ON, QUIETLY, Updates, card
 from mbpa.explorer.review import Opinion
 from mbpa.explorer.sessions import Session, Visits, refusal, told
 
-LISTED = 30  # examples of a list
+LISTED = 30  # examples per list
 
 
 @runtime_checkable  # the tests check annotations
@@ -24,25 +24,25 @@ class Host(Protocol):
     desk: Desk
     visits: Visits
     settled: set[int]
-    """Examples that somebody has found right."""
+    """Ids of examples that a visitor has confirmed."""
 
     @property
     def query(self) -> Any:
-        """The component that holds what is asked."""
+        """The component that holds the query."""
 
     @property
     def after_deed(self) -> list[Any]:
-        """What `done` gives values for."""
+        """Components that the values returned by `done` are for."""
 
     async def done(self, session: Session, said: str, query: Any) -> Updates:
-        """The page after a deed."""
+        """Return the updates of the page after a change."""
 
     async def thumbnails(self, ids: list[int], side: int = 96) -> dict[int, str]:
-        """Of examples; none if the run is not of pictures."""
+        """Return thumbnails of examples by id; empty if the run does not take pictures."""
 
 
 class ReviewTab:
-    """A tab: a list of examples, and what is to be done with the one that is chosen."""
+    """A tab with a list of examples, and buttons for the selected one."""
 
     def __init__(
         self, page: Host, title: str, order: Callable[[list[Opinion]], list[Opinion]]
@@ -85,11 +85,11 @@ class ReviewTab:
 
     @property
     def _shown(self) -> list[Any]:
-        """What `_listed` gives values for."""
+        """Components that the values returned by `_listed` are for."""
         return [self._list, self._card, self._others, self._label]
 
     async def _found(self, request: gr.Request) -> Updates:
-        """Ask the examples about each other; a matter of seconds, in a thread of its own."""
+        """Compute the votes and show the list; takes seconds, in a thread of its own."""
         found = await asyncio.to_thread(review.opinions, self._page.desk.classifier)
         queue = [each for each in self._order(found) if each.example.id not in self._page.settled]
         session = self._page.visits.session(request)
@@ -97,7 +97,7 @@ class ReviewTab:
         return await self._listed(session)
 
     async def _listed(self, session: Session) -> Updates:
-        """The list and the example that is chosen."""
+        """Return updates for the list and the selected example."""
         queue = session.queues.get(self._title, [])
         thumbs = await self._page.thumbnails([each.example.id for each in queue])
         table = [
@@ -112,7 +112,7 @@ class ReviewTab:
         return (table, *await self._choice(session))
 
     async def _choice(self, session: Session) -> Updates:
-        """The example that is chosen, and what may be said of it."""
+        """Return updates for the selected example and its buttons."""
         queue = session.queues.get(self._title, [])
         if not queue:
             nothing = '<div class="mbpa quiet">Nothing is left to look at.</div>'
@@ -160,14 +160,14 @@ class ReviewTab:
         return (*await self._listed_after(session), *page)
 
     async def _listed_after(self, session: Session) -> Updates:
-        """The list after a deed, which is done even if the rest cannot be shown."""
+        """Return the updated list after a change; skip it if it cannot be shown."""
         try:
             return await self._listed(session)
         except gr.Error:
             return (gr.skip(),) * len(self._shown)
 
     def _at(self, request: gr.Request) -> tuple[Session, Opinion]:
-        """Who asks, and the example that they look at."""
+        """Return the visitor's session and the example selected in it."""
         session = self._page.visits.session(request)
         queue = session.queues.get(self._title, [])
         if not 0 <= session.chosen < len(queue):

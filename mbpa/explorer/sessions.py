@@ -1,4 +1,4 @@
-"""Visitors: what each has done and looks at, and how they are told what cannot be."""
+"""Sessions of visitors: their changes and selections; and error messages to them."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from mbpa.explorer.review import Opinion
 from mbpa.serve.batching import Overloaded
 from mbpa.serve.journal import InputError, JournalError
 
-MOST_SESSIONS = 1000  # whose deeds are remembered
+MOST_SESSIONS = 1000  # sessions kept in memory
 Done = TypeVar("Done")
 
 
 @dataclass
 class Session:
-    """What one visitor has done and looks at.
+    """The changes one visitor has made, and what they are looking at.
 
-    Kept here and not in components of Gradio, for which every open page would hold a connection.
+    It is kept here rather than in Gradio's state components, for which every open page would hold
+    a connection.
     """
 
     deeds: list[Deed] = field(default_factory=list)
     queues: dict[str, list[Opinion]] = field(default_factory=dict)
-    """Of the review lists, by their titles."""
+    """Examples of the review lists, by title."""
     chosen: int = 0
-    """Place in the list that is looked at."""
+    """Index of the selected example in the current list."""
 
     def settle(self, title: str, opinion: Opinion) -> None:
-        """Take it from a list, which may be another by now."""
+        """Remove an example from a list, if it is still there."""
         self.queues[title] = [each for each in self.queues.get(title, ()) if each != opinion]
 
 
 class Visits:
-    """The sessions of visitors; the least recent are forgotten when there are too many."""
+    """The sessions of visitors; the least recently used are dropped if there are too many."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
 
     def session(self, request: gr.Request) -> Session:
-        """Of whoever asks."""
+        """Return the session of the visitor who sent this request."""
         name = request.session_hash or ""
         session = self._sessions.pop(name, None) or Session()
         self._sessions[name] = session
@@ -53,7 +54,10 @@ class Visits:
 
 
 async def told(work: Awaitable[Done]) -> Done:
-    """What comes of it; what cannot be is told to the visitor, and the page stays as it is."""
+    """Await work and return its result; show expected errors to the visitor as a message.
+
+    On such an error the page stays as it is.
+    """
     try:
         return await work
     except Overloaded as error:

@@ -1,7 +1,8 @@
-"""Files that visitors drop: in a folder of the run, of bounded size, and gone when the page is.
+"""Files uploaded by visitors, in a folder of bounded size that is deleted with the page.
 
-Gradio deletes what it remembers, which a kill makes it forget, and bounds one file but not all of
-them together. It checks who asks before it reads a body: so room is made when it begins to.
+Gradio deletes the files it remembers, but loses track of them when it is killed. It limits the size
+of one file but not their total. It checks the login before it reads a body, so room is made when it
+begins to read.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from mbpa.errors import RunError
 from mbpa.serve.journal import InputError, Journal
 from mbpa.serve.middleware import App, Message, Receive, Scope, Send, refuse
 
-MOST_BYTES, MOST_FILES = 1 << 30, 4096  # that are kept; of more, the oldest go
-AT_ONCE = 8  # uploads
-SLOWEST = 600  # seconds for one to come
-VARIABLE = "GRADIO_TEMP_DIR"  # the one way to tell Gradio of a folder
+MOST_BYTES, MOST_FILES = 1 << 30, 4096  # total; beyond these the oldest files are deleted
+AT_ONCE = 8  # concurrent uploads
+SLOWEST = 600  # seconds for one upload to arrive
+VARIABLE = "GRADIO_TEMP_DIR"  # the only way to set Gradio's folder
 
 
 class _File(NamedTuple):
@@ -35,9 +36,9 @@ class _File(NamedTuple):
 
 
 class Uploads:
-    """The folder. To be closed when no page uses it any more.
+    """The folder for uploads. Close it when no page uses it any more.
 
-    Until then an environment variable of the process names it.
+    Until then, an environment variable of the process names it.
     """
 
     def __init__(
@@ -46,18 +47,21 @@ class Uploads:
         self.folder = folder.resolve()
         self._most_bytes, self._most_files = most_bytes, most_files
         self._coming: list[int] = []
-        """Bytes of each upload that is on its way."""
+        """Size of each upload in progress, in bytes."""
         self._before = os.environ.get(VARIABLE)
         os.environ[VARIABLE] = str(self.folder)
 
     @classmethod
     def beside(cls, journal: Journal, most_bytes: int = MOST_BYTES) -> Uploads:
-        """Beside a journal, empty: whoever was killed and left something does not hold its lock."""
+        """Create an empty folder beside a journal.
+
+        Files found there were left by a killed process: the lock of the journal is ours.
+        """
         folder = journal.path.with_name(f"{journal.path.name}-uploads")
-        if journal.read_only is not None:  # others may read it, too
+        if journal.read_only is not None:  # other processes may read the journal, too
             return cls(Path(tempfile.mkdtemp(prefix="mbpa-uploads-")), most_bytes=most_bytes)
         try:
-            if folder.is_symlink():  # what it leads to is not ours
+            if folder.is_symlink():  # its target is not ours
                 folder.unlink()
             elif folder.exists():
                 shutil.rmtree(folder)
@@ -74,8 +78,11 @@ class Uploads:
                 os.environ[VARIABLE] = self._before
 
     def path(self, named: str) -> Path:
-        """Of what a visitor says to have dropped; `InputError` for what is not there, or is
-        elsewhere on this machine."""
+        """Return the path of an uploaded file that a visitor names.
+
+        Raises:
+            InputError: the file does not exist, or lies outside the folder.
+        """
         with contextlib.suppress(OSError, ValueError):
             path = Path(named).resolve()
             if path.is_relative_to(self.folder) and path.is_file():
@@ -83,24 +90,24 @@ class Uploads:
         raise InputError("the picture is not there any more: drop it again")
 
     def drop(self, named: Iterable[str]) -> None:
-        """Delete what visitors have dropped."""
+        """Delete these uploaded files."""
         for each in named:
             with contextlib.suppress(InputError):
                 self._delete(self.path(each))
 
     def _delete(self, path: Path) -> bool:
-        """Whether it is gone."""
+        """Delete a file; return whether it is gone."""
         try:
             path.unlink(missing_ok=True)
         except OSError:
             return False
         if path.parent != self.folder:
-            with contextlib.suppress(OSError):  # it may hold another
+            with contextlib.suppress(OSError):  # the folder may hold another file
                 path.parent.rmdir()
         return True
 
     def admit(self, size: int) -> None:
-        """Let an upload come, until it has `left`; `HTTPException` if it cannot."""
+        """Admit an upload until `left` is called; raise `HTTPException` if there is no room."""
         if size > self._most_bytes:
             raise HTTPException(413, f"send at most {self._most_bytes:,} bytes at a time")
         if len(self._coming) >= AT_ONCE or sum(self._coming) + size > self._most_bytes:
@@ -108,13 +115,13 @@ class Uploads:
         self._coming.append(size)
 
     def left(self, size: int) -> None:
-        """An upload has come, or come to nothing."""
+        """Record that an upload has ended, successfully or not."""
         self._coming.remove(size)
 
     def make_room(self) -> None:
-        """For what is coming: the oldest go, and parts of what did not come to its end."""
+        """Make room for uploads in progress: delete the oldest files and abandoned partial ones."""
         most_bytes = self._most_bytes - sum(self._coming)
-        files = sorted(_looked_at(self.folder.glob("*/*")))  # Gradio gives each whole one a folder
+        files = sorted(_looked_at(self.folder.glob("*/*")))  # complete files have their own folders
         held, count = sum(file.size for file in files), len(files)
         for file in files:
             if held <= most_bytes and count <= self._most_files:
@@ -135,7 +142,7 @@ def _looked_at(paths: Iterable[Path]) -> Iterator[_File]:
 
 
 class Entrance:
-    """An app of which one path takes uploads as there is room, and no body that is too large."""
+    """Middleware that admits uploads below a path if there is room, and limits other bodies."""
 
     def __init__(self, app: App, path: str, uploads: Uploads, most: int) -> None:
         self._app, self._path, self._uploads, self._most = app, path, uploads, most
@@ -145,7 +152,7 @@ class Entrance:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        size = int(headers.get(b"content-length", b"0"))  # the server has refused what is no number
+        size = int(headers.get(b"content-length", b"0"))  # the server refuses invalid numbers
         is_upload = scope["path"].rstrip("/").endswith("/upload")
         if b"transfer-encoding" in headers:
             await refuse(send, 411, "say how long the body is: Content-Length")

@@ -1,4 +1,4 @@
-"""Episodic memories: pairs of a key (what the embedding gave) and a value (what was to be said)."""
+"""Episodic memories: pairs of a key (an embedding) and a value (a label or regression target)."""
 
 from mbpa.memory import validation
 from mbpa.memory.base import Memory

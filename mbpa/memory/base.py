@@ -1,10 +1,12 @@
 """The contract of a memory, and everything about it that is the same for every backend.
 
-The base validates, keeps ring and ids, moves between devices and dtypes, and ranks: a backend only
-proposes candidates, whose distances are recomputed as Σ(h−q)², so that order and kernel never see
-the rounding of ‖h‖² − 2q·h. Where something left out might be nearer, the base asks for more.
+The base class validates arguments, keeps the ring and the ids, converts devices and dtypes, and
+ranks. A backend only proposes candidates. Their distances are recomputed as Σ(h−q)², so that the
+rounding of ‖h‖² − 2q·h affects neither order nor kernel. Where an entry that was not proposed might
+be nearer, the base class asks for more candidates.
 
-Shapes: B queries, N written, K neighbours, J candidates, M live entries; D the key's shape.
+Shapes: B queries, N entries written, K neighbours, J candidates, M live entries; D is the key's
+shape.
 """
 
 from __future__ import annotations
@@ -39,21 +41,23 @@ from mbpa.memory.schema import EntryForm
 class Memory(EntryForm, abc.ABC):
     """Pairs of keys and values in a ring of fixed capacity; safe to use from several threads.
 
-    A backend implements four hooks: `_clear`, `_put`, `_get`, `_nearest`; and `_delete` if it can
-    drop entries (it should: what stays behind is filtered out, but is still stored). Hooks see
-    flat keys (N, D) of `dtype` on `device`, are called under the lock, and are given valid
-    arguments only. `__init__` calls `_clear`, so a backend's own attributes are set before it
-    calls `super().__init__`.
+    A backend implements four hooks: `_clear`, `_put`, `_get` and `_nearest`. It should also
+    implement `_delete` if it can drop entries; otherwise deleted entries are filtered out but
+    remain stored. Hooks receive valid arguments only, with flat keys (N, D) of `dtype` on `device`,
+    and are called under the lock. `__init__` calls `_clear`, so a backend must set its own
+    attributes before it calls `super().__init__`.
 
     Args:
-        capacity: most entries held at once; the oldest are overwritten first.
-        key_dim: size of a key, or its shape; search flattens, neighbours have the shape. Keys and
-            queries are zero, or of norms from 1e-12 to 6e18 (float64: from 1e-138 to 4e153), so
-            that squares of their differences neither underflow nor overflow.
+        capacity: maximum number of entries; when full, the oldest are overwritten first.
+        key_dim: size or shape of a key. Keys are flattened for search, but neighbours' keys have
+            this shape. Keys and queries must be zero or have norms from 1e-12 to 6e18 (float64:
+            from 1e-138 to 4e153), so that squares of their differences neither underflow nor
+            overflow.
         value_shape: shape of one value; `()` for class labels.
         value_dtype: an integer dtype for class labels, a floating one for regression targets.
-        dtype: precision in which keys are kept; distances are computed in it, in float32 at least.
-        device: where the keys are kept and queries are answered.
+        dtype: dtype in which keys are stored; distances are computed in this dtype, and in float32
+            at least.
+        device: device that stores the keys and answers queries.
     """
 
     def __init__(
@@ -71,41 +75,42 @@ class Memory(EntryForm, abc.ABC):
         self._ring = Ring(validation.count("capacity", capacity))
         self._reset(self._ring)
 
-    # The hooks of a backend
+    # Hooks that a backend implements
 
     @abc.abstractmethod
     def _clear(self) -> None:
-        """Become empty, for `self.capacity` slots on `self.device`."""
+        """Discard all entries and prepare `self.capacity` empty slots on `self.device`."""
 
     @abc.abstractmethod
     def _put(
         self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]
     ) -> None:
-        """Store copies of these entries in distinct slots, replacing what is there."""
+        """Store copies of these entries in distinct slots, replacing their previous content."""
 
     @abc.abstractmethod
     def _get(self, slots: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
-        """Keys and values of these slots, of which there is at least one, and none is empty."""
+        """Return keys and values of these slots: at least one slot, and none of them empty."""
 
     def _get_keys(self, slots: Int[Tensor, "N"]) -> Float[Tensor, "N D"]:
-        """The keys alone, in a tensor that is the caller's; a backend may have a shorter way."""
+        """Return the keys in a new tensor that the caller may modify; override it if faster."""
         return self._get(slots)[0].clone()
 
     def _get_values(self, slots: Int[Tensor, "N"]) -> Shaped[Tensor, "N *V"]:
-        """The values alone; they are not written to."""
+        """Return the values, which the caller does not modify."""
         return self._get(slots)[1]
 
     @abc.abstractmethod
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
-        """Slots of at least the `k` nearest entries, and what lies beyond.
+        """Return the slots of at least the `k` nearest entries, and a bound on all others.
 
-        1 ≤ k ≤ the entries it has: `len(self)`, and without `_delete` those that stayed behind.
+        `k` is at least 1 and at most the number of stored entries: `len(self)`, plus the deleted
+        ones if the backend has no `_delete`.
         """
 
     def _delete(self, slots: Int[Tensor, "N"]) -> None:
         """Drop the entries in these slots."""
 
-    # What it holds
+    # Content
 
     @property
     def capacity(self) -> int:
@@ -113,12 +118,12 @@ class Memory(EntryForm, abc.ABC):
 
     @property
     def _drops_entries(self) -> bool:
-        """Whether the backend forgets what is deleted, or goes on proposing it."""
+        """Whether the backend drops deleted entries; otherwise it keeps proposing them."""
         return type(self)._delete is not Memory._delete
 
     @property
     def lock(self) -> threading.RLock:
-        """Held during every call; hold it to make several calls one."""
+        """The lock held during every call; hold it to make several calls atomic."""
         return self._lock
 
     def __len__(self) -> int:
@@ -131,7 +136,7 @@ class Memory(EntryForm, abc.ABC):
         return f"{type(self).__name__}({held}, {self.dtype}, {self.device})"
 
     def entries(self) -> Entries:
-        """Everything it holds, oldest first."""
+        """Return all entries, oldest first."""
         with self._lock:
             slots = self._ring.oldest(len(self))
             keys, values = self._get(self._tensor(slots)) if len(slots) else self._nothing
@@ -145,7 +150,7 @@ class Memory(EntryForm, abc.ABC):
             return torch.from_numpy(self._ring.ids(self._ring.oldest(len(self))))
 
     def holds(self, ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
-        """Which of these ids are of live entries."""
+        """Return, for each id, whether it belongs to a live entry."""
         with self._lock:
             return torch.from_numpy(self._ring.find(validation.parse_ids(ids).numpy()) >= 0)
 
@@ -154,7 +159,12 @@ class Memory(EntryForm, abc.ABC):
     def write(
         self, keys: Float[Tensor, "N *D"], values: Shaped[Tensor, "N *V"] | Sequence[Any]
     ) -> Int[Tensor, "N"]:
-        """Add entries, overwriting the oldest when full; return their ids, which never change."""
+        """Add entries and return their ids, which never change; when full, overwrite the oldest.
+
+        Args:
+            keys: one key per entry, on the memory's device.
+            values: one label or target per entry.
+        """
         flat, values = self._checked_entries(keys, values)
         with self._lock:
             kept = min(len(flat), self.capacity)
@@ -169,7 +179,12 @@ class Memory(EntryForm, abc.ABC):
     def replace_keys(
         self, ids: Int[Tensor, "N"] | Iterable[int], keys: Float[Tensor, "N *D"]
     ) -> None:
-        """Give entries new keys (the embedding has moved on); ids, values and ages stay."""
+        """Replace the keys of entries, as after training the embedding; keep ids, values and ages.
+
+        Args:
+            ids: distinct ids of live entries.
+            keys: one new key per id.
+        """
         flat = self._checked_keys(keys)
         with self._lock:
             slots = self._tensor(self._find(ids))
@@ -179,7 +194,7 @@ class Memory(EntryForm, abc.ABC):
             self._revision = next(_REVISIONS)
 
     def delete(self, ids: Int[Tensor, "N"] | Iterable[int]) -> None:
-        """Remove entries; unknown ids (never given, overwritten, deleted) are a `ValueError`."""
+        """Remove entries; raise `ValueError` for ids never assigned, overwritten or deleted."""
         with self._lock:
             slots = self._find(ids)
             self._delete(self._tensor(slots))
@@ -187,19 +202,19 @@ class Memory(EntryForm, abc.ABC):
             self._slot_ids[self._tensor(slots)] = -1
 
     def clear(self) -> None:
-        """Remove every entry; ids go on from where they were."""
+        """Remove all entries; the numbering of ids continues."""
         with self._lock:
             self._reset(Ring(self.capacity, next_id=self._ring.next_id))
 
     def resize(self, capacity: int) -> Self:
-        """Change the capacity, keeping the newest entries that fit."""
+        """Change the capacity, keep the newest entries that fit, and return the memory."""
         with self._lock:
             capacity = validation.count("capacity", capacity)
             self._refill(self.entries(), capacity, self._ring.next_id)
         return self
 
     def to(self, device: torch.device | str) -> Self:
-        """Move to a device."""
+        """Move the memory to a device and return it."""
         with self._lock:
             entries = self.entries()
             self._device = torch.empty(0, device=device).device
@@ -207,9 +222,13 @@ class Memory(EntryForm, abc.ABC):
         return self
 
     def restore(self, entries: Entries, next_id: int) -> None:
-        """Become a copy of a memory that held `entries` (what `entries()` gave) and went on to
-        give `next_id`; whatever was here before is gone."""
-        keys = self._checked_keys(entries.keys, allow_tiny=True)  # written before they were refused
+        """Replace the content with `entries`, as returned by `entries()` of another memory.
+
+        Args:
+            entries: at most `capacity` of them, with ascending ids.
+            next_id: the `next_id` of that memory.
+        """
+        keys = self._checked_keys(entries.keys, allow_tiny=True)  # old versions accepted tiny keys
         values = self._checked_values(entries.values)
         if entries.ids.dtype != torch.int64 or entries.ids.ndim != 1:
             raise ValueError(
@@ -229,7 +248,7 @@ class Memory(EntryForm, abc.ABC):
 
     @property
     def next_id(self) -> int:
-        """The id the next entry will get."""
+        """The id that the next entry will get."""
         return self._ring.next_id
 
     # Reading
@@ -237,9 +256,11 @@ class Memory(EntryForm, abc.ABC):
     def read(
         self, queries: Float[Tensor, "B *D"], k: int, *, keys_for: int | None = None
     ) -> Neighbors:
-        """The `k` entries nearest to each query; all of them where there are fewer.
+        """Return the `k` entries nearest to each query; all entries if there are fewer.
 
         Args:
+            queries: on the memory's device.
+            k: number of neighbours per query.
             keys_for: return the keys of only this many of the nearest (default: all).
         """
         flat = self._checked_queries(queries)
@@ -256,10 +277,16 @@ class Memory(EntryForm, abc.ABC):
         *,
         keys_for: int | None = None,
     ) -> Neighbors:
-        """What each of these entries would find if they were read and written one by one.
+        """Return the neighbours each entry would find if all were read and written one by one.
 
-        Entry t sees what the memory holds now and the entries before t, less what writing those
+        Entry t sees the current content and the entries before t, except for what writing those
         would overwrite. Nothing is written.
+
+        Args:
+            keys: one key per entry, in order of time; these are also the queries.
+            values: one label or target per entry.
+            k: number of neighbours per entry.
+            keys_for: return the keys of only this many of the nearest (default: all).
         """
         flat, values = self._checked_entries(keys, values)
         k = validation.count("k", k)
@@ -271,7 +298,8 @@ class Memory(EntryForm, abc.ABC):
             old_ids = self._ring.ids(self._ring.oldest(min(live, count)))  # gone < count: enough
             since = self._tensor(np.concatenate([old_ids, new_ids])[gone])
             needed = self._tensor(np.clip(live - gone, 0, k))
-            # The nearest may be out of sight for the last of them, in proportion to what is.
+            # For the last entries many candidates may be overwritten already: ask for
+            # proportionally more.
             seen = max(1, live - int(gone[-1])) if count else 1
             reach = (k + k // 4 + 8) * live // seen
             past = self._read(queries, k, keys_for, Windows(since, needed), reach)
@@ -287,11 +315,11 @@ class Memory(EntryForm, abc.ABC):
         windows: Windows | None = None,
         reach: int = 0,
     ) -> Neighbors:
-        """Rank `reach` candidates a query, in chunks; ask again where that was not enough."""
+        """Rank `reach` candidates per query, in chunks; retry with more where these are too few."""
         width = min(k, len(self))
         stored = len(self) if self._drops_entries else self._ring.used
         reach = min(stored, max(reach, k + k // 8 + 8))
-        numbers = 16 * max(reach, self.key_size)  # about; keys take what `measured` allows itself
+        numbers = 16 * max(reach, self.key_size)  # roughly; `measured` has its own limit
         rows = max(1, SCRATCH_BYTES // (numbers * self.distance_dtype.itemsize))
         if len(queries) > rows:
             parts = []
@@ -317,12 +345,16 @@ class Memory(EntryForm, abc.ABC):
         windows: Windows | None,
         reach: int,
     ) -> tuple[Neighbors, Float[Tensor, "B"] | None]:
-        """The `width` nearest of `reach` candidates, by recomputed distance, newer first."""
+        """Return the `width` nearest of `reach` candidates by recomputed distance.
+
+        Among equally near ones the newer come first.
+        """
         slots, beyond, known = self._found(queries, reach, width)
         ids = self._slot_ids[slots]
         hidden = ids < (0 if windows is None else windows.since[:, None])
-        if self.device.type != "cpu" or hidden.any():  # to look is cheap there, to ask the ring not
-            slots = slots.masked_fill(hidden, int(self._ring.oldest(1)[0]))  # there to be fetched
+        # On a CPU looking for hidden entries is cheap, and asking the ring is not.
+        if self.device.type != "cpu" or hidden.any():
+            slots = slots.masked_fill(hidden, int(self._ring.oldest(1)[0]))  # to be readable
         in_use = self._slot_ids[: self._ring.used]
         distances, dots = known or measured(queries, slots, in_use, self._keys_of)
         distances = distances.masked_fill(hidden, math.inf)
@@ -342,7 +374,7 @@ class Memory(EntryForm, abc.ABC):
         ), beyond
 
     def _found(self, queries: Float[Tensor, "B D"], reach: int, width: int) -> Candidates:
-        """The backend's candidates, padded with −1 to the width that is asked for."""
+        """Return the backend's candidates, padded with −1 up to `width`."""
         if not width or not len(queries):
             empty = torch.empty(len(queries), width, dtype=torch.int64, device=self.device)
             return Candidates(empty, None)
@@ -386,7 +418,7 @@ class Memory(EntryForm, abc.ABC):
         return neighbors.with_keys(neighbors.keys.unflatten(2, self.key_shape))
 
     def _refill(self, entries: Entries, capacity: int, next_id: int) -> None:
-        """Start anew with these entries; if that fails, go on as before."""
+        """Replace the content with these entries; if that fails, restore the previous state."""
         before = dict(vars(self))
         first = max(0, len(entries.ids) - capacity)
         ids = entries.ids[first:].cpu().numpy()
@@ -403,10 +435,10 @@ class Memory(EntryForm, abc.ABC):
     def _reset(self, ring: Ring) -> None:
         self._ring = ring
         self._revision = next(_REVISIONS)
-        with torch.inference_mode(False):  # what is made here is written to later
-            # One more than there are slots: slot −1, where nothing was found, has id −1.
+        with torch.inference_mode(False):  # these tensors are written to later
+            # One more than there are slots: slot −1, which stands for no entry, has id −1.
             self._slot_ids = torch.full((ring.capacity + 1,), -1, device=self.device)
             self._clear()
 
 
-_REVISIONS = itertools.count()  # no two memories ever have the same
+_REVISIONS = itertools.count()  # no two memories ever share a revision

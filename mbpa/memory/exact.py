@@ -1,8 +1,8 @@
 """Exact nearest neighbours by one matrix product and a top-k, on a CPU or a GPU.
 
-Keys and their squared norms stay where they are; a read costs `‖h‖² − 2 q·h` for every key, in
-blocks, and never sorts more than a block and the best so far. Empty slots have infinite norm.
-Large memories on a GPU are searched in half precision first (`coarse.py`).
+Keys and their squared norms are never moved. A read computes `‖h‖² − 2 q·h` for every key, in
+blocks, and never sorts more than one block and the best so far. Empty slots have infinite norm.
+Large memories on a GPU are searched in half precision first (`two_stage.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from mbpa.memory.two_stage import CoarseKeys
 
 
 class ExactMemory(Memory):
-    """A memory in one tensor, searched exhaustively; see `Memory` for the arguments.
+    """A memory that holds all keys in one tensor and searches exhaustively.
+
+    The arguments are those of `Memory`.
 
     Example:
         >>> import torch, mbpa
@@ -32,7 +34,7 @@ class ExactMemory(Memory):
     """
 
     def _clear(self) -> None:
-        # On a CPU the pages of an empty tensor cost nothing until they are written to.
+        # On a CPU the pages of an uninitialised tensor cost nothing until they are written to.
         self._keys = torch.empty(self.capacity, self.key_size, dtype=self.dtype, device=self.device)
         shape = (self.capacity, *self.value_shape)
         self._values = torch.empty(shape, dtype=self.value_dtype, device=self.device)
@@ -68,14 +70,14 @@ class ExactMemory(Memory):
 
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         count, rows = self._ring.used, len(queries)
-        if k >= count:  # no slot is empty, and every entry is asked for
+        if k >= count:  # no slot is empty, and every entry is needed
             newest_first = self._tensor(self._ring.oldest(count)).flip(0)  # easiest to rank
             return Candidates(newest_first.expand(rows, -1), None)
         if self._coarse is not None and self._coarse.can_find(k, count):
             return self._coarse.nearest(self._norms, queries, k, count)
         if self._coarse is not None and count * rows * queries.itemsize <= SCRATCH_BYTES:
             return self._nearest_of_few(queries, k, count)
-        widest = max(rows, self.key_size)  # of the scores, and of keys kept in half precision
+        widest = max(rows, self.key_size)  # of the scores, or of half-precision keys
         size = max(k, SCRATCH_BYTES // (widest * self.distance_dtype.itemsize))
         squares = queries.square().sum(1)
         best: tuple[Tensor, Tensor] | None = None
@@ -94,7 +96,7 @@ class ExactMemory(Memory):
         return Candidates(slots, values[:, -1] + squares)
 
     def _nearest_of_few(self, queries: Float[Tensor, "B D"], k: int, count: int) -> Candidates:
-        """Every distance computed as it is meant, which a GPU does as fast as it sorts them."""
+        """Compute every distance as Σ(h−q)²; on a GPU this takes no longer than sorting them."""
         keys, norms = self._keys[:count].to(queries.dtype), self._norms[:count]
         distances = distance_table(queries, keys).masked_fill_(norms == math.inf, math.inf)
         distances, slots = distances.topk(k, largest=False)

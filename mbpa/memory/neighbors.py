@@ -1,4 +1,4 @@
-"""What a memory gives back: the entries nearest to each query, or the entries themselves.
+"""Results of a memory: the entries nearest to each query, or the entries themselves.
 
 Shapes: B queries, K neighbours, J candidates, M live entries; D stands for the key's shape.
 """
@@ -16,13 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Neighbors:
-    """The nearest entries of B queries, nearest first, the newer first where two are equally near.
+    """The nearest entries of B queries, nearest first; of two equally near ones, the newer first.
 
-    Rows that found fewer than K entries are padded; the padding is False in `mask`, has id and
-    slot −1 and infinite distance, and its keys and values are finite but mean nothing.
+    Rows with fewer than K entries are padded. Padding is False in `mask`, has id and slot −1 and
+    infinite distance; its keys and values are finite but meaningless.
 
-    Distances are squared. What people read, printed explanations, the service and the page, has
-    their square roots.
+    Distances are squared. Printed explanations, the service and the page show their square roots.
     """
 
     values: Shaped[Tensor, "B K *V"]
@@ -33,29 +32,29 @@ class Neighbors:
     mask: Bool[Tensor, "B K"]
     ids: Int[Tensor, "B K"]
     slots: Int[Tensor, "B K"]
-    """Where the memory keeps the entry now; −1 also for one that is not written yet."""
+    """Slot in which the memory stores the entry now; −1 also for an entry not written yet."""
     keys: Float[Tensor, "B J *D"]
-    """Keys of the first J neighbours: all K, unless the reader asked for fewer."""
+    """Keys of the first J neighbours: all K, unless `keys_for` was smaller."""
     revision: int
-    """Another number whenever a memory gives entries other keys under the same ids; no two
-    memories share one."""
+    """Number that changes whenever entries get other keys under the same ids; no two memories share
+    one."""
     capacity: int
-    """Of the memory, at the time; slots are below it."""
+    """Capacity of the memory at the time of reading; all slots are below it."""
 
     def first(self, k: int) -> Neighbors:
-        """The k nearest of these."""
+        """Return only the first k neighbours of each query."""
         return self._mapped(lambda tensor: tensor[:, :k])
 
     def rows(self, rows: slice) -> Neighbors:
-        """The neighbours of some of the queries."""
+        """Return the neighbours of some of the queries."""
         return self._mapped(lambda tensor: tensor[rows])
 
     def with_keys(self, keys: Float[Tensor, "B J *D"]) -> Neighbors:
-        """These, with their keys in another shape."""
+        """Return these neighbours with other keys, such as the same ones in another shape."""
         return replace(self, keys=keys)
 
     def with_rows(self, rows: Int[Tensor, "R"], other: Neighbors) -> Neighbors:
-        """These, with the given rows replaced by the rows of `other`."""
+        """Return these neighbours with the given rows replaced by the rows of `other`."""
         return Neighbors(
             **{
                 name: getattr(self, name).index_copy(0, rows, getattr(other, name))
@@ -67,7 +66,7 @@ class Neighbors:
 
     @staticmethod
     def concatenated(parts: list[Neighbors]) -> Neighbors:
-        """The neighbours of several batches of queries, in one."""
+        """Concatenate the neighbours of several batches of queries."""
         if len(parts) == 1:
             return parts[0]
         return Neighbors(
@@ -85,20 +84,20 @@ TENSORS = ("values", "distances", "dots", "mask", "ids", "slots", "keys")
 
 
 class Candidates(NamedTuple):
-    """What a backend found: a superset of the nearest, in any order."""
+    """The result of a backend's search: a superset of the nearest entries, in any order."""
 
     slots: Int[Tensor, "B J"]
-    """−1 where it found nothing."""
+    """Slots of the candidates; −1 for none."""
     beyond: Float[Tensor, "B"] | None
-    """Squared distance, up to rounding, that nothing left out falls short of; `None` from a
-    backend that cannot tell, which makes its reads approximate."""
+    """Lower bound, up to rounding, on the squared distance of every entry that is not a candidate.
+    A backend that knows no bound returns `None`; its reads are then approximate."""
     measured: tuple[Float[Tensor, "B J"], Float[Tensor, "B J"]] | None = None
-    """Σ(h−q)², infinite where there is nothing, and q·h, from a backend that has computed just
-    these; else they are computed from the keys."""
+    """Σ(h−q)², infinite for slot −1, and q·h, if the backend has computed exactly these; otherwise
+    they are computed from the keys."""
 
 
 class Entries(NamedTuple):
-    """Whole entries, oldest first."""
+    """Complete entries (ids, keys and values), oldest first."""
 
     ids: Int[Tensor, "M"]
     keys: Float[Tensor, "M *D"]

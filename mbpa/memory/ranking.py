@@ -1,8 +1,9 @@
-"""Distances, the order in which neighbours come, and how entries not written yet take part in it.
+"""Distances, the order of neighbours, and the ranking of entries that are not written yet.
 
-On a CPU, keys are gathered and subtracted in pieces that stay in its cache: the arithmetic is three
-passes over them, and from main memory each would cost as much as the search itself. The pieces
-share one scratch, or are worked on in place, since the pages of new memory cost as much again.
+On a CPU, keys are gathered and subtracted in pieces that stay in its cache. The arithmetic makes
+three passes over them, and from main memory each pass would cost as much as the search itself. The
+pieces share one scratch buffer, or are processed in place, since allocating new pages of memory
+would cost as much again.
 """
 
 from __future__ import annotations
@@ -20,36 +21,44 @@ from mbpa.device import takes_kernels
 from mbpa.memory.neighbors import Neighbors
 
 SCRATCH_BYTES = 1 << 28  # keys gathered, or scores computed, at a time
-CACHE_BYTES = 1 << 21  # of them on a CPU, by each thread
-TILE_ROWS = 64  # queries that share a pass over keys
+CACHE_BYTES = 1 << 21  # the same on a CPU, per thread
+TILE_ROWS = 64  # queries that share a pass over the keys
 
 
 class Windows(NamedTuple):
-    """What each of several queries may see of a memory, where that is not all of it."""
+    """The part of a memory that each of B queries may see."""
 
     since: Int[Tensor, "B"]
-    """Id of the oldest entry."""
+    """Id of the oldest entry that the query may see."""
     needed: Int[Tensor, "B"]
-    """How many neighbours there are to be found."""
+    """Number of neighbours to find."""
 
     def rows(self, rows: slice | Tensor) -> Windows:
         return Windows(self.since[rows], self.needed[rows])
 
 
 class Block:
-    """Entries not written yet, as neighbours of one another: each sees those before it."""
+    """Entries that are not written yet, as neighbours of one another: each sees those before it."""
 
     def __init__(
         self, queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, since: Tensor
     ) -> None:
-        """Keys as they will be stored, queries as they came."""
+        """Compute the distances within the block.
+
+        Args:
+            queries: the keys in the precision in which they were passed.
+            keys: the keys as they will be stored.
+            values: one value per entry.
+            ids: ids that the entries will get, ascending.
+            since: id of the oldest entry that each may see.
+        """
         self.keys, self.values, self.ids = keys, values, ids
         hidden = (ids >= ids[:, None]) | (ids < since[:, None])
         self.distances = distance_table(queries, keys).masked_fill_(hidden, math.inf)
         self.dots = queries @ keys.T
 
     def merged_into(self, past: Neighbors, k: int, keys_for: int | None) -> Neighbors:
-        """The k nearest among the past's neighbours and the block's own."""
+        """Return the k nearest among neighbours already in the memory and those in the block."""
         count, old = past.mask.shape
         rows = torch.arange(count, device=self.ids.device)[:, None]
         ids = torch.cat([past.ids, self.ids.expand(count, -1)], 1)
@@ -80,16 +89,16 @@ class Block:
 
 
 def nearest_first(distances: Float[Tensor, "B J"], ids: Int[Tensor, "B J"]) -> Int[Tensor, "B J"]:
-    """Positions in each row by rising distance, equally near ones from newest to oldest."""
+    """Return the positions in each row by rising distance, equally near ones newest first."""
     if distances.device.type != "cpu":
         if distances.dtype != torch.float32 or not ids.numel():
             return _by_distance_and_age(distances, ids)
-        # Both in one number: floats that are not negative are in the order of their bits.
+        # Pack both into one integer: non-negative floats have the same order as their bits.
         age = (ids.amax() - ids).clamp_max((1 << 32) - 1)
         return (distances.view(torch.int32).to(torch.int64) << 32 | age).argsort(dim=1)
     rising, order = distances.sort(dim=1, stable=True)
     tied = rising[:, 1:] == rising[:, :-1]
-    if tied.any():  # looking costs less than sorting everything twice
+    if tied.any():  # this check costs less than sorting everything twice
         ids_in_order = ids.gather(1, order)
         is_wrong = tied & (ids_in_order[:, 1:] > ids_in_order[:, :-1])
         rows = is_wrong.any(1).nonzero()[:, 0]
@@ -109,10 +118,10 @@ def unsure_rows(
     needed: Int[Tensor, "B"] | None,
     beyond: Float[Tensor, "B"] | None,
 ) -> Int[Tensor, "R"]:
-    """Rows that may lack one of the neighbours needed: too few found, or one left out is as near.
+    """Return the rows that may lack a neighbour: too few found, or one left out may be as near.
 
-    An entry left out at distance d ≤ d_K has ‖h‖ ≤ ‖q‖ + √d_K, so its ‖h‖² − 2q·h + ‖q‖² was
-    off by at most γ(2‖q‖ + √d_K)², with γ from `score_error`.
+    An entry left out at distance d ≤ d_K has ‖h‖ ≤ ‖q‖ + √d_K, so the error of its
+    ‖h‖² − 2q·h + ‖q‖² was at most γ(2‖q‖ + √d_K)², with γ from `score_error`.
     """
     if needed is None:
         farthest = distances[:, -1]
@@ -124,7 +133,7 @@ def unsure_rows(
         gamma = score_error(queries.shape[1], queries.dtype, queries.device)
         norms = queries.square().sum(1).sqrt()
         slack = gamma * (2 * norms + farthest.sqrt()).square()
-        unsure = farthest + slack >= beyond  # and where that is infinite
+        unsure = farthest + slack >= beyond  # also true where `farthest` is infinite
     if needed is not None:
         unsure &= needed > 0
     return unsure.nonzero()[:, 0]
@@ -136,18 +145,20 @@ def measured(
     slot_ids: Int[Tensor, "N"],
     fetch: Callable[[Tensor], Tensor],
 ) -> tuple[Float[Tensor, "B J"], Float[Tensor, "B J"]]:
-    """`Σ(h−q)²` and `q·h` of each query and the keys in its slots.
+    """Return `Σ(h−q)²` and `q·h` of each query and the keys in its slots.
 
     Args:
-        slot_ids: of all slots; negative for those whose key cannot be fetched.
-        fetch: gives keys (…, D) for slots (…), in new tensors.
+        queries: in the dtype of the distances.
+        slots: slots of each query's candidates.
+        slot_ids: ids of all slots; negative for slots whose key cannot be fetched.
+        fetch: returns keys (…, D) for slots (…), in new tensors.
     """
     if 2 * slots.shape[1] <= len(slot_ids) or not len(slots):
         return _measured_singly(queries, slots, fetch)
     every = torch.arange(len(slot_ids), device=slots.device).where(slot_ids >= 0, slots[0, 0])
     distances, dots = [], []
     for part in every.split(max(1, SCRATCH_BYTES // (queries.shape[1] * queries.itemsize))):
-        keys = fetch(part)  # once for all queries, most of which have these among theirs
+        keys = fetch(part)  # once for all queries, since most of them need most keys
         distances.append(distance_table(queries, keys))
         dots.append(expanded_scores(keys.new_zeros(len(keys)), queries, keys).mul_(-0.5))
     return torch.cat(distances, 1).gather(1, slots), torch.cat(dots, 1).gather(1, slots)
@@ -170,7 +181,7 @@ def _measured_singly(
 def distance_table(
     queries: Float[Tensor, "B D"], keys: Float[Tensor, "N D"]
 ) -> Float[Tensor, "B N"]:
-    """`Σ(h−q)²` of every query and every key."""
+    """Return `Σ(h−q)²` of every query and every key."""
     if takes_kernels(queries):
         from mbpa.memory.search_kernels import pair_distances
 
@@ -198,14 +209,14 @@ def _piece_bytes(device: torch.device) -> int:
 def smallest(
     scores: Float[Tensor, "B N"], k: int
 ) -> tuple[Float[Tensor, "B k"], Int[Tensor, "B k"]]:
-    """The k smallest of each row, rising, and where they are.
+    """Return the k smallest scores of each row, in rising order, and their positions.
 
     They lie in the k groups with the smallest minima. A group is `size` scores that are `stride`
-    apart, so that all minima are one vectorised pass, and they leave few scores to sort.
+    apart, so that one vectorised pass finds all minima, and only few scores are left to sort.
     """
     count = scores.shape[1]
     size = math.isqrt(count // k)  # about as many minima as members of k groups
-    if size < 4 or scores.numel() < 1 << 17:  # not worth the steps
+    if size < 4 or scores.numel() < 1 << 17:  # too few to group
         values, places = scores.topk(k, largest=False)
         return values, places
     stride = count // size
@@ -219,7 +230,7 @@ def smallest(
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Switches autocast off, which is not for free, where it is on."""
+    """Return a context that disables autocast, or does nothing (which is faster) if it is off."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
@@ -228,10 +239,10 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[ob
 def expanded_scores(
     norms: Float[Tensor, "N"], queries: Float[Tensor, "B D"], keys: Float[Tensor, "N D"]
 ) -> Float[Tensor, "B N"]:
-    """`‖h‖² − 2 q·h`, to within `score_error` even where torch is set to coarse products.
+    """Return `‖h‖² − 2 q·h` to within `score_error`, even if torch uses reduced-precision products.
 
-    A coarse product is exact for factors of few bits, so each factor is split in two such parts,
-    and the product of the two small ones is left out.
+    A reduced-precision product is exact for factors of few bits. So each factor is split into two
+    parts of few bits, and the product of the two small parts is left out.
     """
     bits = _product_bits(queries.dtype, queries.device)
     if bits >= 24:
@@ -242,9 +253,10 @@ def expanded_scores(
 
 
 def score_error(key_size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """γ such that `expanded_scores` is off by at most γ(‖q‖ + ‖h‖)².
+    """Return γ such that the error of `expanded_scores` is at most γ(‖q‖ + ‖h‖)².
 
-    (D + 8)u bounds sums of D products rounded to u; splitting adds what it leaves out or rounds.
+    (D + 8)u bounds the error of sums of D products with unit roundoff u. Splitting adds the part
+    that it leaves out or rounds.
     """
     roundoff = torch.finfo(dtype).eps / 2
     bits = _product_bits(dtype, device)
@@ -252,12 +264,12 @@ def score_error(key_size: int, dtype: torch.dtype, device: torch.device) -> floa
 
 
 def matmul_roundoff(dtype: torch.dtype, device: torch.device) -> float:
-    """Unit roundoff of a matrix product, which for float32 depends on a global setting."""
+    """Return the unit roundoff of a matrix product; for float32 it depends on a global setting."""
     return 2.0 ** -_product_bits(dtype, device)
 
 
 def _product_bits(dtype: torch.dtype, device: torch.device) -> int:
-    # torch.get_float32_matmul_precision refuses to answer once a backend has its own setting.
+    # torch.get_float32_matmul_precision raises once a backend has its own setting.
     if dtype == torch.float64:
         return 53
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
@@ -266,6 +278,6 @@ def _product_bits(dtype: torch.dtype, device: torch.device) -> int:
 
 
 def _split(numbers: Float[Tensor, "N D"], bits: int) -> tuple[Tensor, Tensor]:
-    """Float32 numbers as a part of so many leading bits and the rest, both exact."""
+    """Split float32 numbers into their `bits` leading bits and the rest, both exact."""
     large = (numbers.view(torch.int32) & -(1 << (24 - bits))).view(torch.float32)
     return large, numbers - large

@@ -1,9 +1,9 @@
-"""Which slot holds which entry: the bookkeeping of a fixed-capacity ring, without the entries.
+"""Bookkeeping of a fixed-capacity ring: which slot holds which entry, without the entries.
 
-Every entry gets the next integer as its id, for good. A write takes slots freed by deletion first,
-then slots never used, then those of the oldest entries; so an entry is lost only when the memory is
-full, and a memory from which something was deleted is as if it had never been written. Writes cost
-O(batch) however full the ring is; deletion costs O(live entries).
+Every entry gets the next integer as its permanent id. A write takes slots freed by deletion first,
+then slots never used, then those of the oldest entries. So an entry is overwritten only when the
+memory is full, and a deleted entry leaves the memory as if it had never been written. A write costs
+O(batch) however full the ring is; a deletion costs O(live entries).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """Where the next entries would go; nothing has changed until it is committed."""
+    """A plan for where the next entries go; nothing changes until it is committed."""
 
     ids: Ints
     slots: Ints
     reused: int
-    """How many of the slots were freed by a deletion."""
+    """Number of slots that were freed by deletion."""
     evicted: int
-    """How many of the slots are still held by the oldest entries."""
+    """Number of slots that the oldest entries still occupy."""
 
 
 class Ring:
     """Slots `0 … capacity−1`, each empty (id −1) or holding one entry, in order of age."""
 
     def __init__(self, capacity: int, ids: Ints | None = None, next_id: int = 0) -> None:
-        """An empty ring, or one whose slots `0, 1, …` hold entries of these ascending ids."""
+        """Create a ring: empty, or with entries of these ascending ids in slots `0, 1, …`."""
         ids = np.zeros(0, np.int64) if ids is None else ids
         self.capacity = capacity
         self.next_id = next_id
@@ -44,8 +44,10 @@ class Ring:
         self._free: Ints = np.zeros(0, np.int64)
 
     def plan(self, count: int, skipped: int = 0) -> Allocation:
-        """Slots and ids for `count` (at most `capacity`) new entries, oldest first; as many ids
-        as were `skipped` are passed over."""
+        """Return slots and ids for `count` new entries (at most `capacity`), oldest first.
+
+        The first `skipped` ids are left unused.
+        """
         reused = min(count, len(self._free))
         fresh = min(count - reused, self.capacity - self.used)
         evicted = count - reused - fresh
@@ -70,14 +72,14 @@ class Ring:
             self.next_id = int(allocation.ids[-1]) + 1
 
     def oldest(self, count: int) -> Ints:
-        """Slots of the `count` oldest entries, oldest first."""
+        """Return the slots of the `count` oldest entries, oldest first."""
         return self._order[(self._head + np.arange(count)) % self.capacity]
 
     def ids(self, slots: Ints) -> Ints:
         return self._ids[slots]
 
     def find(self, ids: Ints) -> Ints:
-        """Slots of the entries with these ids; −1 where there is no such entry."""
+        """Return the slots of the entries with these ids; −1 where there is no such entry."""
         slots = self.oldest(self.live)
         if not len(slots):
             return np.full(len(ids), -1, np.int64)

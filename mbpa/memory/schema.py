@@ -1,4 +1,4 @@
-"""What the entries of a memory look like: shapes, dtypes, device, and so what it accepts."""
+"""The form of a memory's entries: shapes, dtypes and device, and therefore what it accepts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mbpa.memory import validation
 
 
 class EntryForm:
-    """The form of keys and values; `Memory` documents the arguments."""
+    """Shape, dtype and device of keys and values; `Memory` documents the arguments."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class EntryForm:
 
     @property
     def kind(self) -> str:
-        """What the values are, in words."""
+        """A description of the values for messages."""
         return "labels" if self.holds_labels else f"targets of shape {self.value_shape}"
 
     def _checked_keys(self, keys: Tensor, *, allow_tiny: bool = False) -> Float[Tensor, "N D"]:
@@ -59,7 +59,7 @@ class EntryForm:
         return validation.flat_keys(keys, "keys", *form, allow_tiny=allow_tiny)
 
     def _checked_queries(self, queries: Tensor) -> Float[Tensor, "N D"]:
-        """Queries keep their precision: only what is stored is rounded to the memory's dtype."""
+        """Return valid queries in `distance_dtype`; only stored keys are rounded to `dtype`."""
         wide = self.distance_dtype
         return validation.flat_keys(queries, "queries", self.key_shape, wide, self.device)
 

@@ -1,8 +1,8 @@
-"""Kernels of exact search on a GPU: half-precision scores of groups of keys, distances of members.
+"""Kernels for exact search on a GPU: half-precision scores of groups of keys, and distances.
 
-The product `q·h` never leaves the chip: of every group of `GROUP` keys only the least score is
-kept. A group lies within one tile of keys, every `SPREAD`-th of them, which is how the product's
-own layout has them in one thread.
+The product `q·h` never leaves the chip: for every group of `GROUP` keys, only the smallest score is
+written. A group consists of every `SPREAD`-th key of a part of one tile, because the layout of the
+matrix product holds these in one thread.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 GROUP, SPREAD = 16, 8
-KEYS, QUERIES, SIZES = 256, 128, 64  # of a tile
-PAIRED = 64  # queries, and keys, of a tile of distances
+KEYS, QUERIES, SIZES = 256, 128, 64  # per tile
+PAIRED = 64  # queries, and keys, per tile of distances
 
 
 def group_minima(
@@ -23,7 +23,10 @@ def group_minima(
     queries: Float[Tensor, "B D"],
     scales: Float[Tensor, "B"],
 ) -> Float[Tensor, "B G"]:
-    """The least `‖h‖² − scale · q·h` of each group of keys; keys and queries in half precision."""
+    """Return the smallest `‖h‖² − scale · q·h` of each group of keys, for every query.
+
+    Keys and queries are in half precision.
+    """
     count, size = keys.shape
     groups = triton.cdiv(count, KEYS) * (KEYS // GROUP)
     minima = norms.new_empty(len(queries), groups)
@@ -40,7 +43,7 @@ def group_minima(
 def pair_distances(
     queries: Float[Tensor, "B D"], keys: Float[Tensor, "N D"]
 ) -> Float[Tensor, "B N"]:
-    """Σ(h−q)² of every query and every key."""
+    """Return Σ(h−q)² of every query and every key."""
     distances = queries.new_empty(len(queries), len(keys))
     grid = triton.cdiv(len(keys), PAIRED), triton.cdiv(len(queries), PAIRED)
     _pair_distances[grid](
@@ -51,7 +54,7 @@ def pair_distances(
 
 
 def member_slots(groups: Int[Tensor, "*B"], places: Int[Tensor, "*B"]) -> Int[Tensor, "*B"]:
-    """The slot of a group's key, by its place in the group."""
+    """Return the slots of keys, given their groups and their places in the group."""
     tile, group = groups // (KEYS // GROUP), groups % (KEYS // GROUP)
     first = tile * KEYS + group // SPREAD * (GROUP * SPREAD) + group % SPREAD
     return first + SPREAD * places
@@ -63,8 +66,10 @@ def member_distances(
     queries: Float[Tensor, "B D"],
     groups: Int[Tensor, "B J"],
 ) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
-    """Σ(h−q)² and q·h of the keys of these groups, group by group; the distance is infinite where
-    the norm is, and beyond the last key."""
+    """Return Σ(h−q)² and q·h of the keys in these groups, group by group.
+
+    The distance is infinite where the norm is, and beyond the last key.
+    """
     batch, count = groups.shape
     distances, dots = norms.new_empty(2, batch, count * GROUP)
     _member_distances[(batch, count)](
@@ -80,7 +85,7 @@ def _group_minima(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SIZES: tl.constexpr,
     GROUP: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    # Programs that follow one another share their keys, which are then read once.
+    # Consecutive programs share a tile of keys, so that it is read once.
     pid = tl.program_id(0)
     tile = (pid // tiles).to(tl.int64)
     b = pid % tiles * QUERIES + tl.arange(0, QUERIES)
@@ -100,7 +105,7 @@ def _group_minima(
     norm = tl.load(norms + n, mask=is_n, other=float("inf"))
     scale = tl.load(scales + b, mask=is_b, other=0.0)
     scores = norm[None, :] - scale[:, None] * products
-    # Within a thread of the product's own layout: columns 8 apart.
+    # In the layout of the product, one thread holds columns that are 8 apart.
     least = tl.min(tl.reshape(scores, (QUERIES, KEYS // (GROUP * SPREAD), GROUP, SPREAD)), 2)
     least = tl.reshape(least, (QUERIES, KEYS // GROUP))
     g = tile * (KEYS // GROUP) + tl.arange(0, KEYS // GROUP)

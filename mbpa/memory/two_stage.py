@@ -1,12 +1,12 @@
-"""Exact search on a GPU in two stages: half-precision scores choose groups, distances settle them.
+"""Exact search on a GPU in two stages: half-precision scores choose groups, distances rank them.
 
-Of every group of keys the least `‖h̃‖² − 2q̃·h̃` is computed, with query and keys rounded to half
-precision; the keys of the groups with the least of these are compared as Σ(h−q)². What rounding
-may have hidden is bounded by the norms of what was rounded off, which are known,
+The first stage computes the smallest `‖h̃‖² − 2q̃·h̃` of every group of keys, with query and keys
+rounded to half precision. The second compares the keys of the groups with the smallest of these by
+Σ(h−q)². The effect of rounding is bounded by the known norms of the rounding errors,
 
     |q·h − q̃·h̃| ≤ ‖q − q̃‖ ‖h‖ + ‖q̃‖ ‖h − h̃‖,
 
-so the answer comes with the distance that nothing left out falls short of.
+so the result includes a lower bound on the distance of every key left out.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 from mbpa.memory.neighbors import Candidates
 from mbpa.memory.ranking import smallest
 
-FEWEST_KEYS = 1 << 14  # below, one plain product is as fast
-MINIMA_BYTES = 1 << 30  # for as many queries as these suffice
-MOST_BITS = 50  # of a scale; the product of two must not overflow
-USUAL_BITS = 8  # the first keys are scaled to below 2 to this; float16 ends at the 16th
+FEWEST_KEYS = 1 << 14  # with fewer keys one plain product is as fast
+MINIMA_BYTES = 1 << 30  # limits the number of queries at a time
+MOST_BITS = 50  # of a scale; the product of two scales must not overflow
+USUAL_BITS = 8  # the first keys are scaled to below 2^8; float16 ends at 2^16
 
 
 class CoarseKeys:
-    """A copy of a memory's keys in half precision, or the keys themselves if they are.
+    """A copy of a memory's keys in half precision, or the keys themselves if they are in it.
 
     Args:
-        keys: the memory's own, written to by the memory before `put` is called.
+        keys: the memory's own tensor of keys; the memory writes to it before it calls `put`.
     """
 
     def __init__(self, keys: Float[Tensor, "N D"]) -> None:
@@ -38,10 +38,10 @@ class CoarseKeys:
         self._is_copy = keys.dtype == torch.float32
         self._rounded = torch.empty_like(keys, dtype=torch.float16) if self._is_copy else keys
         self._scale: float | None = None if self._is_copy else 1.0
-        self._lost = 0.0  # the most that rounding took off any key, as a norm
+        self._lost = 0.0  # largest norm of a key's rounding error
 
     def put(self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"]) -> None:
-        """Take note of keys that were written."""
+        """Update the copy after keys were written."""
         if not self._is_copy or not len(keys):
             return
         if self._scale is None:
@@ -52,18 +52,18 @@ class CoarseKeys:
         self._lost = max(self._lost, float(lost.nan_to_num(nan=math.inf, posinf=math.inf)))
 
     def drop(self, slots: Int[Tensor, "N"]) -> None:
-        """Forget the keys in these slots."""
+        """Clear the keys in these slots."""
         if self._is_copy:
             self._rounded[slots] = 0
 
     def can_find(self, k: int, count: int) -> bool:
-        """Whether it is the faster way to `k` of `count` entries."""
+        """Return whether this is the faster way to find `k` of `count` entries."""
         return count >= FEWEST_KEYS and 64 * k <= count and math.isfinite(self._lost)
 
     def nearest(
         self, norms: Float[Tensor, "N"], queries: Float[Tensor, "B D"], k: int, count: int
     ) -> Candidates:
-        """The nearest of the first `count` slots, by true distance, rising."""
+        """Return the nearest of the first `count` slots by true distance, in rising order."""
         rows = max(1, MINIMA_BYTES // (count // 4))
         parts = [self._nearest(norms[:count], part, k) for part in queries.split(rows)]
         if len(parts) == 1:
@@ -90,8 +90,8 @@ class CoarseKeys:
         distances, chosen = distances.topk(k, largest=False)
         slots = member_slots(groups.gather(1, chosen // GROUP), chosen % GROUP)
         slots = slots.masked_fill(distances == math.inf, -1)
-        # A key left out is no nearer than this; it is either as far as `bound`, or has a norm of
-        # at most ‖q‖ + √bound. The product's own sums are rounded too.
+        # Lower bound for keys left out: such a key is either as far as `bound`, or has a norm of
+        # at most ‖q‖ + √bound. The sums in the product are rounded, too.
         squares = queries.square().sum(1)
         bound, norm = least[:, -1] + squares, squares.sqrt()
         lost = (queries - back).norm(dim=1) + size * torch.finfo(torch.float32).eps * norm
@@ -103,7 +103,7 @@ class CoarseKeys:
 
 
 def _scales(numbers: Float[Tensor, "B D"]) -> Float[Tensor, "B 1"]:
-    """Powers of two that bring each row to the usual size."""
+    """Return the powers of two that scale each row to below 2^`USUAL_BITS`, within limits."""
     largest = numbers.abs().amax(1, keepdim=True)
     bits = (USUAL_BITS - largest.log2().ceil()).clamp(-MOST_BITS, MOST_BITS)
     return torch.exp2(bits).where(largest > 0, 1.0)

@@ -1,4 +1,4 @@
-"""What a memory accepts. Bad input is a `ValueError` that says what must hold and what came."""
+"""Validation of arguments. Bad input raises `ValueError`, saying what must hold and what it got."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def count(name: str, number: int, least: int = 1) -> int:
-    """A whole number of at least `least`, as a plain int."""
+    """Return `number` as a plain int if it is a whole number of at least `least`."""
     try:
         if _is_bool(number):
             raise TypeError("a truth value is no number")
@@ -31,7 +31,7 @@ def count(name: str, number: int, least: int = 1) -> int:
 
 
 def parse_number(name: str, number: Any, must: str = "be a finite number") -> float:
-    """A finite number as a plain float, of numpy and torch, too: only plain ones can be saved."""
+    """Return a finite number, also one of numpy or torch, as a plain float that can be saved."""
     plain = number.item() if getattr(number, "ndim", None) == 0 else number
     if _is_bool(plain) or not isinstance(plain, Real) or not math.isfinite(plain):
         raise ValueError(f"{name} must {must}, got {number!r}")
@@ -43,20 +43,20 @@ def _is_bool(number: Any) -> bool:
 
 
 def shape(name: str, size: Any, least: int = 1) -> tuple[int, ...]:
-    """A shape, of which a number is the only dimension."""
+    """Return a shape as a tuple; a single number is a shape with one dimension."""
     sizes = size if isinstance(size, tuple | list | torch.Size) else (size,)
     return tuple(count(name, each, least) for each in sizes)
 
 
 def key_dtype(dtype: torch.dtype) -> torch.dtype:
-    """A dtype for keys."""
+    """Return `dtype` if keys can have it."""
     if dtype not in KEY_DTYPES:
         raise ValueError(f"dtype must be one of {KEY_DTYPES}, got {dtype}")
     return dtype
 
 
 def value_dtype(dtype: torch.dtype) -> torch.dtype:
-    """A dtype for labels or for regression targets."""
+    """Return `dtype` if labels or regression targets can have it."""
     if dtype not in LABEL_DTYPES and dtype not in KEY_DTYPES:
         raise ValueError(
             f"value_dtype must be one of {LABEL_DTYPES} for labels or of {KEY_DTYPES} for "
@@ -74,14 +74,19 @@ def flat_keys(
     *,
     allow_tiny: bool = False,
 ) -> Float[Tensor, "N D"]:
-    """Keys as rows in the given dtype, finite, of norms with which distances can be computed.
+    """Return keys as rows of `dtype`, if they are finite and have norms in the valid range.
 
-    Squares of differences must neither overflow nor underflow. From the least norm on, what
-    underflow takes off a distance is below what rounding takes off the keys themselves; zero keys
-    are exact.
+    Squares of differences must neither overflow nor underflow. Above the smallest valid norm, the
+    effect of underflow on a distance is smaller than that of rounding the keys themselves. Zero
+    keys are exact.
 
     Args:
-        allow_tiny: accept keys below the least norm, such as those of memories saved long ago.
+        keys: shape (N, *key_shape).
+        name: name of the argument, for error messages.
+        key_shape: shape of one key.
+        dtype: dtype of the result.
+        device: device that the keys must be on.
+        allow_tiny: accept keys below the smallest norm, which old saved memories may contain.
     """
     if not isinstance(keys, Tensor) or not keys.is_floating_point():
         got = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
@@ -96,7 +101,7 @@ def flat_keys(
     limits = torch.finfo(wide)
     least, limit = limits.tiny / limits.eps**2, limits.max / 8
     squares = flat.to(wide).square().sum(1)
-    if not ((squares < limit) & (squares >= least)).all():  # one look, as a GPU has to wait for it
+    if not ((squares < limit) & (squares >= least)).all():  # one check, as a GPU must synchronise
         if not (squares < limit).all():
             raise ValueError(
                 f"{name} must be finite in {dtype}, with squared norms below {limit:.0e}; "
@@ -118,7 +123,7 @@ def stored_values(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Shaped[Tensor, "N *V"]:
-    """Values in the memory's dtype and on its device."""
+    """Return values in the memory's dtype and on its device, if they have shape (N, *V)."""
     values = parse_values(values, dtype)
     if values.shape == (0,):
         values = values.reshape(0, *value_shape)
@@ -131,7 +136,7 @@ def stored_values(
 def parse_values(
     values: Tensor | Sequence[Any], dtype: torch.dtype, name: str = "values"
 ) -> Shaped[Tensor, "*N"]:
-    """Values of any shape that fit a dtype: labels as int64, targets as they came."""
+    """Return values of any shape, if they fit `dtype`: labels as int64, targets unchanged."""
     if dtype in LABEL_DTYPES:
         return parse_labels(values, dtype, name)
     targets = _parse_tensor(values, name, "numbers")
@@ -145,18 +150,18 @@ def parse_values(
 def parse_labels(
     labels: Tensor | Sequence[Any], dtype: torch.dtype = torch.int64, name: str = "labels"
 ) -> Shaped[Tensor, "*N"]:
-    """Labels of any integer dtype as int64, if they are not negative and fit `dtype`."""
+    """Return labels of any integer dtype as int64, if they are not negative and fit `dtype`."""
     given = _parse_tensor(
         labels, name, "whole numbers from 0", "; map names to numbers, or use `mbpa teach`"
     )
     if given.shape == (0,) and given.dtype == torch.float32:
-        return given.to(torch.int64)  # an empty list says nothing of dtype
+        return given.to(torch.int64)  # an empty list has no dtype of its own
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise ValueError(
             f"{name} must be labels of an integer dtype, got {given.dtype}; for regression make "
             "the memory with value_shape= and a floating value_dtype="
         )
-    whole, most = given.to(torch.int64), torch.iinfo(dtype).max  # what is unsigned has no min, max
+    whole, most = given.to(torch.int64), torch.iinfo(dtype).max  # no min, max for unsigned
     if not whole.numel():
         return whole
     if (least := int(whole.min())) < 0:
@@ -169,7 +174,7 @@ def parse_labels(
 
 
 def parse_ids(ids: Tensor | Iterable[int]) -> Shaped[Tensor, "N"]:
-    """Ids as a row of int64 on the CPU."""
+    """Return ids as a 1-d tensor of int64 on the CPU."""
     given = ids if isinstance(ids, Tensor | str) else list(ids)
     wanted = _parse_tensor(given, "ids", "integers").flatten().cpu()
     if wanted.numel() and (
@@ -180,7 +185,7 @@ def parse_ids(ids: Tensor | Iterable[int]) -> Shaped[Tensor, "N"]:
 
 
 def distinct_ids(ids: Tensor | Iterable[int]) -> Shaped[Tensor, "N"]:
-    """Ids as a row of int64 on the CPU, none of them twice."""
+    """Return ids as a 1-d tensor of int64 on the CPU, if they are distinct."""
     wanted = parse_ids(ids)
     if len(wanted.unique()) != len(wanted):
         raise ValueError(f"ids must be distinct integers, got {wanted.tolist()[:8]}")
@@ -188,7 +193,7 @@ def distinct_ids(ids: Tensor | Iterable[int]) -> Shaped[Tensor, "N"]:
 
 
 def _parse_tensor(numbers: Any, name: str, kind: str, hint: str = "") -> Tensor:
-    """Numbers as a tensor; what torch makes none of is refused in our words."""
+    """Return numbers as a tensor; raise our own `ValueError` if torch cannot convert them."""
     try:
         return torch.as_tensor(numbers)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

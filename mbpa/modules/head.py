@@ -1,4 +1,4 @@
-"""The user's modules as MbPA runs them: in eval mode, in their own precision, never changed."""
+"""The user's modules as MbPA runs them: in eval mode, in their own dtype, and never changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mbpa.modules.split import Trunk
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A head, and the copy that is run: always in eval mode, whatever happens to the original."""
+    """A head, and the copy that MbPA runs, which is always in eval mode."""
 
     module: nn.Module
     running: nn.Module
@@ -25,7 +25,7 @@ class Head:
 
     @classmethod
     def probed(cls, module: nn.Module, memory: Memory, is_ours: bool = False) -> Head:
-        """The shape of an output is learnt by running the head on a key of zeros."""
+        """Create a `Head`, running it on a key of zeros to check it and find its output shape."""
         running = share(module, {})
         device = device_of(running)
         if device is not None and device != memory.device:
@@ -53,14 +53,14 @@ class Head:
 
 
 def eval_copy(embed: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    if isinstance(embed, nn.Module) and not isinstance(embed, Trunk):  # a trunk is one already
+    if isinstance(embed, nn.Module) and not isinstance(embed, Trunk):  # a trunk already is one
         return share(embed, {})
     return embed
 
 
 def check_mode(name: str, module: object) -> None:
-    """Refuse what would be random or change itself in the mode its owner has it in."""
-    module = getattr(module, "__self__", module)  # of a bound method
+    """Raise `ValueError` if the module, in its current mode, is random or changes its buffers."""
+    module = getattr(module, "__self__", module)  # the owner of a bound method
     for path, part in module.named_modules() if isinstance(module, nn.Module) else ():
         if part.training and _is_random_or_updating(part):
             raise ValueError(
@@ -71,10 +71,10 @@ def check_mode(name: str, module: object) -> None:
 
 @contextmanager
 def own_precision(keys: Tensor) -> Iterator[None]:
-    """No gradients, and the head's own dtype even under autocast: adaptation wants no less.
+    """Disable gradients and autocast, since adaptation needs at least the head's own precision.
 
-    Inference mode is left, since inside it autograd may give zeros and tables made for later calls
-    could not be filled by them.
+    Inference mode is disabled, too. Inside it autograd may return zeros, and later calls could not
+    write to tables created in it.
     """
     with (
         torch.inference_mode(False),
@@ -85,7 +85,7 @@ def own_precision(keys: Tensor) -> Iterator[None]:
 
 
 def _is_random_or_updating(module: nn.Module) -> bool:
-    """Whether in training mode it would draw random numbers or change its buffers."""
+    """Return whether the module draws random numbers or changes its buffers in training mode."""
     norms = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
     if isinstance(module, norms):
         return module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm)

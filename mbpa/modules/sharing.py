@@ -1,7 +1,8 @@
 """Copies of modules that share their weights and nothing else.
 
-A copy holds the very ``_parameters`` and ``_buffers`` dicts of its original, so the weights are the
-user's whatever becomes of them, and has all else, its training mode above all, to itself.
+A copy holds the same ``_parameters`` and ``_buffers`` dicts as its original, so it always has the
+user's weights, even after they are replaced. Everything else, above all the training mode, is its
+own.
 """
 
 import copy
@@ -19,10 +20,11 @@ _HOLDERS = (list, tuple, dict, MethodType, FunctionType, functools.partial)
 
 
 def share(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of the module tree in eval mode that holds the original's parameters and buffers.
+    """Return a copy of the module tree, in eval mode, that shares its parameters and buffers.
 
     Args:
-        memo: copies made so far, by ``id`` of the original; what is in it is not copied again.
+        module: the original, which is not changed.
+        memo: copies made so far, by ``id`` of the original; these are not copied again.
     """
     if id(module) in memo:
         return cast(nn.Module, memo[id(module)])
@@ -30,16 +32,16 @@ def share(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if unwrapped(module) is not module:
         memo[id(module)] = share(unwrapped(module), memo)
         return cast(nn.Module, memo[id(module)])
-    # Not copy.copy: it would go through __getstate__, where classes leave things out.
+    # Not copy.copy: it would call __getstate__, from which classes may omit attributes.
     twin = object.__new__(type(module))
-    memo[id(module)] = twin  # before the children, which may lead back here
+    memo[id(module)] = twin  # before the children, which may refer back to it
     for name, value in vars(module).items():
         vars(twin)[name] = value if name in _SHARED else _rewire(value, memo)
     for name in _HOOKS & vars(twin).keys():
-        # Transformers installs hooks during a forward: they must stay with the copy.
+        # Transformers installs hooks during a forward pass: they must stay with the copy.
         vars(twin)[name] = copy.copy(vars(twin)[name])
     if isinstance(module, nn.RNNBase):
-        # torch writes to this list, on either side, and rebuilds it where parameters have changed.
+        # torch writes to this list, in either module, and rebuilds it when parameters change.
         vars(twin)["_flat_weights"] = list(module._flat_weights)
     vars(twin)["_modules"] = {
         name: None if child is None else share(child, memo)
@@ -59,7 +61,10 @@ def _refuse_uncopyable(module: nn.Module) -> None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What torch.compile or data parallelism has wrapped: copies run plainly, in one process."""
+    """Return the module inside a wrapper of torch.compile or data parallelism.
+
+    Copies run uncompiled and in one process.
+    """
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return cast(nn.Module, module.module)
     compiled_from = module._modules.get("_orig_mod")
@@ -67,11 +72,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _rewire(value: Any, memo: dict[int, Any]) -> Any:
-    """``value``, with copies for the modules it holds: they would run in the user's mode.
+    """Return ``value`` with the modules it holds replaced by their copies.
 
-    They are looked for in lists, tuples, dicts, bound methods (``self.act = self._act``), partials
-    (how accelerate replaces ``forward``) and closures (hooks that write to ``self``). A value that
-    holds none is shared.
+    The originals would run in the user's training mode. Modules are found in lists, tuples, dicts,
+    bound methods (``self.act = self._act``), partials (with which accelerate replaces ``forward``)
+    and closures (hooks that write to ``self``). A value that holds no module is shared.
     """
     if isinstance(value, nn.Module):
         return share(value, memo)
@@ -110,7 +115,7 @@ def _rebuilt(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebuilt_function(function: FunctionType, memo: dict[int, Any]) -> Any:
-    # A compiled method, or model.compile(): it is bound to the original, the copy runs it plainly.
+    # A compiled method, or model.compile(), is bound to the original: the copy runs it uncompiled.
     compiled_from = getattr(function, "_torchdynamo_orig_callable", None)
     if compiled_from is not None:
         plain = _rewire(compiled_from, memo)

@@ -1,7 +1,8 @@
-"""Cuts a network in two at a named layer: ``head(embed(x))`` is ``model(x)`` in eval mode.
+"""Splitting a network at a named layer: ``head(embed(x))`` is ``model(x)`` in eval mode.
 
-Both parts are copies of the module tree that share its weights (see ``sharing``), re-wired so that
-one layer stops the forward. No hook is installed, nothing of the user's changed.
+Both parts are copies of the module tree that share its weights (see ``sharing``). In one of them
+the named layer is replaced so that it stops the forward pass. No hook is installed, and the user's
+model is not changed.
 """
 
 import copy
@@ -20,35 +21,38 @@ from mbpa.modules.sharing import share, unwrapped
 __all__ = ["Trunk", "grow", "split"]
 
 # Differences allowed between head(embed(x)) and model(x), relative to the largest output. They only
-# have to tell rounding (TF32, another batch shape) from a model that computes something else.
+# need to tell rounding (TF32, another batch shape) from a model that computes something else.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 3e-2
 
-# What a passing tap received in the forward under way in this thread: modules are shared between
-# threads, so nothing of one call may be kept on them.
+# Inputs that a tap has received in the current forward pass of this thread. Modules are shared
+# between threads, so the state of a call must not be stored on them.
 _received: ContextVar[list[Tensor]] = ContextVar("_received")
 
 
 def split(model: nn.Module, at: str, *, pooled: bool | None = None) -> tuple["Trunk", nn.Module]:
-    """Splits ``model`` at the layer ``at`` into ``(embed, head)``, both sharing its weights.
+    """Split ``model`` at the layer ``at`` into ``(embed, head)``, which share its weights.
 
-    ``embed(x)`` is the tensor that ``at`` receives when ``model(x)`` runs, ``head`` is ``at``, both
-    in eval mode whatever mode ``model`` is in. Training ``model``, loading a state, moving it or
-    assigning parameters shows in both. Plain attributes, hooks and submodules are those it had when
-    it was split; modules held by objects of other classes (not containers, methods) stay its own.
+    ``embed(x)`` returns the tensor that ``at`` receives when ``model(x)`` runs, and ``head`` is
+    ``at``. Both are in eval mode, whatever mode ``model`` is in. Both see the effect of training
+    ``model``, loading a state, moving it or assigning parameters. Plain attributes, hooks and
+    submodules are those at the time of the split. Modules held by objects other than containers
+    and methods are not copied and remain the model's own.
 
     The first call of ``embed`` also runs the whole model once, to check that ``head(embed(x))`` is
-    among its outputs, as it is or through a softmax or log-softmax. Pass inputs, not labels.
+    among its outputs, directly or through a softmax or log-softmax. Pass inputs, not labels.
 
     Args:
-        at: a name in ``model.named_modules()``; the last layer, or a module that holds the tail.
+        model: the network to split; it is not changed.
+        at: a name in ``model.named_modules()``: the last layer, or a module that contains all the
+            last layers.
         pooled: ``True`` for a model that runs ``at`` on every position and then picks or averages
-            positions; the embedding is then what pooling makes of the inputs of ``at``. ``False``
-            for the inputs at every position of such a model.
+            positions; the embedding is then the result of pooling the inputs of ``at``. ``False``
+            to get the inputs at every position of such a model.
 
     Raises:
-        ValueError: ``at`` is no submodule, or the model cannot be split there. Errors that only a
-            forward pass can show come with the first call of ``embed``.
+        ValueError: ``at`` is not a submodule, or the model cannot be split there. Errors that only
+            a forward pass can reveal are raised by the first call of ``embed``.
 
     Example:
         >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -66,7 +70,7 @@ def split(model: nn.Module, at: str, *, pooled: bool | None = None) -> tuple["Tr
     memo: dict[int, Any] = {}
     tree = share(model, memo)
     owner, target = _find(model, at)
-    if memo[id(target)] is tree:  # or the inside of a wrapper
+    if memo[id(target)] is tree:  # or the module inside a wrapper
         raise ValueError(f"at must name a submodule, got {at!r}: hand in the model as the head")
     if pooled is None and at.rsplit(".", 1)[-1] == "score" and _pools_in_transformers(owner):
         raise ValueError(
@@ -78,17 +82,18 @@ def split(model: nn.Module, at: str, *, pooled: bool | None = None) -> tuple["Tr
 
 
 def grow(head: nn.Module, classes: int, *, bias: float = 0.0) -> nn.Module:
-    """A new head with ``classes`` outputs, the old ones unchanged; it shares nothing with ``head``.
+    """Return a copy of ``head`` with ``classes`` outputs, of which the old ones are unchanged.
 
-    The outputs of a head are those of its last ``nn.Linear``, in the order of registration. New
-    rows have zero weights and the bias ``bias``. The result is in eval mode and trains as any
-    module; dtype, device and ``requires_grad`` are those of ``head``.
+    The copy shares nothing with ``head``. The layer that grows is the last ``nn.Linear``, in the
+    order of registration. New rows have zero weights and the bias ``bias``. The copy is in eval
+    mode and can be trained like any module; dtype, device and ``requires_grad`` are those of
+    ``head``.
 
     Raises:
-        ValueError: there is no plain ``nn.Linear`` to grow, ``classes`` is less than there are, or
-            a bias is asked of a layer without.
+        ValueError: there is no plain ``nn.Linear`` to grow, ``classes`` is less than the current
+            number, or a bias is given for a layer without one.
     """
-    # A computed weight (weight norm by hooks) is no leaf, which deepcopy would refuse.
+    # deepcopy refuses a computed weight (weight norm by hooks), since it is not a leaf.
     computed = (t for m in head.modules() for t in vars(m).values() if isinstance(t, Tensor))
     grown = copy.deepcopy(head, {id(t): t.detach().clone() for t in computed if not t.is_leaf})
     linears = [m for m in grown.modules() if isinstance(m, nn.Linear)]
@@ -118,10 +123,10 @@ def grow(head: nn.Module, classes: int, *, bias: float = 0.0) -> nn.Module:
 
 
 class Trunk(nn.Module):
-    """The part of a model before a layer, sharing its weights; ``split`` makes it.
+    """The part of a model before a layer, sharing the model's weights; ``split`` returns it.
 
-    Called as the model is, or with one mapping of its keyword arguments (a Hugging Face
-    ``BatchEncoding``). Always in eval mode. Several threads may call it at once.
+    Call it like the model, or with one mapping of its keyword arguments (a Hugging Face
+    ``BatchEncoding``). It is always in eval mode. Several threads may call it at once.
     """
 
     def __init__(
@@ -137,7 +142,7 @@ class Trunk(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> "Trunk":
-        """Stays in eval mode: embeddings must not depend on the mode of anything around them."""
+        """Stay in eval mode: embeddings must not depend on the mode of an enclosing module."""
         return super().train(False)
 
     def extra_repr(self) -> str:
@@ -170,9 +175,9 @@ class Trunk(nn.Module):
         return tensors[0]
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The first call: one run of the whole model gives the embedding and what to check it by.
+        """Run the first call: one pass through the whole model gives the embedding and checks it.
 
-        Not a run of the trunk and then one of the model: the first may have changed its inputs.
+        Two passes, of the trunk and of the model, would not do: the first may change its inputs.
         """
         tap, head = self._ends
         memo: dict[int, Any] = {}
@@ -197,7 +202,7 @@ class Trunk(nn.Module):
         if self.pooled:
             hidden = self._run(args, kwargs)
         self._check(head, hidden, result, output)
-        self.checked = hidden.numel() > 0  # an empty batch shows nothing
+        self.checked = hidden.numel() > 0  # an empty batch proves nothing
         return hidden
 
     @torch.no_grad()
@@ -212,7 +217,7 @@ class Trunk(nn.Module):
                 "last layer of the model"
             )
         forms = [logits]
-        if logits.ndim and logits.shape[-1] > 1:  # over one column a softmax is 1, whatever came
+        if logits.ndim and logits.shape[-1] > 1:  # of one column a softmax is always 1
             forms += [logits.log_softmax(-1), logits.softmax(-1)]
         for out in _tensors(output):
             dtypes = [logits.dtype, result.dtype, out.dtype]
@@ -238,7 +243,7 @@ class Trunk(nn.Module):
 
 
 class _Reached(BaseException):  # not an Exception: models may catch those
-    """Ends a forward at the tap, carrying what it received."""
+    """Raised by the tap to end a forward pass; carries the tensor that the tap received."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -246,7 +251,7 @@ class _Reached(BaseException):  # not an Exception: models may catch those
 
 
 class _Tap(nn.Module):
-    """Mixed into the class of a layer, so that it is what it was in all but what a call does."""
+    """A mix-in for the class of a layer that changes nothing but what a call does."""
 
     _on_call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
     _at: str
@@ -256,7 +261,7 @@ class _Tap(nn.Module):
 
     forward = __call__
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here cannot be found by pickle
+    def __reduce_ex__(self, protocol: Any) -> Any:  # pickle cannot find a class created at run time
         state = self.__getstate__()  # type: ignore[no-untyped-call]  # the library has no types
         return _new_tap, (type(self).__bases__[1],), state
 
@@ -307,7 +312,7 @@ def _only_tensor(at: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 
 def _find(model: nn.Module, at: str) -> tuple[nn.Module, nn.Module]:
-    """The owner of ``at`` and ``at``; names work with and without the prefixes of wrappers."""
+    """Return the owner of ``at``, and ``at``; the name may omit the prefixes of wrappers."""
     owner, target = model, model
     for atom in at.split(".") if at else ():
         owner = target
@@ -333,9 +338,9 @@ def _pools_in_transformers(owner: nn.Module) -> bool:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The float tensors at the shallowest level of ``output`` that has any, or its ``logits``.
+    """Return the float tensors at the shallowest level of ``output`` that has any, or its logits.
 
-    Not all there are: deeper down models return hidden states, and a middle layer would pass.
+    Deeper levels are ignored: models return hidden states there, and a middle layer would pass.
     """
     level = [output]
     for _ in range(5):
@@ -361,7 +366,7 @@ def _equal(out: Tensor, want: Tensor, tolerance: float) -> bool:
 
 
 def _picked(out: Tensor, want: Tensor, tolerance: float) -> bool:
-    """Whether ``out`` is ``want``, or one position of it for each example."""
+    """Return whether ``out`` equals ``want``, or one position of it for each example."""
     if out.ndim == 2 and want.ndim > 2 and out.shape == (want.shape[0], want.shape[-1]):
         close = _close(out[:, None], want.reshape(want.shape[0], -1, want.shape[-1]), tolerance)
         return bool(close.all(-1).any(-1).all())
@@ -370,7 +375,7 @@ def _picked(out: Tensor, want: Tensor, tolerance: float) -> bool:
 
 def _close(out: Tensor, want: Tensor, tolerance: float) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(out.dtype, want.dtype), torch.float32)
-    # Broadcast first: in torch 2.11 isclose cannot where NaN is to equal NaN.
+    # Broadcast first: in torch 2.11 isclose cannot do so with equal_nan=True.
     out, want = torch.broadcast_tensors(out.to(want.device, dtype), want.to(dtype))
     # Relative to the largest: an absolute floor would pass any two tensors of small numbers.
     scale = want[want.isfinite()].abs().amax().item() if want.isfinite().any() else 0.0

@@ -1,1 +1,1 @@
-"""A classifier as a service that learns what it is told and never loses it."""
+"""A classifier as an HTTP service that learns from examples and never loses one."""

@@ -1,4 +1,4 @@
-"""What a classifier is told and what it says, in names and numbers; and what it cannot be told."""
+"""Input and output types of a classifier, and the checks that its input must pass."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from mbpa.encoders import image
 from mbpa.serve.journal import InputError
 
 MOST_TEXT, MOST_LABEL = 10_000, 200  # characters
-MOST_FILE = 6_000_000  # bytes of a picture: in base64 one fits into a request
-MOST_PIXELS = 2 * image.MOST_PIXELS  # of the pictures of a call together
+MOST_FILE = 6_000_000  # bytes per picture, so that one in base64 fits into a request
+MOST_PIXELS = 2 * image.MOST_PIXELS  # total over all pictures of one call
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """An example to be taught: a label, and a text or picture, its key, or both (the key then
-    counts)."""
+    """An example to teach: a label with a text or picture, a key, or both.
+
+    If both are given, the key is used and nothing is encoded.
+    """
 
     label: str
     text: str | None = None
     key: Float[Tensor, "D"] | None = None
     image: bytes | None = None
-    """A picture as `mbpa.encoders.image.kept` gives it, in place of a text."""
+    """Picture as returned by `mbpa.encoders.image.kept`, in place of a text."""
 
     @property
     def said(self) -> str | bytes | None:
@@ -35,10 +37,10 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is said of one query."""
+    """The answer to one query."""
 
     label: str | None
-    """The most probable, or `None` where that is not probable enough: it abstains."""
+    """The most probable label, or `None` if its probability is below the threshold (abstention)."""
     confidence: float
     """Probability of the most probable label."""
     top: tuple[tuple[str, float], ...]
@@ -58,7 +60,7 @@ class NearExample:
     text: str | None
     weight: float
     distance: float
-    """Euclidean, between keys; not squared."""
+    """Euclidean distance between keys, not squared."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,20 @@ class Reason:
 
     answer: Answer
     before: tuple[tuple[str, float], ...]
-    """What the head alone would say: the most probable labels. Of taught ones it knows the row that
-    their examples give, if the run has such."""
+    """The most probable labels according to the head alone, without adaptation. The head has rows
+    for taught labels, too, computed from their examples if the run supports it."""
     neighbors: tuple[NearExample, ...]
     change: float
-    """‖θˣ − θ‖: how far the head's parameters moved for this query."""
+    """‖θˣ − θ‖: the distance that the head's parameters moved for this query."""
 
 
 def named_answers(
     labels: Sequence[str], logs: Float[Tensor, "B C"], top: int, threshold: float
 ) -> list[Answer]:
-    """Answers from log p of each label."""
+    """Return one answer per row of log-probabilities."""
     if not labels:
         return [Answer(None, 0.0, ()) for _ in logs]
-    # Equally probable ones in the order of the labels, which topk does not promise.
+    # Ties keep the order of the labels, which topk does not guarantee.
     order = logs.argsort(dim=1, descending=True, stable=True)[:, : max(1, top)]
     shares = logs.gather(1, order).exp()
     answers = []
@@ -92,7 +94,7 @@ def named_answers(
 
 
 def check_text(text: str) -> None:
-    """`InputError` for a text that cannot be classified."""
+    """Raise `InputError` if a text cannot be classified."""
     if not text.strip():
         raise InputError("a text must not be empty")
     if len(text) > MOST_TEXT:
@@ -101,7 +103,7 @@ def check_text(text: str) -> None:
 
 
 def check_picture(picture: bytes) -> None:
-    """`InputError` for a file that is not as `mbpa.encoders.image.kept` gives them."""
+    """Raise `InputError` if a file is not in the form that `mbpa.encoders.image.kept` returns."""
     try:
         image.require_kept(picture)
     except image.PictureError as error:
@@ -109,7 +111,7 @@ def check_picture(picture: bytes) -> None:
 
 
 def check_label(label: str) -> None:
-    """`InputError` for what cannot be the name of a label."""
+    """Raise `InputError` if a string is not a valid label."""
     if not label.strip():
         raise InputError("a label must not be empty")
     if len(label) > MOST_LABEL:
@@ -118,9 +120,12 @@ def check_label(label: str) -> None:
 
 
 def kept_pictures(files: Sequence[bytes]) -> list[bytes]:
-    """Files that somebody sent, as they are kept; `InputError` for what cannot be.
+    """Convert received image files to the form in which they are stored.
 
-    For a thread of its own: a large one takes a quarter of a second.
+    Run this in a thread of its own: a large picture takes a quarter of a second.
+
+    Raises:
+        InputError: a file is too large or cannot be read as a picture.
     """
     for number, file in enumerate(files, 1):
         if len(file) > MOST_FILE:

@@ -1,8 +1,8 @@
-"""The HTTP interface of a classifier: predict, learn, explain, forget, and how it is doing.
+"""The HTTP interface of a classifier: predict, learn, explain, forget, and monitor.
 
-Every answer is one that some order of the requests explains: predictions see a lesson whole or not
-at all, and one that is acknowledged is seen by all that are asked after it. Bad input changes
-nothing and is answered with a line in JSON.
+The answers are consistent with some order of the requests: a prediction sees all of a lesson or
+none of it, and every prediction requested after a lesson is acknowledged sees that lesson. Invalid
+input changes nothing; the response is a JSON object with a one-line error message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mbpa.serve.batching import Batcher, Overloaded, Writer
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import InputError, JournalError
 from mbpa.serve.middleware import Metrics, Middleware
-from mbpa.serve.model_work import Asked, ModelWork, Piece, weigh
+from mbpa.serve.model_work import BYTES_PER_TOKEN, Asked, ModelWork, Piece, weigh
 from mbpa.serve.run_info import as_bytes
 from mbpa.serve.schemas import Error
 from mbpa.serve.settings import Settings
@@ -54,14 +54,14 @@ Done = TypeVar("Done")
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": Error, "description": "Not JSON"},
     401: {"model": Error, "description": "No token, or a wrong one"},
-    408: {"model": Error, "description": "The body took too long to come"},
+    408: {"model": Error, "description": "The body took too long to arrive"},
     413: {"model": Error, "description": "The body is too large"},
-    422: {"model": Error, "description": "What is asked cannot be"},
-    429: {"model": Error, "description": "Too much at once; Retry-After says when to try again"},
+    422: {"model": Error, "description": "Unprocessable request"},
+    429: {"model": Error, "description": "Too many requests; Retry-After says when to try again"},
 }
 FAILED: dict[int | str, dict[str, Any]] = {
     **ERRORS,
-    503: {"model": Error, "description": "Nothing can be written any more"},
+    503: {"model": Error, "description": "The journal can no longer be written"},
 }
 PATHS = {
     *("/predict", "/learn", "/explain", "/forget"),
@@ -71,7 +71,7 @@ log = logging.getLogger("mbpa.serve")
 
 
 class Service:
-    """A classifier, the queues before it, and what is counted."""
+    """A classifier together with its request queues and metrics."""
 
     def __init__(self, classifier: Classifier, settings: Settings) -> None:
         self.classifier, self.settings = classifier, settings
@@ -89,7 +89,7 @@ class Service:
             wait_s=settings.wait_s,
             window_s=settings.window_s,
         )
-        # Examples are encoded in a thread of their own, beside which predictions go on.
+        # Examples are encoded in a thread of their own, so predictions continue meanwhile.
         studied = ModelWork(classifier, settings.part_s)
         self.lessons: Batcher[Piece, Sequence[Answer | Reason]] = Batcher(
             studied.handle,
@@ -101,13 +101,13 @@ class Service:
             name="mbpa-lessons",
         )
         self.writer = Writer(settings.writes)
-        # Pictures are read one at a time, since for a moment one can take hundreds of megabytes.
+        # Pictures are read one at a time: each may briefly take hundreds of megabytes.
         self.reader = Writer(settings.writes, "mbpa-reader")
 
     async def ask(
         self, query: schemas.Query, *, wants_reasons: bool = False
     ) -> Sequence[Answer | Reason]:
-        """Check a query here, so that it cannot spoil a batch, and wait for its answers."""
+        """Check a query, so that it cannot fail a whole batch, and return its answers."""
         rows, items = None, tuple[str | bytes, ...]()
         if query.embeddings is not None:
             rows = _rows(query.embeddings)
@@ -129,15 +129,15 @@ class Service:
         threshold: float | None = None,
         wants_reasons: bool = False,
     ) -> Sequence[Answer | Reason]:
-        """Wait for the answers to queries that were checked."""
+        """Return the answers to queries that have been checked."""
         asked = Asked(items, rows, top, threshold, wants_reasons)
         found = await self.model(self._work.cut(asked))
         return [answer for part in found for answer in part]
 
     async def read(self, encoded: Sequence[str]) -> list[bytes]:
-        """Decode pictures in base64, as they are kept.
+        """Decode pictures from base64 and convert them to the form in which they are stored.
 
-        Requests take turns in the reader's thread, a picture each.
+        Requests take turns in the reader's thread, one picture at a time.
         """
         self.classifier.check_takes("images")
         files = await self.reader(lambda: _decode_files(encoded))
@@ -151,8 +151,7 @@ class Service:
         return pictures
 
     async def learn(self, lessons: schemas.Lessons) -> tuple[list[int], int]:
-        """Teach what a request brings; returns the ids of the examples, and how many labels there
-        are then."""
+        """Teach the examples of a request; return their ids and the resulting number of labels."""
         sent = [each.image for each in lessons.examples if each.image is not None]
         pictures = iter(await self.read(sent) if sent else ())
         taught = [
@@ -164,10 +163,11 @@ class Service:
     async def teach(
         self, lessons: Sequence[Lesson], request: str | None = None
     ) -> tuple[list[int], int]:
-        """Encode examples, where requests take turns; then write them.
+        """Encode examples, taking turns with other requests, and then write them.
 
         Args:
-            request: a name for this call: the same again adds nothing and returns the same ids.
+            request: a name for this call. Repeating a call under the same name adds nothing and
+                returns the same ids.
         """
         for each in lessons:
             check_label(each.label)
@@ -189,7 +189,7 @@ class Service:
         def write() -> tuple[list[int], int]:
             known = None if request is None else self._find_repeated(lessons, request)
             ids = self.classifier.learn(whole, request=request) if known is None else known
-            return ids, len(self.classifier.labels)  # before anybody else writes
+            return ids, len(self.classifier.labels)  # counted before the next write
 
         return await self.writer(write)
 
@@ -199,8 +199,11 @@ class Service:
         return await self.writer(lambda: self.classifier.forget(asked.ids or (), asked.label))
 
     def _find_repeated(self, lessons: Sequence[Lesson], request: str) -> list[int] | None:
-        """Return the ids of an earlier call of this name; compares what was said, without the keys
-        that were made of it, which may differ in the last bit."""
+        """Return the ids of an earlier call with this name, or `None`.
+
+        The comparison leaves out keys computed from texts or pictures: they may differ in the last
+        bit.
+        """
         rows = [
             (each.label.strip(), each.said, None if each.key is None else as_bytes(each.key.cpu()))
             for each in lessons
@@ -219,7 +222,7 @@ def _lesson(taught: schemas.Taught, picture: bytes | None) -> Lesson:
 
 
 def _decode_files(encoded: Sequence[str]) -> list[bytes]:
-    """Decode the files of a call, and refuse too many pixels before any is made."""
+    """Decode the files of a call; reject too many pixels before any picture is decompressed."""
     files = [_decoded(each) for each in encoded]
     total = sum(map(image.pixels_of, files)) if len(files) > 1 else 0
     if total > MOST_PIXELS:
@@ -230,7 +233,7 @@ def _decode_files(encoded: Sequence[str]) -> list[bytes]:
 
 
 def _decoded(picture: str) -> bytes:
-    """From base64, as a data URL or in lines, too."""
+    """Decode base64, which may be a data URL or contain line breaks."""
     content = picture.partition(",")[2] if picture.startswith("data:") else picture
     try:
         return base64.b64decode("".join(content.split()), validate=True)
@@ -239,16 +242,19 @@ def _decoded(picture: str) -> bytes:
 
 
 def _rows(embeddings: list[list[float]]) -> Float[np.ndarray, "B D"]:
-    """By numpy, not torch, which lets go of the interpreter and waits to have it back."""
+    """Convert embeddings to an array.
+
+    Uses numpy, because torch releases the interpreter lock and then waits to reacquire it.
+    """
     widths = {len(row) for row in embeddings}
     if len(widths) > 1:
         raise InputError(f"embeddings must have as many numbers each, got {sorted(widths)}")
-    with np.errstate(over="ignore"):  # what is too large is infinite, and refused
+    with np.errstate(over="ignore"):  # too large numbers become infinite and are rejected later
         return np.array(embeddings, np.float32)
 
 
 def create_app(classifier: Classifier, settings: Settings | None = None) -> FastAPI:
-    """The app. Pages may be mounted on it; `app.state.service.classifier` is what they are of."""
+    """Return the app. Pages mounted on it find the classifier at `app.state.service.classifier`."""
     settings = settings or Settings()
     service = Service(classifier, settings)
 
@@ -267,7 +273,7 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
         version=mbpa.__version__,
         description=__doc__,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's own pages fetch scripts from elsewhere
+        docs_url=None,  # FastAPI's own pages load scripts from other hosts
         redoc_url=None,
     )
     app.state.service = service
@@ -277,7 +283,7 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
         settings=settings,
         metrics=service.metrics,
         paths=PATHS,
-        estimate_wait_s=service.model.estimate_wait_s,
+        estimate_wait_s=lambda length: service.model.estimate_wait_s(length / BYTES_PER_TOKEN),
     )
     _add_errors(app)
     _add_asking(app, service)
@@ -292,14 +298,14 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
 def _add_asking(app: FastAPI, service: Service) -> None:
     @app.post("/predict", responses=ERRORS, response_model=schemas.Predictions)
     async def predict(query: schemas.Query, request: Request) -> Response:
-        """Labels, by name; `null` where it is not sure enough."""
+        """Predict labels; `null` where the confidence is below the threshold."""
         answers = await _unless_gone(request, query.size, service.ask(query))
         made = [schemas.prediction(each) for each in answers if isinstance(each, Answer)]
         return _json(schemas.Predictions.model_construct(answers=made))
 
     @app.post("/explain", responses=ERRORS, response_model=schemas.Explanations)
     async def explain(query: schemas.Why, request: Request) -> Response:
-        """Answers, and the examples they come from."""
+        """Predict labels and return the examples that each answer is based on."""
         asking = service.ask(query, wants_reasons=True)
         reasons = await _unless_gone(request, query.size, asking)
         made = [schemas.explained(each) for each in reasons if isinstance(each, Reason)]
@@ -309,13 +315,13 @@ def _add_asking(app: FastAPI, service: Service) -> None:
 def _add_teaching(app: FastAPI, service: Service) -> None:
     @app.post("/learn", responses=FAILED, response_model=schemas.Learnt)
     async def learn(lessons: schemas.Lessons, request: Request) -> Response:
-        """Add examples; once this is answered they are on disk, and every answer knows them."""
+        """Add examples. When the response arrives they are on disk and used by every prediction."""
         ids, labels = await _unless_gone(request, len(lessons.examples), service.learn(lessons))
         return _json(schemas.Learnt.model_construct(ids=ids, labels=labels))
 
     @app.post("/forget", responses=FAILED, response_model=schemas.Forgotten)
     async def forget(asked: schemas.Forgetting) -> Response:
-        """Delete examples, from the memory and from the files."""
+        """Delete examples from the memory and from the files on disk."""
         return _json(schemas.Forgotten.model_construct(ids=await service.forget(asked)))
 
 
@@ -325,7 +331,7 @@ def _add_looking(app: FastAPI, service: Service) -> None:
 
     @app.get("/labels", responses=refused, response_model=schemas.Labels)
     async def labels() -> Response:
-        """All labels, in the order of the head's outputs."""
+        """List all labels in the order of the head's outputs."""
         counts = classifier.counts
         trained = frozenset(counts.trained_labels)
         made = [
@@ -336,12 +342,12 @@ def _add_looking(app: FastAPI, service: Service) -> None:
 
     @app.get("/stats", responses=refused, response_model=schemas.Stats)
     async def stats() -> Response:
-        """Counts."""
+        """Return counts of examples and labels, and the state of the service."""
         return _json(schemas.Stats(**classifier.stats(), waiting=service.model.waiting))
 
     @app.get("/health", response_model=schemas.Health)
     async def health() -> Response:
-        """Whether it answers, and whether it still learns; asks for no token."""
+        """Report whether the service responds and can still learn. Requires no token."""
         reason = classifier.journal.read_only
         status = "ok" if reason is None else "read-only"
         return _json(schemas.Health(status=status, reason=reason))
@@ -361,7 +367,7 @@ def _add_looking(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses=refused, response_class=Response)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Return metrics in the Prometheus text format."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -375,11 +381,11 @@ def _add_pictures(app: FastAPI, classifier: Classifier) -> None:
 
     @app.get("/examples/{id}/image", responses=described, response_class=Response)
     async def picture(id: Annotated[int, Path(ge=1, le=2**62)]) -> Response:
-        """The picture of an example, as it is kept."""
+        """Return the picture of an example as it is stored."""
         found = await asyncio.to_thread(classifier.image, id)
         if found is None:
             raise HTTPException(404, f"example {id} is not there")
-        headers = {"Cache-Control": "no-store"}  # so that what is forgotten is gone
+        headers = {"Cache-Control": "no-store"}  # no cache must keep a forgotten picture
         return Response(found, media_type=image.media_type(found), headers=headers)
 
 
@@ -392,7 +398,7 @@ def _add_errors(app: FastAPI) -> None:
         if first["type"] == "model_attributes_type":
             return _error(422, "send a JSON object, with Content-Type: application/json")
         place = [str(part) for part in first["loc"] if part not in ("body", "path")]
-        why = str(first["msg"]).removeprefix("Value error, ")  # as pydantic marks our own
+        why = str(first["msg"]).removeprefix("Value error, ")  # pydantic's prefix for our errors
         if first["type"] == schemas.UNKNOWN_FIELD:
             place.append(first["ctx"]["name"])
             why = first["ctx"]["why"]
@@ -424,9 +430,9 @@ def _add_errors(app: FastAPI) -> None:
 
 
 async def _unless_gone(request: Request, size: int, work: Coroutine[Any, Any, Done]) -> Done:
-    """Wait for work that a request asked for, and give it up if its client goes away.
+    """Await the work for a request, and cancel it if the client disconnects.
 
-    A request of one item is not watched: it is done sooner than that could be noticed.
+    A request of one item is not watched: it finishes before a disconnect could be noticed.
     """
     if size == 1:
         return await work
@@ -455,5 +461,8 @@ def _error(status: int, why: str, headers: Any = None) -> Response:
 
 
 def _json(message: schemas.Message) -> Response:
-    """Serialised here: the message is ours, to check it again would take as long as the model."""
+    """Serialise a message without validation.
+
+    We built the message ourselves, and validating it again would take as long as the model.
+    """
     return Response(message.model_dump_json().encode(), media_type="application/json")

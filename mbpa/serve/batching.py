@@ -1,11 +1,11 @@
 """Scheduling of the model's work: requests are cut into pieces, and pieces share the model fairly.
 
-One thread runs the model. Pieces that arrive while it works form its next batch, so a batch is as
-large as the load wants and nobody waits for others to come. A batch is bounded by the work that it
-brings, and pieces are taken by fair queueing (Demers, Keshav and Shenker 1989): in the order in
-which they would end if all requests were worked on at once, at equal speed. A small request waits
-for about one batch, however much work larger requests have brought before it. Another thread
-writes, so learning, which waits for the disk, holds up no answer.
+One thread runs the model. Pieces that arrive while it works form its next batch, so the batch size
+follows the load and no request waits for others to arrive. The work per batch is bounded, and
+pieces are taken by fair queueing (Demers, Keshav and Shenker 1989): in the order in which they
+would finish if all requests were processed at once, at equal speed. A small request waits for about
+one batch, however much work larger requests have queued before it. Writes run in another thread,
+so learning, which waits for the disk, delays no answer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Generic, TypeVar
 Piece = TypeVar("Piece")
 Done = TypeVar("Done")
 
-FORGETTING = 0.8  # weight that a measured pace keeps with each newer batch: about half a second
-EQUALS = 4  # requests as large as itself that a request may have to share the model with
+FORGETTING = 0.8  # factor on earlier measurements per newer batch: about half a second of history
+EQUALS = 4  # number of equally large requests that a request may have to share the model with
 
 
 class Overloaded(Exception):
@@ -39,10 +39,10 @@ class Pace:
     """Measured seconds per unit of work: least squares through the origin, over recent batches.
 
     Large batches count most, so the fixed cost of a call is not mistaken for the cost of a unit.
-    The first batch is not counted: it pays for what is set up once.
+    The first batch is not counted, because it includes one-time set-up.
 
     Args:
-        seconds: per unit, assumed until there is a measurement.
+        seconds: seconds per unit assumed until there is a measurement.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -51,7 +51,7 @@ class Pace:
         self._squares = self._products = 0.0
 
     def measure(self, units: float, seconds: float) -> None:
-        """Take note of a batch of so many units."""
+        """Record that a batch of `units` units took `seconds`."""
         if units <= 0:
             return
         if not self._is_warm:
@@ -64,16 +64,16 @@ class Pace:
 
 @dataclass(eq=False)
 class _Job(Generic[Piece, Done]):
-    """A request: its pieces in order, and who waits for them."""
+    """A request: its pieces in order, and the future that its caller awaits."""
 
     pieces: Sequence[Piece]
     weights: Sequence[float]
     answered: asyncio.Future[list[Done]] = field(repr=False)
     results: list[Done] = field(default_factory=list)
     taken: int = 0
-    """Pieces that the model has been given."""
+    """Number of pieces passed to the model so far."""
     remaining: float = 0.0
-    """Weight of the pieces that are not done yet."""
+    """Total weight of the pieces that are not done yet."""
     has_failed: bool = False
 
     @property
@@ -85,20 +85,21 @@ class Batcher(Generic[Piece, Done]):
     """Runs `handle` on lists of pieces in a thread of its own; used from one event loop.
 
     Args:
-        handle: gives one result per piece.
-        weight: work of a piece, by which requests share the model. Always the same for the same
-            piece, so that equal requests are handled in the order in which they came.
-        part: weight of a batch; a single piece may weigh more.
-        part_s: or what is done in so many seconds, by the pace of late, if that is more.
+        handle: returns one result per piece.
+        weight: returns the work of a piece, by which requests share the model. It must always be
+            the same for the same piece, so that equal requests are handled in order of arrival.
+        part: maximum weight of a batch; a single piece may weigh more.
+        part_s: seconds per batch at the recently measured pace. The maximum weight is raised to
+            what can be done in this time, if that is more than `part`.
         batch: maximum number of pieces per batch.
-        wait_s: estimated seconds that a request may have to wait for others; a request that takes
-            long itself may wait for `EQUALS` times as long as it takes. Further requests are
-            refused with `Overloaded`.
-        window_s: seconds for as many pieces to gather as there were in the last batch: clients who
-            were answered are about to ask again, and one by one they would cost more. A client
-            that is alone never waits.
-        name: of the thread.
-        pace: seconds per weight, measured and estimated.
+        wait_s: estimated seconds that a request may have to wait for others. A request that takes
+            long itself may in addition wait `EQUALS` times as long as it takes. Further requests
+            are refused with `Overloaded`.
+        window_s: maximum seconds to wait until as many pieces have arrived as the last batch had.
+            Clients that were just answered are about to send again, and handling them one by one
+            would cost more. A single client never waits.
+        name: name of the thread.
+        pace: measures the seconds per unit of weight.
     """
 
     def __init__(
@@ -121,13 +122,13 @@ class Batcher(Generic[Piece, Done]):
         self._last = 1
         self._jobs: set[_Job[Piece, Done]] = set()
         self._queue: list[tuple[float, int, _Job[Piece, Done]]] = []
-        """A heap: virtual finish time of a job's next piece, and a number that settles ties."""
+        """A heap of (virtual finish time of the job's next piece, tie-breaking number, job)."""
         self._numbers = itertools.count()
         self._virtual_time = 0.0
-        """Work that each request would have had done if they shared the model equally."""
+        """Work that each request would have received if all shared the model equally."""
         self._waiting = 0
-        self._usual = 1.0
-        """Weight of requests of late."""
+        self._light = 1.0
+        """Weight of the lighter ones among recent requests."""
         self._some = threading.Condition()
         self._stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -135,29 +136,35 @@ class Batcher(Generic[Piece, Done]):
 
     @property
     def waiting(self) -> int:
-        """Pieces that the model has not been given yet."""
+        """Number of pieces not yet passed to the model."""
         return self._waiting
 
-    def estimate_wait_s(self) -> float:
-        """Return the seconds that a request of the usual weight would have to wait for others."""
+    def estimate_wait_s(self, most: float) -> float:
+        """Return the seconds that a light request would have to wait for others.
+
+        The estimate is low on purpose: a request refused by it would not be admitted later either.
+
+        Args:
+            most: weight that the request has at most.
+        """
         with self._some:
-            return self._pace.seconds * self._weigh_ahead(self._usual)
+            return self._pace.seconds * self._weigh_ahead(min(self._light, most))
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Finish what is waiting, then end the thread."""
+        """Finish the waiting pieces, then end the thread."""
         with self._some:
             self._stopped = True
             self._some.notify()
         await asyncio.to_thread(self._thread.join)
 
     async def __call__(self, pieces: Sequence[Piece]) -> list[Done]:
-        """Return the result of each piece of a request, of which the pieces are handled in order.
+        """Return one result per piece of a request. The pieces are handled in order.
 
-        If the caller is cancelled, pieces that the model has not been given are never handled.
+        If the caller is cancelled, pieces not yet passed to the model are never handled.
 
         Raises:
             Overloaded: the request would have to wait too long, or the batcher was stopped.
@@ -185,13 +192,15 @@ class Batcher(Generic[Piece, Done]):
             raise Overloaded
         ahead = self._weigh_ahead(job.remaining)
         excess_s = self._pace.seconds * (ahead - EQUALS * job.remaining) - self._wait_s
-        self._usual = 0.9 * self._usual + 0.1 * job.remaining
+        self._light = min(job.remaining, 1.1 * self._light)
         if self._jobs and excess_s > 0:
             raise Overloaded(excess_s)
 
     def _weigh_ahead(self, weight: float) -> float:
-        """Return the weight of what is handled before a request of this weight is done: of a larger
-        one, fair queueing lets no more pass than the smaller brings."""
+        """Return the weight of other work handled before a request of this weight is done.
+
+        Fair queueing lets a larger request do no more work in that time than the smaller one has.
+        """
         return sum(min(other.remaining, weight) for other in self._jobs)
 
     def _push(self, job: _Job[Piece, Done], start: float) -> None:
@@ -199,7 +208,7 @@ class Batcher(Generic[Piece, Done]):
         heapq.heappush(self._queue, (finish, next(self._numbers), job))
 
     def _drop(self, job: _Job[Piece, Done]) -> None:
-        """Forget a request that nobody waits for; its entry in the heap is skipped later."""
+        """Drop a request whose caller was cancelled; its entry in the heap is skipped later."""
         with self._some:
             if job in self._jobs:
                 self._jobs.remove(job)
@@ -208,14 +217,14 @@ class Batcher(Generic[Piece, Done]):
     def _run(self) -> None:
         assert self._loop is not None
         while True:
-            is_busy = bool(self._queue)  # else the time until the next batch is nobody's
+            is_busy = bool(self._queue)  # if not, idle time before the next batch is not counted
             end = time.perf_counter()
             if not (batch := self._next()):
                 return
             start = end if is_busy else time.perf_counter()
             try:
                 results = self._handle([job.pieces[place] for job, place in batch])
-            except Exception as error:  # ours, not the clients': what they sent was checked
+            except Exception as error:  # a fault of ours: the clients' input was checked
                 failure = RuntimeError("the model failed")
                 failure.__cause__ = error
                 self._finish(batch, [], failure)
@@ -230,7 +239,7 @@ class Batcher(Generic[Piece, Done]):
         results: list[Done],
         failure: RuntimeError | None,
     ) -> None:
-        """Take note of a batch that was handled, and answer the requests that are complete."""
+        """Record a handled batch, and answer the requests that are now complete."""
         assert self._loop is not None
         complete = dict.fromkeys(job for job, _ in batch)
         with self._some:
@@ -248,7 +257,7 @@ class Batcher(Generic[Piece, Done]):
         self._loop.call_soon_threadsafe(_answer, list(complete), failure)
 
     def _next(self) -> list[tuple[_Job[Piece, Done], int]]:
-        """Return the next batch, pieces by job and place; empty when there will be no more."""
+        """Return the next batch as (job, piece index) pairs; empty once stopped and drained."""
         with self._some:
             while True:
                 self._some.wait_for(lambda: self._queue or self._stopped)
@@ -293,16 +302,17 @@ def _answer(jobs: list[_Job[Any, Any]], failure: RuntimeError | None) -> None:
 
 
 class Writer:
-    """Runs calls one after the other in a thread of its own; a few may wait."""
+    """Runs calls one at a time in a thread of its own; `most` bounds the calls in progress."""
 
     def __init__(self, most: int, name: str = "mbpa-writer") -> None:
         self._most, self._waiting = most, 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def __call__(self, call: Callable[[], Done]) -> Done:
-        """What the call returns; `Overloaded` if it cannot wait for its turn.
+        """Make the call and return its result; raise `Overloaded` if too many are waiting.
 
-        It is made even if whoever asked goes away: half of what was said cannot be taken back.
+        The call is made even if the caller is cancelled, because a write that has begun cannot be
+        undone.
         """
         if self._waiting >= self._most:
             raise Overloaded
@@ -315,7 +325,7 @@ class Writer:
     def _finished(self, done: asyncio.Future[Any]) -> None:
         self._waiting -= 1
         if not done.cancelled():
-            done.exception()  # seen, if nobody is there any more to see it
+            done.exception()  # mark it as retrieved, in case the caller is gone
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._pool.shutdown)

@@ -1,8 +1,8 @@
-"""A classifier that is taught while it answers.
+"""A classifier that can be taught while it answers queries.
 
-The memory is filled from the journal at every start, so the journal is all there is to lose. What
-is said is a function of the examples that are there, not of their history: in what order they
-were taught, what was forgotten, how often it was started.
+The memory is filled from the journal at every start, so the journal is the only state to protect.
+Answers depend only on the examples that are present, never on their history: the order in which
+they were taught, what was forgotten, or the number of restarts.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from mbpa.serve.run_info import (
 )
 from mbpa.serve.served_model import TaughtModel
 
-SHOWN = 3  # labels an answer names
-REPLAYED = 1000  # examples that are read at a time
-MOST_EXAMPLES, MOST_LABELS, MOST_NEW_LABELS = 1_000_000, 10_000, 100  # the last in one call
+SHOWN = 3  # labels named per answer
+REPLAYED = 1000  # examples read from the journal at a time
+MOST_EXAMPLES, MOST_LABELS, MOST_NEW_LABELS = 1_000_000, 10_000, 100  # the last one per call
 
 
 class Classifier:
-    """Answers by name, learns from examples, forgets them, explains; safe to use from threads.
+    """Predicts labels, explains its answers, learns examples and forgets them. Thread-safe.
 
-    Answers wait for no disk: a lesson is in the journal, for good, before it is in the memory, and
-    only the latter is a matter for those who predict.
+    Predictions never wait for the disk. A lesson is written durably to the journal before it
+    enters the memory, and predictions only lock the memory.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Classifier:
         self._encoder = encoder
         self._device = head.weight.device
         self._has_norm = info.encoder is not None or rows is not None
-        self._writing = threading.RLock()  # what the journal gets, the memory gets in that order
+        self._writing = threading.RLock()  # journal and memory get writes in the same order
         self._state = threading.RLock()
         self._model = TaughtModel(head, info.labels, predictor, rows)
-        self._counts = self._model.counts(0)  # another after each change: readers need no lock
+        self._counts = self._model.counts(0)  # replaced after each change: readers need no lock
         self._replay()
 
     @classmethod
@@ -89,18 +89,18 @@ class Classifier:
         text_encoder: TextEncoder | None = None,
         image_encoder: ImageEncoder | None = None,
     ) -> Self:
-        """The classifier in a run directory.
+        """Load the classifier from a run directory.
 
         Args:
-            text_encoder, image_encoder: used in place of the run's own, which it must be another
-                copy of.
+            text_encoder, image_encoder: used in place of loading the run's encoder. The
+                fingerprint must equal that of the run's encoder.
 
         Raises:
-            RunError: there is none, it is damaged, or made with another encoder than is here.
+            RunError: there is no run, it is damaged, or its encoder differs from the one here.
             JournalError: its examples cannot be read.
         """
         root = Path(directory)
-        RunInfo.read(root)  # what is no run is told first
+        RunInfo.read(root)  # first of all, report a directory that is not a run
         # The journal's lock keeps others from replacing the run while the rest of it is read.
         with contextlib.ExitStack() as stack:
             journal = stack.enter_context(Journal(root / JOURNAL, create=False))
@@ -122,7 +122,7 @@ class Classifier:
         return classifier
 
     def close(self) -> None:
-        """Close the journal; predictions go on."""
+        """Close the journal; predictions still work."""
         with self._writing:
             self.journal.close()
 
@@ -132,16 +132,16 @@ class Classifier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # What it knows
+    # Contents
 
     @property
     def counts(self) -> Counts:
-        """What there is, after a number of whole calls; waits for nobody."""
+        """A consistent snapshot of the counts, taken between writes. Takes no lock."""
         return self._counts
 
     @property
     def labels(self) -> dict[str, int]:
-        """How many examples there are of each label, in the order of the head's outputs."""
+        """Number of examples per label, in the order of the head's outputs."""
         return dict(self._counts.labels)
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class Classifier:
 
     @property
     def takes(self) -> str | None:
-        """What it can be asked about, "texts" or "images"; `None`: keys only."""
+        """Kind of items the classifier accepts, "texts" or "images"; `None`: keys only."""
         return None if self._encoder is None else self._encoder.takes
 
     @property
@@ -158,11 +158,11 @@ class Classifier:
 
     @property
     def trained_labels(self) -> frozenset[str]:
-        """Labels that have a trained row of the head."""
+        """Labels whose row of the head was trained."""
         return frozenset(self._counts.trained_labels)
 
     def stats(self) -> dict[str, Any]:
-        """Counts, for people and for programs; waits for nobody."""
+        """Return counts and properties by name. Takes no lock."""
         counts = self._counts
         return {
             "examples": counts.examples,
@@ -178,8 +178,10 @@ class Classifier:
         }
 
     def examples(self, label: str | None = None) -> list[Example]:
-        """What is in the memory, in order of ids, without keys and pictures; for those ask
-        `entries` and `image`."""
+        """Return the examples in the memory, in order of ids, without keys and pictures.
+
+        `entries` returns the keys, `image` a picture.
+        """
         with self._state:
             held = sorted(self._model.known.examples.items())
         return [
@@ -189,19 +191,19 @@ class Classifier:
         ]
 
     def image(self, id: int) -> bytes | None:
-        """The picture of an example, if it is there and one of a picture."""
+        """Return the picture of an example; `None` if there is no such example, or no picture."""
         found = self.journal.example(id)
         return None if found is None else found.image
 
     def entries(self) -> tuple[list[int], Float[Tensor, "M D"]]:
-        """Ids and keys of everything in the memory."""
+        """Return the ids and keys of everything in the memory."""
         with self._state:
             return self._model.entries()
 
     # Answering
 
     def encode(self, items: Sequence[str | bytes]) -> Float[Tensor, "B D"]:
-        """Keys of texts, or of pictures as `mbpa.encoders.image.kept` gives them."""
+        """Return the keys of texts, or of pictures as returned by `mbpa.encoders.image.kept`."""
         for item in items:
             self.check_item(item)
         if self._encoder is None:
@@ -209,14 +211,14 @@ class Classifier:
         return self._encoder(items).to(self._device)
 
     def check_takes(self, what: str) -> None:
-        """`InputError` if it cannot be asked about "texts" or "images"."""
+        """Raise `InputError` if the run does not take this kind of items, "texts" or "images"."""
         if self.takes is None:
             raise InputError("this run takes embeddings only: it was made without an encoder")
         if what != self.takes:
             raise InputError(f"this run takes {self.takes}, not {what}")
 
     def check_item(self, item: str | bytes) -> None:
-        """`InputError` for what this run cannot be asked about."""
+        """Raise `InputError` if this run cannot classify the item."""
         self.check_takes(_kind(item))
         if isinstance(item, str):
             check_text(item)
@@ -229,13 +231,13 @@ class Classifier:
         top: int = SHOWN,
         threshold: float | None = None,
     ) -> list[Answer]:
-        """An answer for each of the texts or pictures, or of the keys that `encode` gave.
+        """Return one answer per text or picture, or per key returned by `encode`.
 
         Args:
-            items: texts, or pictures as `mbpa.encoders.image.kept` returns them, as the run
-                `takes`.
-            top: how many labels an answer names.
-            threshold: of confidence, below which it abstains; by default the run's.
+            items: texts, or pictures as `mbpa.encoders.image.kept` returns them, depending on
+                what the run `takes`.
+            top: number of labels named per answer.
+            threshold: confidence below which the classifier abstains; by default the run's.
         """
         keys = self._queries(items, keys)
         with self._state:
@@ -250,7 +252,7 @@ class Classifier:
         top: int = SHOWN,
         threshold: float | None = None,
     ) -> list[Reason]:
-        """The same answers, with what they come from."""
+        """Return the answers of `predict` together with the examples that they are based on."""
         keys = self._queries(items, keys)
         with self._state:
             labels, why = self._model.labels, self._model.explain(keys)
@@ -272,16 +274,17 @@ class Classifier:
         request: str | None = None,
         restoring: bool = False,
     ) -> list[int]:
-        """Add examples, for good; the next answer knows them. Returns their ids.
+        """Add examples durably and return their ids. The next answer uses them.
 
         Args:
-            request: a name for this call: the same again adds nothing and returns the same ids.
-            restoring: the head was trained with these; they were forgotten and are back, and so
-                are the rows of their labels.
+            request: a name for this call. Repeating a call under the same name adds nothing and
+                returns the same ids.
+            restoring: the head was trained with these examples, and they were forgotten since.
+                Adding them back also brings back the trained rows of their labels.
 
         Raises:
-            InputError: a lesson cannot be; nothing was added.
-            JournalError: it could not be kept; nothing was added.
+            InputError: a lesson is invalid; nothing was added.
+            JournalError: the lessons could not be written; nothing was added to the memory.
         """
         self.journal.require_owner()
         if not lessons:
@@ -300,7 +303,7 @@ class Classifier:
                 for (label, _), each, key in zip(named, lessons, keys.cpu(), strict=True)
             ]
             with self._state:
-                self._model.make_room(len(rows))  # it may fail, and nothing is promised yet
+                self._model.make_room(len(rows))  # may fail, so it comes before the write
             with self._following():
                 ids = self.journal.learn(rows, request, restoring=restoring)
                 with self._state:
@@ -308,17 +311,17 @@ class Classifier:
             return ids
 
     def was_trained_with(self, id: int) -> bool:
-        """Whether the head was trained with this example."""
+        """Return whether the head was trained with this example."""
         with self._state:
             held = self._model.known.examples.get(id)
             return held is not None and held.is_trained
 
     def forget(self, ids: Iterable[SupportsIndex] = (), label: str | None = None) -> list[int]:
-        """Delete examples by id, or all of a label, for good; returns the ids that were there.
+        """Delete examples by id, or all of a label, permanently; return the ids that existed.
 
-        What was taught is forgotten as if it never had been. Of examples that the head was trained
-        with, the memory and the journal keep nothing, and a label that loses all of them loses its
-        row of the head; what they did to the other rows stays until `mbpa teach` is run anew.
+        Forgetting a taught example leaves no trace. Examples that the head was trained with are
+        removed from the memory and the journal, and a label that loses all of them loses its row
+        of the head. Their effect on the other rows remains until `mbpa teach` is run again.
         """
         self.journal.require_owner()
         with self._writing:
@@ -346,7 +349,7 @@ class Classifier:
         return self.threshold if threshold is None else threshold
 
     def check_rows(self, rows: Float[np.ndarray, "B D"]) -> None:
-        """`InputError` for keys that no encoder would give."""
+        """Raise `InputError` for keys that no encoder would return."""
         if rows.ndim != 2 or rows.shape[1] != self.key_dim:
             raise InputError(f"keys must have {self.key_dim} numbers each, got {rows.shape[1:]}")
         norms = compute_norms(rows)
@@ -383,7 +386,10 @@ class Classifier:
                 self.check_rows(lesson.key[None].detach().cpu().to(torch.float32).numpy())
 
     def _check_said(self, said: str | bytes, *, has_key: bool) -> None:
-        """Where nothing is embedded, a key may come with either; what is kept must be sound."""
+        """Check the text or picture of a lesson.
+
+        In a run without an encoder, a key may come with either. Whatever is stored must be valid.
+        """
         if self.takes is not None or not has_key:
             self.check_takes(_kind(said))
         if isinstance(said, str):
@@ -392,18 +398,18 @@ class Classifier:
             check_picture(said)
 
     def _keys_of(self, lessons: Sequence[Lesson]) -> Float[Tensor, "N D"]:
-        """Of those without one, that of the text or picture."""
+        """Return the keys of lessons; those given without a key are encoded."""
         found = iter(self._encoded(lessons))
         keys = [next(found) if each.key is None else each.key for each in lessons]
         return torch.stack([key.to(self._device, torch.float32) for key in keys])
 
     def _encoded(self, given: Sequence[Lesson] | Sequence[Example]) -> Iterable[Tensor]:
-        """Keys of those that have none."""
+        """Encode the texts or pictures that come without a key."""
         items: list[Any] = [each.said for each in given if each.key is None]
         return self.encode(items) if items else ()
 
     def _replay(self) -> None:
-        """Fill the memory from the journal; a part at a time, so that little is there twice."""
+        """Fill the memory from the journal, in parts, so that few examples are held twice."""
         keys = torch.empty(len(self.journal), self.key_dim)
         ids: list[int] = []
         named: list[tuple[str, str | None]] = []
@@ -433,8 +439,11 @@ class Classifier:
 
     @contextlib.contextmanager
     def _following(self) -> Iterator[None]:
-        """Do in the memory what the journal has; if that fails, a start does it, and until then
-        nothing more is acknowledged."""
+        """Make sure that a change of the journal reaches the memory.
+
+        If updating the memory fails, the journal refuses further writes until a restart, which
+        fills the memory anew.
+        """
         change = self.journal.change
         try:
             yield
@@ -451,7 +460,7 @@ def _kind(item: str | bytes) -> str:
 
 
 def _as_given(lessons: Sequence[Lesson]) -> list[Row]:
-    """As the journal would keep them, without the keys that texts are yet to get."""
+    """Return lessons as journal rows, without keys for those that are still to be encoded."""
     return [
         (each.label.strip(), each.said, None if each.key is None else as_bytes(each.key.cpu()))
         for each in lessons

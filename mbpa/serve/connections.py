@@ -1,7 +1,8 @@
-"""HTTP connections that are given up when their client is too slow.
+"""HTTP connections that are closed when their client is too slow.
 
-Uvicorn waits for ever for the headers of a request, and for ever for a client to read its answer;
-a few hundred such clients would take all file descriptors. `middleware` waits for bodies.
+Uvicorn waits forever for the headers of a request, and forever for a client to read its response.
+A few hundred such clients would use up all file descriptors. `middleware` limits the time for
+bodies.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 if sys.platform != "win32":
     import resource
 
-if TYPE_CHECKING:  # a class that is chosen when it is imported cannot be checked
+if TYPE_CHECKING:  # uvicorn chooses the class at import, which a type checker cannot follow
     from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
 else:
     Protocol = AutoHTTPProtocol
 
 MAX_CONNECTIONS = 2000
-OTHER_FILES = 256  # that the process opens beside connections
-UNLIMITED_FILES = 1 << 30  # where the system sets no limit
+OTHER_FILES = 256  # files that the process opens besides connections
+UNLIMITED_FILES = 1 << 30  # used where the system sets no limit
 
 
 class WatchedProtocol(Protocol):
-    """Looks at its connection from time to time, and gives it up if nothing comes or is read."""
+    """Checks its connection periodically, and closes it if the client neither sends nor reads."""
 
     idle_s = 10.0
-    """Seconds for a connection to bring a request, headers and all; it may have twice as long."""
+    """Seconds for a client to send a complete request header; checks are periodic, so it may get
+    twice as long."""
     read_s = 30.0
-    """Seconds for a client to read an answer; it may have up to `idle_s` more."""
+    """Seconds for a client to read a response; it may get up to `idle_s` more."""
     _last_cycle: Any = None
     _unread_s = 0.0
     _timer: asyncio.TimerHandle | None = None
@@ -50,7 +52,7 @@ class WatchedProtocol(Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Give the connection up, or look again later."""
+        """Close the connection if it is idle or unread, else schedule the next check."""
         is_unread = self.transport.get_write_buffer_size() > 0
         self._unread_s = self._unread_s + self.idle_s if is_unread else 0.0
         is_busy = self.cycle is not None and not self.cycle.response_complete
@@ -63,13 +65,13 @@ class WatchedProtocol(Protocol):
 
 
 def limit_connections() -> int:
-    """Return how many connections this process may have open."""
+    """Return the number of connections this process may have open."""
     most = _read_file_limits()[0]
     return min(MAX_CONNECTIONS, max(OTHER_FILES, most - OTHER_FILES))
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as its connections want, where it may."""
+    """Raise the limit on open files to what `MAX_CONNECTIONS` needs, as far as permitted."""
     most, allowed = _read_file_limits()
     wanted = min(MAX_CONNECTIONS + OTHER_FILES, allowed)
     if sys.platform != "win32" and most < wanted:
@@ -79,7 +81,7 @@ def raise_file_limit() -> None:
 
 
 def _read_file_limits() -> tuple[int, int]:
-    """Return how many files this process may open now, and how many if it asks for more."""
+    """Return the current limit on open files, and the highest that this process may set."""
     if sys.platform == "win32":
         return UNLIMITED_FILES, UNLIMITED_FILES
     soft, hard = (

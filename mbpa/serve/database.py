@@ -1,13 +1,12 @@
-"""A SQLite file that this process owns, and that is on disk when it says so.
+"""A SQLite file that this process owns, whose acknowledged writes are on disk.
 
-Once a write has failed nothing more is written until the file is opened again: after a failed flush
-the kernel may call pages clean that never reached the disk, and a second flush would then prove
-nothing. Opening writes the log again, byte by byte, before it copies it into the database; that
-does.
+After a failed write nothing more is written until the file is opened again. After a failed flush
+the kernel may mark pages as clean that never reached the disk, so a second flush would prove
+nothing. Opening rewrites every byte of the log before copying it into the database, which does.
 
-SQLite writes to the files it has opened. Whether these are still the files in the directory, it
-does not ask; so this is checked before a call is acknowledged. A forked process inherits the open
-files and must neither use nor close them: SQLite would delete the log under its parent.
+SQLite writes to the files it has opened and never checks that they are still the files in the
+directory, so this is checked before a call is acknowledged. A forked process inherits the open
+files and must neither use nor close them: SQLite would delete the log that its parent is using.
 """
 
 import contextlib
@@ -35,29 +34,29 @@ _MARK_OFFSET, _MARK_BYTES = 32, 37  # in the lock file, after the number of the 
 
 
 class JournalError(RuntimeError):
-    """The journal cannot be opened, read or written; the message is a line on what to do."""
+    """The journal cannot be opened, read or written; the message says in one line what to do."""
 
 
 class InUseError(JournalError):
-    """Another process has it open."""
+    """Another process has the journal open."""
 
 
 class DamagedError(JournalError):
-    """The files do not hold what was written, or are no journal at all."""
+    """The files do not hold what was written, or are not a journal at all."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The tables of a file, and how those of earlier formats become these."""
+    """The tables of a file, and how to upgrade those of earlier formats."""
 
     format: int
-    """Files of later formats are refused."""
+    """Version of the format; files of later formats are refused."""
     tables: Mapping[str, str]
     """Columns of each table, in parentheses."""
     fill: Callable[["Database"], None]
     """Writes the first rows of a new file."""
     upgrade: Callable[["Database", int], None]
-    """Makes the tables of an earlier file, whose format it is given, into these."""
+    """Converts the tables of an earlier file, whose format is passed to it, to this schema."""
 
     def create(self, database: "Database", *names: str) -> None:
         for name in names:
@@ -68,24 +67,24 @@ class Database:
     """Durable transactions on one file, for one process and any number of its threads.
 
     Args:
-        path: the file; ``-wal`` and ``.lock`` stand beside it.
-        create: make the file when it is missing.
-        writable: open it for reading alone if false, and change nothing.
+        path: the file; files with the suffixes ``-wal`` and ``.lock`` lie beside it.
+        create: create the file if it is missing.
+        writable: if false, open the file for reading only and change nothing.
 
     Raises:
-        JournalError: it cannot be read or created.
+        JournalError: the file cannot be read or created.
         InUseError: another process has it open.
-        DamagedError: it is damaged, or something else.
+        DamagedError: it is damaged, or not a journal.
     """
 
     def __init__(
         self, path: Path, schema: Schema, *, create: bool = True, writable: bool = True
     ) -> None:
-        path = Path(os.path.realpath(path))  # as SQLite does, for which links lead to one journal
+        path = Path(os.path.realpath(path))  # SQLite resolves links, too: they share one journal
         self.path, self._log = path, path.with_name(path.name + "-wal")
         self.read_only: str | None = None
         self.acknowledged = 0
-        """The last change that a process has acknowledged, as far as the lock file tells."""
+        """The last change that any process has acknowledged, according to the lock file."""
         self._owner = os.getpid()
         self._access = threading.RLock()
         self._opened = contextlib.ExitStack()
@@ -115,7 +114,7 @@ class Database:
         return self._connection.execute(statement, arguments).fetchall()
 
     def stream(self, statement: str, *arguments: str | bytes | int | None) -> Iterator[Any]:
-        """Rows one at a time, which a large table needs."""
+        """Iterate over the rows one at a time, for tables too large to fetch at once."""
         return iter(self._connection.execute(statement, arguments))
 
     def size(self) -> int:
@@ -132,8 +131,8 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Self]:
-        """Keep other threads out, and turn errors of SQLite into ours."""
-        self.require_owner()  # first: a lock that was held during a fork is held for ever
+        """Keep other threads out, and turn SQLite's errors into ours."""
+        self.require_owner()  # first: a lock that was held during a fork is never released
         with self._access:
             if self._closed:
                 raise JournalError(f"{self.path} is closed: open it again")
@@ -141,13 +140,13 @@ class Database:
                 yield self
             except sqlite3.Error as error:
                 raise _translate(self.path, error) from error
-            except UnicodeDecodeError as error:  # of Python's module, for text that is damaged
+            except UnicodeDecodeError as error:  # raised by Python's module for damaged text
                 message = f"{self.path}: damaged ({error}): restore it from a copy"
                 raise DamagedError(message) from error
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Self]:
-        """As `reading`; an error of the disk in here ends all writing."""
+        """Like `reading`, but a disk error inside makes the database read-only."""
         with self.reading():
             if self.read_only is not None:
                 raise JournalError(self.read_only)
@@ -156,11 +155,11 @@ class Database:
             try:
                 yield self
             except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
-                raise  # an argument that SQLite does not know: nothing was written
+                raise  # SQLite rejected an argument: nothing was written
             except (sqlite3.Error, OSError) as error:
                 raise self._fail(error) from error
             except BaseException:
-                if self._commits != committed:  # what is known of the file may be of before
+                if self._commits != committed:  # our view of the file may be out of date
                     reason = f"{self.path} is read-only: a call was interrupted: open it again"
                     self.read_only = self.read_only or reason
                 raise
@@ -170,19 +169,19 @@ class Database:
         self.rows("BEGIN IMMEDIATE")
         try:
             yield
-            self._commits += 1  # before: an interrupt may come as soon as it is done
+            self._commits += 1  # before COMMIT: an interrupt may arrive right after it
             self.rows("COMMIT")
         except BaseException:
-            with contextlib.suppress(sqlite3.Error):  # some errors have rolled back by themselves
+            with contextlib.suppress(sqlite3.Error):  # some errors roll back by themselves
                 self.rows("ROLLBACK")
             raise
 
     def acknowledge(self, change: int) -> None:
         """Make sure that what was committed is in the files of the directory.
 
-        The number goes into the lock file, without a flush: it is no part of what is promised, but
-        shows later whether anything is missing. Since it is written after the log was flushed, it
-        never promises too much.
+        The number of the change is written to the lock file without a flush. Durability does not
+        depend on it, but it shows later whether changes are missing. It is written after the log
+        was flushed, so it never claims too much.
         """
         self._require_in_place()
         self.acknowledged = change
@@ -191,10 +190,10 @@ class Database:
                 os.pwrite(self._lock.fileno(), _make_mark(change), _MARK_OFFSET)
 
     def give_back_free_pages(self) -> None:
-        self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` gives back one
+        self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` frees only one page
 
     def shorten_log(self) -> None:
-        """Copy a long log into the database; for after a call that is durable either way."""
+        """Copy a long log into the database. Called after a write that is durable either way."""
         try:
             if self._log.stat().st_size > _LOG_BYTES:
                 self._copy_log()
@@ -202,12 +201,12 @@ class Database:
             self._fail(error)
 
     def empty_log(self) -> None:
-        """Copy the log into the database and leave nothing in it, not even after a power cut."""
+        """Copy the log into the database and empty it, so that a power cut brings nothing back."""
         self._copy_log()
         files.flush_file(self._log)  # SQLite does not
 
     def close(self) -> None:
-        """Let go of the files; does nothing in a forked process, whose parent has them."""
+        """Close the files. Does nothing in a forked process, since they belong to its parent."""
         if os.getpid() != self._owner:
             return
         with self._access:
@@ -217,7 +216,7 @@ class Database:
     # Inside
 
     def _copy_log(self) -> None:
-        """Copy the log into the database, flushed; then cut the log to nothing."""
+        """Copy the log into the database, flush it, and truncate the log."""
         ((busy, _, _),) = self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
         assert not busy, "somebody else reads what is locked exclusively"
 
@@ -226,7 +225,7 @@ class Database:
         return JournalError(self.read_only)
 
     def _require_in_place(self) -> None:
-        """Refuse to go on if a file was removed or replaced; what is in the log is saved first."""
+        """Become read-only and raise if a file was removed or replaced; save the log first."""
         missing = self._find_missing()
         if not missing:
             return
@@ -239,19 +238,21 @@ class Database:
         raise JournalError(self.read_only)
 
     def _find_missing(self) -> list[Path]:
-        """Return those of our files that are no longer where they were."""
+        """Return those of our files that were moved, removed or replaced."""
         return [path for path, status in self._places if not files.is_at(path, status)]
 
     def _close_connection(self) -> None:
-        """Close the connection; but not if the log's name is another journal's by now, since
-        SQLite removes the log by its name."""
+        """Close the connection, unless the log's name now belongs to another file.
+
+        SQLite removes the log by its name on closing.
+        """
         if self._log in self._find_missing() and self._log.exists():
             _keep_for_ever(self._connection)
         else:
             self._connection.close()
 
     def _hold_lock(self, create: bool) -> None:
-        """Let one process write, or several read; a killed one's lock is released with it."""
+        """Lock the file for one writer or several readers; a killed process releases its lock."""
         if self.path.is_dir() or not self.path.parent.is_dir():
             raise JournalError(f"{self.path} must be a file in a directory that exists")
         beside = self.path.with_name(self.path.name + ".lock")
@@ -272,7 +273,7 @@ class Database:
         return self._create()
 
     def _open_lock(self, beside: Path) -> io.FileIO | None:
-        """Open the lock file; if that cannot be written, for reading, as the journal then is."""
+        """Open the lock file. If it cannot be written, the journal becomes read-only."""
         try:
             descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -280,7 +281,7 @@ class Database:
                 raise self._cannot_create(error) from error
             self.read_only = f"{self.path} is read-only ({error.strerror}): see to it and restart"
             if not beside.exists():
-                return None  # where nobody can write, nobody need be kept from it
+                return None  # nobody can write here, so no lock is needed
             try:
                 return io.FileIO(beside)
             except OSError as again:
@@ -288,7 +289,7 @@ class Database:
                 raise JournalError(message) from again
         if self.read_only is None and self.path.exists() and not os.access(self.path, os.W_OK):
             self.read_only = f"{self.path} is read-only: allow writing to it and restart"
-        return io.FileIO(descriptor, "r+")  # closed when it is collected, too
+        return io.FileIO(descriptor, "r+")  # also closed when it is garbage-collected
 
     def _take_lock(self, descriptor: int) -> None:
         writes = self.read_only is None
@@ -305,12 +306,12 @@ class Database:
             raise JournalError(message) from error
         self._opened.callback(files.unlock, descriptor)
         if writes:
-            with contextlib.suppress(OSError):  # it is for the message above only
+            with contextlib.suppress(OSError):  # only the message above needs it
                 os.pwrite(descriptor, f"{os.getpid():<20}".encode(), 0)
 
     def _create(self) -> None:
-        """Make an empty file that others cannot read: it will hold what people wrote."""
-        self.acknowledge(0)  # whatever an earlier journal of this name has acknowledged
+        """Create an empty file that other users cannot read: it will hold people's texts."""
+        self.acknowledge(0)  # discard the mark of an earlier journal of this name
         try:
             if self._lock is not None:
                 os.fsync(self._lock.fileno())  # a power cut must not bring the earlier mark back
@@ -325,7 +326,7 @@ class Database:
 
     def _connect(self) -> None:
         mode = "mode=rw"
-        if self.read_only is not None:  # SQLite would want to create a log, or lock what it reads
+        if self.read_only is not None:  # by default SQLite would create a log or lock the file
             mode = f"mode=ro&vfs={_UNLOCKED}" if self._log.exists() else "mode=ro&immutable=1"
         self._connection = sqlite3.connect(
             f"file://{_quote(self.path)}?{mode}",
@@ -336,16 +337,16 @@ class Database:
         )
         self._opened.callback(self._close_connection)
         for setting in (
-            "locking_mode = EXCLUSIVE",  # no reader elsewhere keeps the log from being emptied
+            "locking_mode = EXCLUSIVE",  # no other reader can keep the log from being emptied
             "synchronous = FULL",
             "secure_delete = ON",
-            "temp_store = MEMORY",  # what is to be forgotten must not reach temporary files
-            "wal_autocheckpoint = 0",  # SQLite would ignore its failure
+            "temp_store = MEMORY",  # examples must not reach temporary files
+            "wal_autocheckpoint = 0",  # SQLite would ignore a failed automatic checkpoint
         ):
             self.rows(f"PRAGMA {setting}")
 
     def _check_format(self, schema: Schema) -> None:
-        """Look before writing: the file may be somebody else's."""
+        """Create the tables of a new file; refuse files of other programs or later formats."""
         ((application,),) = self.rows("PRAGMA application_id")
         ((format,),) = self.rows("PRAGMA user_version")
         ((tables,),) = self.rows("SELECT count(*) FROM sqlite_master")
@@ -368,13 +369,13 @@ class Database:
             )
 
     def _flush_all(self) -> None:
-        """Bring to disk what an earlier process may not have flushed, before building on it."""
+        """Flush what an earlier process may have left unflushed, before relying on it."""
         if self.read_only is None:
             try:
-                self.rows("PRAGMA journal_mode = WAL")  # somebody may have changed it
+                self.rows("PRAGMA journal_mode = WAL")  # another program may have changed it
                 _write_again(self._log)
                 self.empty_log()
-                # SQLite ignores a failure here, and removed files might come back.
+                # SQLite ignores a failed directory flush, after which removed files might reappear.
                 files.flush_directory(self.path.parent)
             except (sqlite3.Error, OSError) as error:
                 if _code(error) in _DAMAGE:
@@ -392,11 +393,11 @@ class Database:
             raise DamagedError(f"{self.path}: damaged ({where}): restore it from a copy")
 
     def _upgrade(self, schema: Schema) -> None:
-        """Bring the tables of an earlier format up to date; in memory where none can be written."""
+        """Upgrade the tables of an earlier format; in memory if the file cannot be written."""
         ((format,),) = self.rows("PRAGMA user_version")
         if format == schema.format:
             return
-        if self.read_only is not None:  # in memory, so that it can be read here, too
+        if self.read_only is not None:  # a copy in memory, so that it can be read all the same
             copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             self._connection.backup(copy)
             self._connection.close()
@@ -411,22 +412,22 @@ class Database:
         except (sqlite3.Error, OSError) as error:
             if self.read_only is not None or _code(error) in _DAMAGE:
                 raise
-            self._fail(error)  # a full disk, say: read it at least
+            self._fail(error)  # such as a full disk: make the file readable at least
             self._upgrade(schema)
 
     def _check_schema(self, schema: Schema) -> None:
-        """Compare the definitions in the file with ours: a changed one would change meanings."""
+        """Compare the table definitions in the file with ours; altered ones count as damage."""
         found = dict(self.rows("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
         if found != {name: f"CREATE TABLE {name} {sql}" for name, sql in schema.tables.items()}:
             raise DamagedError(f"{self.path}: damaged (its tables differ): restore it from a copy")
 
     def _abandon(self) -> None:
-        """Let go, in a forked process, of what belongs to its parent, without closing it."""
+        """Drop the parent's files in a forked process without closing the database."""
         if hasattr(self, "_connection"):
             _keep_for_ever(self._connection)
         self._opened.pop_all()
         if self._lock is not None:
-            self._lock.close()  # shared with the parent, whose lock it would prolong
+            self._lock.close()  # an open copy would keep the lock alive after the parent's end
 
 
 _OPEN: "weakref.WeakSet[Database]" = weakref.WeakSet()
@@ -442,7 +443,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _keep_for_ever(connection: sqlite3.Connection) -> None:
-    """Keep a connection from being closed, even by the end of the interpreter."""
+    """Keep a connection from being closed, even when the interpreter exits."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
 
@@ -452,14 +453,14 @@ def _make_mark(change: int) -> bytes:
 
 
 def _read_mark(lock: int) -> int:
-    """Read the last acknowledged change from a lock file; 0 if there is none, or it is damaged."""
+    """Read the last acknowledged change from a lock file; 0 if it is absent or damaged."""
     found = os.pread(lock, _MARK_BYTES, _MARK_OFFSET)
     number = found[:20]
     return int(number) if number.isdigit() and found == _make_mark(int(number)) else 0
 
 
 def _quote(path: Path) -> str:
-    """Return a path for a URI, whatever its bytes are."""
+    """Quote a path for a URI, whatever its bytes are."""
     place = os.path.abspath(path)
     if sys.platform == "win32":
         return "/" + quote(place.replace("\\", "/"))
@@ -467,7 +468,7 @@ def _quote(path: Path) -> str:
 
 
 def _write_again(path: Path) -> None:
-    """Flush even what the kernel wrongly calls clean, since an earlier flush failed."""
+    """Rewrite and flush a file, including pages wrongly marked clean after a failed flush."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         offset = 0
@@ -482,7 +483,7 @@ _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _code(error: Exception) -> int:
-    """Return the primary code, such as SQLITE_IOERR for SQLITE_IOERR_FSYNC."""
+    """Return the primary error code, such as SQLITE_IOERR for SQLITE_IOERR_FSYNC."""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI description as a page for people: no script, no font, no picture, no request."""
+"""The OpenAPI description as a readable page that loads no scripts, fonts or pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-# Were something of another host to find its way into the page, a browser would not fetch it.
+# Browsers load nothing from other hosts, even if a reference to one got into the page.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src 'self'"
 }
@@ -25,21 +25,21 @@ td, th {text-align: left; vertical-align: baseline; padding: .25rem 1rem .25rem 
 th {font-weight: 400; opacity: .7}
 td:first-child {width: 11rem}
 """
-ICON = (  # a query among its neighbours; browsers ask for one on every page
+ICON = (  # a query among its neighbours; browsers request an icon for every page
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
     '<rect width="16" height="16" rx="4" fill="#4f46e5"/>'
     '<circle cx="8" cy="8" r="2.4" fill="#fff"/>'
     '<g fill="#c7d2fe"><circle cx="4" cy="5" r="1.3"/><circle cx="11.5" cy="4.5" r="1.3"/>'
     '<circle cx="12" cy="11" r="1.3"/><circle cx="5" cy="12" r="1.3"/></g></svg>'
 )
-PICTURE = (  # of one pixel
+PICTURE = (  # one pixel
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAsTj2FAAAAABJRU5ErkJggg=="
 )
 _KINDS = {"integer": "whole number", "string": "text", "boolean": "true or false"}
 
 
 def fit(openapi: dict[str, Any], takes: str | None) -> None:
-    """Describe what this run takes, texts or pictures, and not what another would."""
+    """Reduce the description to what this run takes, texts or pictures; edits it in place."""
     unused = {"texts", "text"} if takes == "images" else {"images", "image"}
     schemas = openapi["components"]["schemas"]
     for name in ("Query", "Why", "Taught"):
@@ -56,7 +56,7 @@ def fit(openapi: dict[str, Any], takes: str | None) -> None:
 
 
 def page(openapi: dict[str, Any], url: str) -> str:
-    """The description as HTML, with commands for a service at `url`."""
+    """Return the description as HTML, with example commands for a service at `url`."""
     info, schemas = openapi["info"], openapi.get("components", {}).get("schemas", {})
     requests = "".join(
         _request(method, url.rstrip("/"), path, operation, schemas)
@@ -119,14 +119,14 @@ def _fields(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
 def _listed(
     schema: dict[str, Any], schemas: dict[str, Any], within: tuple[str, ...]
 ) -> Iterator[tuple[str, str, str]]:
-    """Name, kind and meaning of each field, those of objects inside after the object."""
+    """Yield the name, type and meaning of each field; nested fields follow their object."""
     for name, field in schema.get("properties", {}).items():
         where = (*within, name)
         told = [field.get("description", "")]
         kind = _kind(field, schemas)
         if "default" in field and field["default"] is not None:
             told.append(f"By default {json.dumps(field['default'])}.")
-        elif name not in schema.get("required", ()):  # to send null is to leave it out
+        elif name not in schema.get("required", ()):  # sending null is the same as omitting it
             kind = kind.removesuffix(" or null")
             if name not in _alternatives(schema):
                 told.insert(0, "Optional.")
@@ -137,7 +137,7 @@ def _listed(
 
 
 def _alternatives(schema: dict[str, Any]) -> set[str]:
-    """Fields of which one is needed."""
+    """Return the fields of which one is required."""
     choices = [*schema.get("oneOf", ()), *schema.get("anyOf", ())]
     return {name for each in choices for name in each.get("required", ())}
 
@@ -160,7 +160,7 @@ def _between(schema: dict[str, Any], least: str, most: str, unit: str = "") -> s
 
 
 def _innermost(field: dict[str, Any]) -> dict[str, Any]:
-    """Of a list, what is in it."""
+    """Return the schema of the elements of a list, however deeply nested."""
     while "items" in field:
         field = field["items"]
     return field

@@ -1,4 +1,4 @@
-"""Which examples there are, by id and by label; the memory holds their keys."""
+"""An index of the examples by id and by label; the memory holds their keys."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ class Held:
     label: str
     text: str | None
     entry: int
-    """Its id in the memory, which is not its id in the journal."""
+    """Id in the memory, which differs from the id in the journal."""
     is_trained: bool
     """Whether the head was trained with it."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What there is, all of it at one moment."""
+    """A consistent snapshot of the counts."""
 
     labels: Mapping[str, int]
-    """Examples of each, in the order of the head's outputs."""
+    """Number of examples per label, in the order of the head's outputs."""
     trained_labels: tuple[str, ...]
-    """Those that have a trained row of the head."""
+    """Labels whose row of the head was trained."""
     examples: int
     taught: int
-    """Examples that the head was not trained with."""
+    """Number of examples that the head was not trained with."""
     change: int
-    """Raised by every write."""
+    """Number of the last write; every write increases it."""
 
 
 class Known:
-    """Which examples there are, by id and by label."""
+    """An index of the examples by id and by label."""
 
     def __init__(self) -> None:
         self.examples: dict[int, Held] = {}
         self.ids: dict[int, int] = {}
-        """By the memory's ids."""
+        """Ids in the journal by ids in the memory."""
         self.counts: Counter[str] = Counter()
         self.taught = 0
-        """How many the head was not trained with."""
+        """Number of examples that the head was not trained with."""
         self.numbers: dict[str, int] = {}
-        """What stands for a label in the memory, until its last example is gone."""
+        """Number that stands for each label in the memory until its last example is removed."""
         self._free: list[int] = []
         self._trained_counts: Counter[str] = Counter()
 
@@ -64,7 +64,7 @@ class Known:
         self._count(held, 1)
 
     def remove(self, id: int) -> int:
-        """Forget an example; returns its id in the memory."""
+        """Remove an example and return its id in the memory."""
         held = self.examples.pop(id)
         del self.ids[held.entry]
         self._count(held, -1)
@@ -74,15 +74,16 @@ class Known:
         return held.entry
 
     def split(self, labels: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Those of these labels that have a trained row, in this order, and all others by name.
+        """Return those of these labels with a trained row, in this order, and all others by name.
 
-        A trained row counts as long as one of the examples that it was trained with is there.
+        A label keeps its trained row as long as one of the examples that it was trained with is
+        present.
         """
         trained = tuple(label for label in labels if self._trained_counts[label])
         return trained, tuple(sorted(set(self.counts) - set(trained)))
 
     def columns(self, labels: Sequence[str]) -> Int[Tensor, "L"]:
-        """Where each number of a label is among these labels."""
+        """Return, for each label number, the position of its label among these labels."""
         columns = torch.zeros(len(self.numbers) + len(self._free), dtype=torch.int64)
         numbers = torch.tensor([self.numbers[label] for label in labels], dtype=torch.int64)
         columns[numbers] = torch.arange(len(labels))

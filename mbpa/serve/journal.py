@@ -1,14 +1,14 @@
-"""A journal of taught examples that survives what happens to it: tables, and what is done to them.
+"""A crash-safe journal of taught examples.
 
-A call is durable when it returns, and is there as a whole or not at all (`database`).
+A call is durable when it returns, and takes effect as a whole or not at all (`database`).
 
-What is forgotten is overwritten in place. Deleting rows would not do, even with
+Forgotten examples are overwritten in place. Deleting rows is not enough, even with
 ``secure_delete``: when SQLite joins half-empty pages, copies of rows stay in the gaps. Here rows
-never move; once much of the file is overwritten rows, the others are copied to a new table.
+never move. Once overwritten rows take up much of the file, the others are copied to a new table.
 
-Opening verifies all of it (`journal_schema`).
+Opening verifies every row (`journal_schema`).
 
-Standard library only, as `database` is: without ``mbpa`` itself, neither torch nor numpy is loaded.
+Standard library only, like `database`: without ``mbpa`` itself, neither torch nor numpy is loaded.
 """
 
 import operator
@@ -34,17 +34,17 @@ __all__ = [
 
 REMEMBERED_REQUESTS = 10_000
 
-_WASTE_BYTES = 1 << 20  # less than this of overwritten rows is not worth copying the others
-_LARGEST_EXAMPLE = 1 << 28  # bytes; SQLite stops at 10⁹ a row
+_WASTE_BYTES = 1 << 20  # fewer bytes of overwritten rows are not worth copying the others
+_LARGEST_EXAMPLE = 1 << 28  # bytes; SQLite's limit is 10⁹ per row
 _SELECT = "SELECT id, label, text, key FROM examples WHERE live AND"
 _SELECT_WITHOUT_PICTURES = """
 SELECT id, label, CASE WHEN key IS NULL OR typeof(text) <> 'blob' THEN text END, key
 FROM examples WHERE live AND
-"""  # what is of type blob in the column of texts is the file of a picture
+"""  # a value of type blob in the text column is the file of a picture
 
 
 class InputError(ValueError):
-    """What was asked for cannot be; the message is for whoever asked. Other errors are ours."""
+    """The input is invalid; the message is meant for the caller. Other errors are ours."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Example:
     text: str | None
     key: bytes | None
     image: bytes | None = None
-    """The file of its picture, if that is what it is of; then there is no text."""
+    """File of the picture, if the example is a picture; then there is no text."""
 
     @property
     def said(self) -> str | bytes | None:
@@ -70,14 +70,14 @@ class Journal:
     Opening verifies every row. A process that is forked while a journal is open cannot use it.
 
     Args:
-        path: the database; ``-wal`` and ``.lock`` stand beside it.
-        create: make it when it is missing.
-        writable: open it for reading alone if false, and change nothing.
+        path: the database; files with the suffixes ``-wal`` and ``.lock`` lie beside it.
+        create: create the journal if it is missing.
+        writable: if false, open the journal for reading only and change nothing.
 
     Raises:
-        JournalError: it is of a later format, or cannot be read or created.
+        JournalError: the journal has a later format, or cannot be read or created.
         InUseError: another process has it open.
-        DamagedError: it is damaged, incomplete, or no journal.
+        DamagedError: it is damaged, incomplete, or not a journal.
     """
 
     def __init__(self, path: Path, *, create: bool = True, writable: bool = True) -> None:
@@ -94,19 +94,20 @@ class Journal:
 
     @property
     def read_only(self) -> str | None:
-        """None, or a line on why nothing is written: it opened for reading only, or a write failed.
+        """Reason why the journal is read-only, in one line; `None` if it can be written.
 
-        Every later write raises at once; reads go on.
+        It was opened for reading only, or a write failed. Every later write raises at once; reads
+        still work.
         """
         return self._database.read_only
 
     def refuse(self, reason: str) -> None:
-        """Write nothing more, for this reason, until it is opened again."""
+        """Refuse further writes, for this reason, until the journal is opened again."""
         with self._database.reading() as database:
             database.read_only = database.read_only or f"{self.path}: {reason}"
 
     def require_owner(self) -> None:
-        """Raise `JournalError` in a process that was forked from the one that opened it."""
+        """Raise `JournalError` in a process forked from the one that opened the journal."""
         self._database.require_owner()
 
     def learn(
@@ -116,20 +117,20 @@ class Journal:
         *,
         restoring: bool = False,
     ) -> list[int]:
-        """Write examples, all or none, and return their ids once durable.
+        """Write examples, all or none, and return their ids once they are durable.
 
         Args:
             examples: each with a text or picture, a key, or both.
-            request: names the call. Given again with the same examples it returns the same ids
-                and writes nothing, even if they were forgotten since; the newest
+            request: a name for this call. Repeating the name with the same examples returns the
+                same ids and writes nothing, even if they were forgotten since. The newest
                 ``REMEMBERED_REQUESTS`` names are remembered.
-            restoring: they are among ``restored`` from now on.
+            restoring: list these examples in ``restored`` from now on.
 
         Raises:
             ValueError: an example cannot be stored.
             InputError: ``request`` has named other examples.
-            JournalError: not acknowledged; after a restart the call is there as a whole or not at
-                all, and the same call with the same ``request`` settles it.
+            JournalError: the call is not acknowledged. After a restart it has taken effect as a
+                whole or not at all; repeating it with the same ``request`` makes sure that it has.
         """
         for example in examples:
             _validate(*example)
@@ -151,33 +152,36 @@ class Journal:
         return ids
 
     def repeated(self, examples: Sequence[Row], request: str) -> list[int] | None:
-        """The ids of an earlier call with this name and these examples; None if there was none.
+        """Return the ids of an earlier call with this name and these examples, or `None`.
 
-        A text may come without the key it was written with: embedded again it might differ in
-        the last bit.
+        A text may be given without the key it was written with, because embedding it again might
+        change the last bit.
 
         Raises:
             InputError: ``request`` has named other examples.
-            JournalError: as `learn`; what may not be durable is not acknowledged here either.
+            JournalError: as for `learn`; a call that may not be durable is not acknowledged here
+                either.
         """
         _validate_request(request)
         with self._database.writing():
             return self._find_request(examples, request)
 
     def forget(self, ids: Sequence[SupportsIndex] = (), label: str | None = None) -> list[int]:
-        """Remove the examples with these ids and all those of ``label``; returns which were there.
+        """Remove the examples with these ids and all those of ``label``; return the ids that
+        existed.
 
-        On return no file of the journal has their bytes. Blocks that the file system or the disk
-        has given up, and copies made by others, are out of reach.
+        On return no file of the journal contains their bytes. Blocks that the file system or the
+        disk has freed, and copies made by others, are out of reach.
 
         Raises:
-            JournalError: not acknowledged; after a restart all of them are there, or none.
+            JournalError: the call is not acknowledged. After a restart either all of the examples
+                are present or none.
         """
-        numbers = [operator.index(id) for id in ids]  # SQLite would not find those of numpy
+        numbers = [operator.index(id) for id in ids]  # SQLite would not find numpy integers
         with self._database.writing() as database:
             found = self._find_rows(numbers, label)
             if not found:
-                database.empty_log()  # an interrupted call may have overwritten them
+                database.empty_log()  # an interrupted call may have overwritten them before
                 return []
             totals = replace(self._totals, change=self._totals.change + 1)
             with database.transaction():
@@ -197,11 +201,11 @@ class Journal:
     def examples(
         self, after: int = 0, limit: int | None = None, *, with_pictures: bool = True
     ) -> Iterator[Example]:
-        """Examples with ids above ``after``, by rising id, as they are at the moment of the call.
+        """Return the examples with ids above ``after``, by rising id, as of the time of the call.
 
-        They are read at once, so that a slow consumer keeps nobody waiting; ``limit`` bounds
-        their number, and with it the memory this takes. Without pictures, only those examples have
-        theirs that have no key.
+        All rows are read at once, so that a slow consumer blocks nobody. ``limit`` bounds their
+        number, and so the memory this takes. With ``with_pictures=False``, pictures are returned
+        only for examples that have no key.
         """
         select = _SELECT if with_pictures else _SELECT_WITHOUT_PICTURES
         with self._database.reading() as database:
@@ -211,7 +215,7 @@ class Journal:
         return (_example(*row) for row in rows)
 
     def example(self, id: int) -> Example | None:
-        """The example with this id, if it is there."""
+        """Return the example with this id, or `None`."""
         if not 0 < id < 2**63:
             return None
         with self._database.reading() as database:
@@ -220,11 +224,11 @@ class Journal:
 
     @property
     def restored(self) -> frozenset[int]:
-        """Ids of the examples that were there before, were forgotten, and were brought back."""
+        """Ids of the examples that were forgotten and then added back."""
         return self._restored
 
     def labels(self) -> dict[str, int]:
-        """How many examples each label has, by name."""
+        """Return the number of examples per label, sorted by label."""
         return dict(sorted(self._labels.items()))
 
     def __len__(self) -> int:
@@ -232,11 +236,11 @@ class Journal:
 
     @property
     def change(self) -> int:
-        """Raised by one with every committed write. Read it before what it is to describe."""
+        """Number of committed writes. Read it before the contents that it should describe."""
         return self._totals.change
 
     def close(self) -> None:
-        """Let go of the files; a journal whose process is killed instead loses nothing either."""
+        """Close the files. A journal whose process is killed instead loses nothing either."""
         self._database.close()
 
     def __enter__(self) -> Self:
@@ -258,7 +262,7 @@ class Journal:
     def _remember(
         self, request: str, first: int, examples: Sequence[Row], totals: Totals
     ) -> Totals:
-        """Note the name of a call, and let go of the oldest; returns the totals with that."""
+        """Store the name of a call, delete the oldest one, and return the updated totals."""
         rows = self._database.rows
         ((newest,),) = rows("SELECT ifnull(max(number), 0) FROM requests")
         call = newest + 1, request, first, len(examples)
@@ -271,7 +275,7 @@ class Journal:
         return totals.count_requests(-1, [checksum for (checksum,) in gone])
 
     def _find_request(self, examples: Sequence[Row], request: str | None) -> list[int] | None:
-        """Return the ids of an earlier call with this name and these examples."""
+        """Return the ids of an earlier call with this name and these examples, or `None`."""
         select = "SELECT first, count, content, keys FROM requests WHERE name = ?"
         call = self._database.rows(select, request)
         if not call:
@@ -286,7 +290,7 @@ class Journal:
         return list(range(first, first + count))
 
     def _find_rows(self, ids: Sequence[int], label: str | None) -> dict[int, "_Found"]:
-        """Return the rows asked for that are there, by id."""
+        """Return the rows with these ids or this label that exist, by id."""
         select = f"SELECT id, label, {SIZE}, checksum FROM examples WHERE live AND"
         rows = [] if label is None else self._database.rows(f"{select} label = ?", label)
         for id in ids:
@@ -303,7 +307,7 @@ class Journal:
 
 
 class _Found(NamedTuple):
-    """What must be known of an example to forget it."""
+    """The columns of an example that are needed to forget it."""
 
     label: str
     size: int
@@ -311,7 +315,7 @@ class _Found(NamedTuple):
 
 
 def _example(id: int, label: str, said: str | bytes | None, key: bytes | None) -> Example:
-    """Texts and files share a column: what is text for SQLite is one."""
+    """Build an example from a row. Texts and picture files share a column and differ by type."""
     if isinstance(said, bytes):
         return Example(id, label, None, key, said)
     return Example(id, label, said, key)

@@ -1,7 +1,7 @@
-"""The tables of a journal, and the check sums by which damage to them is noticed.
+"""The tables of a journal, and the check sums that reveal damage to them.
 
-Every row has a check sum. The table of counters has the exclusive or of those of all rows, so that
-a row that is lost or comes back is noticed, too.
+Every row has a check sum. The table of counters holds the exclusive or of the check sums of all
+rows, so that a row that is lost or reappears is detected, too.
 
 Standard library only.
 """
@@ -18,10 +18,10 @@ from mbpa.serve.database import DamagedError, Database, Schema
 FORMAT = 2  # 1: without check sums
 
 Row = tuple[str, str | bytes | None, bytes | None]
-"""An example to be written: its label; its text, or the file of its picture; its key."""
+"""An example to write: label, text or picture file, key."""
 
 _CHECKSUM_BYTES = 8
-_CONTENT_BYTES = 16  # of a digest that tells the examples of one call from those of another
+_CONTENT_BYTES = 16  # size of the digest that identifies the examples of a call
 _NONE = bytes(_CHECKSUM_BYTES)
 _TABLES = {
     "examples": """(
@@ -39,7 +39,7 @@ _TABLES = {
     requests INTEGER NOT NULL, request_checksums BLOB NOT NULL, checksum BLOB NOT NULL
 )""",
 }
-# Zeros of the same length leave the row its size, and so its place: SQLite writes over it.
+# Zeros of the same length keep the row's size and place, so SQLite overwrites it.
 OVERWRITE = """
 UPDATE examples SET live = 0, restored = 0, label = zeroblob(length(CAST(label AS BLOB))),
     text = zeroblob(length(CAST(text AS BLOB))), key = zeroblob(length(key)),
@@ -49,8 +49,8 @@ WHERE id = ?
 SIZE = """
 length(CAST(label AS BLOB)) + ifnull(length(CAST(text AS BLOB)), 0) + ifnull(length(key), 0)
 + length(checksum) + 13
-"""  # 13: what SQLite adds to a short row
-# Labels and texts as bytes: what is no UTF-8 any more could not be read otherwise.
+"""  # 13: SQLite's overhead for a short row
+# Labels and texts are read as bytes, because damaged UTF-8 could not be read otherwise.
 _VERIFY_EXAMPLES = """
 SELECT id, restored, CASE typeof(label) WHEN 'text' THEN CAST(label AS BLOB) END,
     typeof(text), CAST(text AS BLOB), key, checksum
@@ -58,30 +58,30 @@ FROM examples WHERE live
 """
 _VERIFY_REQUESTS = "SELECT number, name, first, count, content, keys, checksum FROM requests"
 _TAGS = {type(None): b"n", int: b"i", str: b"s", bytes: b"b"}
-_KINDS = {type(None): "null", str: "text", bytes: "blob"}  # as SQLite calls them
+_KINDS = {type(None): "null", str: "text", bytes: "blob"}  # SQLite's names of the types
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The one row of the table of counters."""
+    """The single row of the table of counters."""
 
     change: int = 0
-    """Committed writes."""
+    """Number of committed writes."""
     last: int = 0
-    """The highest id that was ever given."""
+    """Highest id ever assigned."""
     examples: int = 0
     example_checksums: bytes = _NONE
     requests: int = 0
     request_checksums: bytes = _NONE
 
     def count_examples(self, sign: int, checksums: Sequence[bytes]) -> Self:
-        """Return the totals with these examples more (1) or less (-1)."""
+        """Return the totals after adding (1) or removing (-1) these examples."""
         count = self.examples + sign * len(checksums)
         combined = combine([self.example_checksums, *checksums])
         return replace(self, examples=count, example_checksums=combined)
 
     def count_requests(self, sign: int, checksums: Sequence[bytes]) -> Self:
-        """Return the totals with these remembered requests more (1) or less (-1)."""
+        """Return the totals after adding (1) or removing (-1) these remembered requests."""
         count = self.requests + sign * len(checksums)
         combined = combine([self.request_checksums, *checksums])
         return replace(self, requests=count, request_checksums=combined)
@@ -97,20 +97,20 @@ class Totals:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was counted while every row of a journal was read."""
+    """Counts made while every row of a journal was verified."""
 
     totals: Totals
     labels: Counter[str]
     restored: frozenset[int]
     waste: int
-    """Bytes of overwritten rows."""
+    """Size of the overwritten rows, in bytes."""
 
 
 # Check sums
 
 
 def compute_checksum(*parts: int | str | bytes | None, size: int = _CHECKSUM_BYTES) -> bytes:
-    """Return a digest of the parts, their types and where each ends."""
+    """Return a digest of the parts, their types and their lengths."""
     digest = blake2b(digest_size=size)
     for part in parts:
         content = part if isinstance(part, bytes) else str("" if part is None else part).encode()
@@ -120,7 +120,7 @@ def compute_checksum(*parts: int | str | bytes | None, size: int = _CHECKSUM_BYT
 
 
 def combine(checksums: Sequence[bytes]) -> bytes:
-    """Return the exclusive or of check sums, for which their order does not matter."""
+    """Return the exclusive or of check sums, which does not depend on their order."""
     total = 0
     for checksum in checksums:
         total ^= int.from_bytes(checksum, "big")
@@ -128,11 +128,11 @@ def combine(checksums: Sequence[bytes]) -> bytes:
 
 
 def describe_call(examples: Sequence[Row]) -> tuple[bytes, bytes]:
-    """Return a digest of what a call said, and one of each of its keys.
+    """Return a digest of the examples of a call, and one digest per key.
 
-    These stay when the examples are forgotten: the name of a call must not be given to other
-    examples. Whoever has the file and guesses an example exactly can tell by them that it was
-    there.
+    The digests remain when the examples are forgotten, because the name of a call must not be
+    reused for other examples. Anyone who has the file and guesses an example exactly can confirm
+    from them that it was present.
     """
     parts: list[str | bytes | None] = []
     for label, said, key in examples:
@@ -142,7 +142,7 @@ def describe_call(examples: Sequence[Row]) -> tuple[bytes, bytes]:
 
 
 def is_same_call(examples: Sequence[Row], content: bytes, keys: bytes) -> bool:
-    """Whether a call that is described so had these examples; texts may lack their keys."""
+    """Return whether these examples match the digests of a call; texts may lack their keys."""
     told, given = describe_call(examples)
     return told == content and all(
         (said is not None and key is None)
@@ -157,7 +157,7 @@ def is_same_call(examples: Sequence[Row], content: bytes, keys: bytes) -> bool:
 
 
 def insert_example(database: Database, id: int, restored: bool, example: Row) -> bytes:
-    """Write a live example; returns its check sum."""
+    """Write a live example and return its check sum."""
     label, said, key = example
     content = said.encode() if isinstance(said, str) else said
     checksum = compute_checksum(id, int(restored), label.encode(), _KINDS[type(said)], content, key)
@@ -167,14 +167,14 @@ def insert_example(database: Database, id: int, restored: bool, example: Row) ->
 
 
 def insert_request(database: Database, *call: int | str | bytes | None) -> bytes:
-    """Write a remembered request; returns its check sum."""
+    """Write a remembered request and return its check sum."""
     checksum = compute_checksum(*call)
     database.rows("INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?)", *call, checksum)
     return checksum
 
 
 def copy_live_rows(database: Database) -> None:
-    """Move the live examples to a new table, and drop the one with overwritten rows."""
+    """Move the live examples to a new table and drop the one with overwritten rows."""
     database.rows("ALTER TABLE examples RENAME TO forgotten")
     SCHEMA.create(database, "examples")
     database.rows("INSERT INTO examples SELECT * FROM forgotten WHERE live ORDER BY id")
@@ -182,10 +182,10 @@ def copy_live_rows(database: Database) -> None:
 
 
 def verify(database: Database) -> Verified:
-    """Read every row, compare all check sums, and count.
+    """Read every row, compare all check sums, and return the counts.
 
     Raises:
-        DamagedError: one differs, rows are missing, or acknowledged calls are.
+        DamagedError: a check sum differs, or rows or acknowledged calls are missing.
     """
     try:
         found = _verify_rows(database)
@@ -269,7 +269,7 @@ def _upgrade(database: Database, format: int) -> None:
 
 
 def _copy_request(database: Database, number: int, name: str, first: int, count: int) -> bytes:
-    """Write a request of format 1; what it said is not known where examples were forgotten."""
+    """Copy a request of format 1. Its digests are null if any of its examples were forgotten."""
     select = "SELECT label, text, key FROM examples WHERE id >= ? AND id < ?"
     examples: list[Any] = database.rows(select, first, first + count)
     told = describe_call(examples) if len(examples) == count else (None, None)

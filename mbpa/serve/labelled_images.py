@@ -1,4 +1,4 @@
-"""Pictures and labels as people have them: a folder a label, or a file with a column of paths."""
+"""Labelled pictures from one folder per label, or from a file with a column of paths."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from mbpa.serve.answers import check_label
 from mbpa.serve.journal import InputError
 from mbpa.serve.labelled_texts import read_spreadsheet
 
-MOST_PIXELS = 80_000_000  # of a file of one's own
+MOST_PIXELS = 80_000_000  # per picture; higher than for requests, since the files are one's own
 
 
 @dataclass(frozen=True, eq=False)
 class Album:
-    """Distinct pairs of a picture, as `mbpa.encoders.image.kept` gives it, and its label."""
+    """Distinct pairs of a picture, as returned by `mbpa.encoders.image.kept`, and its label."""
 
     takes: ClassVar[Literal["images"]] = "images"
-    """What an encoder of its items takes."""
+    """Kind of the items, as in `Encoder.takes`."""
     images: tuple[bytes, ...]
     labels: tuple[str, ...]
     rows: int
-    """Files that were named or found."""
+    """Number of files named or found."""
     contradictions: int
-    """Pictures that come with more than one label; all of them are kept."""
+    """Number of pictures with more than one label; all of them are kept."""
     strays: int = 0
-    """Files that are no pictures by their names, or lie beside the sub-folders."""
+    """Number of files whose suffix is not that of a picture, or that lie beside the sub-folders."""
 
     @property
     def items(self) -> tuple[bytes, ...]:
-        """What is to be embedded."""
+        """Items to embed."""
         return self.images
 
     @property
     def duplicates(self) -> int:
-        """Files that show what another one shows, under the same label, and were left out."""
+        """Number of files left out because they repeat another one with the same label."""
         return self.rows - len(self.images)
 
 
@@ -54,11 +54,14 @@ def read_album(
     encoding: str | None = None,
     progress: bool = False,
 ) -> Album:
-    """Read pictures: those in the sub-folders of a folder, whose names are the labels, or those
-    whose paths, beginning at its own folder, a CSV or JSONL file has in a column.
+    """Read labelled pictures.
+
+    Args:
+        path: a folder with one sub-folder per label, named after it; or a CSV or JSONL file with
+            a column of paths, relative to the folder of the file.
 
     Raises:
-        RunError: naming the file that cannot be.
+        RunError: a file is invalid; the message names it.
     """
     strays = 0
     if path.is_dir():
@@ -70,7 +73,7 @@ def read_album(
             (path.parent / name, label)
             for name, label in zip(table.texts, table.labels, strict=True)
         ]
-        rows = table.rows  # it has left out those that stand there twice
+        rows = table.rows  # including duplicates, which the table leaves out
     pairs = dict.fromkeys(_read(found, progress))
     images, labels = zip(*pairs, strict=True)
     if len(set(labels)) == 1:
@@ -81,7 +84,7 @@ def read_album(
 
 
 def _in_folders(root: Path) -> tuple[list[tuple[Path, str]], int]:
-    """Pictures with their labels, by name, and how many other files there are."""
+    """Return the pictures with their labels, sorted by path, and the number of other files."""
     found: list[tuple[Path, str]] = []
     strays = sum(each.is_file() and not _is_hidden(each.name) for each in root.iterdir())
     for folder in sorted(each for each in root.iterdir() if each.is_dir()):
@@ -104,7 +107,7 @@ def _in_folders(root: Path) -> tuple[list[tuple[Path, str]], int]:
 
 
 def _is_hidden(name: str) -> bool:
-    """What systems put beside people's files: `._8.png` is no picture, whatever it is called."""
+    """Return whether a file was created by the system: `._8.png` is not a picture, for example."""
     return name.startswith(".") or name == "__MACOSX"
 
 

@@ -1,4 +1,4 @@
-"""Texts and labels from a CSV or JSONL file, as people have them; what cannot be is one line."""
+"""Labelled texts from a CSV or JSONL file; errors are reported in one line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mbpa.errors import RunError
 from mbpa.serve.answers import check_label, check_text
 from mbpa.serve.journal import InputError
 
-ENCODINGS = "utf-8-sig", "utf-16"  # a byte order mark tells which
-MOST_FIELD = 1 << 20  # characters in a field of a CSV file
+ENCODINGS = "utf-8-sig", "utf-16"  # chosen by the byte order mark
+MOST_FIELD = 1 << 20  # characters per field of a CSV file
 
 
 @dataclass(frozen=True)
@@ -24,22 +24,22 @@ class Spreadsheet:
     """Distinct pairs of a text and its label, in the order of the file."""
 
     takes: ClassVar[Literal["texts"]] = "texts"
-    """What an encoder of its items takes."""
+    """Kind of the items, as in `Encoder.takes`."""
     texts: tuple[str, ...]
     labels: tuple[str, ...]
     rows: int
-    """In the file, without empty ones."""
+    """Number of rows in the file, without empty ones."""
     contradictions: int
-    """Texts that come with more than one label; all of them are kept."""
+    """Number of texts with more than one label; all of them are kept."""
 
     @property
     def items(self) -> tuple[str, ...]:
-        """What is to be embedded."""
+        """Items to embed."""
         return self.texts
 
     @property
     def duplicates(self) -> int:
-        """Rows that say what another one says, and were left out."""
+        """Number of rows left out because they repeat another one."""
         return self.rows - len(self.texts)
 
 
@@ -51,15 +51,16 @@ def read_spreadsheet(
     encoding: str | None = None,
     option: str = "text",
 ) -> Spreadsheet:
-    """Read a file of texts and labels: JSONL if its name ends so, else CSV with a header.
+    """Read a file of texts and labels: JSONL or CSV with a header, depending on the suffix.
 
     Args:
-        text, label: names of the columns; a single other column beside the text's is the label's.
-        encoding: UTF-8 by default, or UTF-16 where the file begins with its mark.
-        option: of the command, that names the column of texts.
+        text, label: names of the columns. If `label` is the default, there is no such column, and
+            there is only one other column besides the texts, that one holds the labels.
+        encoding: UTF-8 by default, or UTF-16 if the file begins with its byte order mark.
+        option: command-line option that names the column of texts, for error messages.
 
     Raises:
-        RunError: naming the line that cannot be.
+        RunError: a line is invalid; the message names it.
     """
     content = _decoded(path, encoding)
     is_json = path.suffix.lower() in {".jsonl", ".ndjson", ".json"}
@@ -105,7 +106,7 @@ def _decoded(path: Path, encoding: str | None) -> str:
 
 def _csv_lines(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]]:
     head = content[: content.find("\n") if "\n" in content else None]
-    delimiter = max(",;\t", key=head.count)  # what a spreadsheet writes depends on its language
+    delimiter = max(",;\t", key=head.count)  # spreadsheets use different ones in different locales
     csv.field_size_limit(MOST_FIELD)
     reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
     names: list[str] = []
@@ -120,8 +121,8 @@ def _csv_lines(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]]
                     f"{delimiter!r} in it must stand in quotes"
                 )
             elif row:
-                yield number, dict(zip(names, row, strict=False))  # a short row lacks the last ones
-            number = reader.line_num + 1  # where the next one begins: a field may have many lines
+                yield number, dict(zip(names, row, strict=False))  # a row may lack its last fields
+            number = reader.line_num + 1  # first line of the next row: a field may span lines
     except csv.Error as error:
         raise RunError(f"{path}, line {number}: {error}") from error
 
@@ -140,7 +141,7 @@ def _json_lines(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def _columns(path: Path, names: list[str], text: str, label: str, option: str) -> tuple[str, str]:
-    """Names of the columns in this file, by those of its first row."""
+    """Return the names of the text and label columns, given all names in the first row."""
     others = [name for name in names if name != text]
     if label == "label" and label not in names and len(others) == 1:
         label = others[0]
@@ -154,7 +155,7 @@ def _columns(path: Path, names: list[str], text: str, label: str, option: str) -
 
 
 def _pair(where: str, row: dict[str, Any], text: str, label: str) -> tuple[str, str] | None:
-    """Text and label of a row, trimmed; `None` for a row without either."""
+    """Return the text and label of a row, trimmed; `None` if both are empty."""
     values = []
     for name in (text, label):
         value = row.get(name)

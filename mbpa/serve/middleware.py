@@ -1,6 +1,6 @@
 """Middleware applied to every request: authentication, body size, concurrency limits, metrics.
 
-It is plain ASGI around the whole app, so a refused request costs next to nothing: its body is not
+It is plain ASGI around the whole app, so a refused request costs next to nothing: its body is never
 parsed.
 """
 
@@ -27,14 +27,14 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_TIMEOUT_S = 30
-MAX_DRAINED_BYTES = 1 << 26  # read of a body that is too large before it is refused
+MAX_DRAINED_BYTES = 1 << 26  # bytes of an oversized body that are read before it is refused
 WAITING_PATHS = ("/predict", "/explain")
 TOO_MANY_REQUESTS = "too many requests at once, try again"
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class Metrics:
-    """Counted in a registry of its own, so that two apps in a process do not meet."""
+    """Prometheus metrics in their own registry, so that two apps in a process stay separate."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -63,13 +63,14 @@ class Metrics:
 
 
 class Middleware:
-    """An app that lets requests pass to another.
+    """An ASGI app that passes admitted requests on to another app.
 
     Args:
-        paths: counted by name.
-        estimate_wait_s: seconds that a request for one of `WAITING_PATHS` would have to wait.
-            Asked before a body is read: to parse hundreds of them only to refuse them would keep
-            those waiting that are not.
+        paths: paths that the metrics count by name; all others count as "other".
+        estimate_wait_s: returns the seconds that a request to one of `WAITING_PATHS` would have to
+            wait at least, given the length of its body in bytes. It is called before the body is
+            read, because parsing hundreds of bodies only to refuse them would delay the admitted
+            requests.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Middleware:
         settings: Settings,
         metrics: Metrics,
         paths: set[str],
-        estimate_wait_s: Callable[[], float],
+        estimate_wait_s: Callable[[int], float],
     ) -> None:
         self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
         self._estimate_wait_s = estimate_wait_s
@@ -111,14 +112,14 @@ class Middleware:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, start, status = scope["path"], time.perf_counter(), 500
-        known = path if path in self._paths else "other"  # anybody can make up paths
+        known = path if path in self._paths else "other"  # clients can invent any number of paths
         visit = _Visit(self)
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                visit.leave()  # how fast the client reads is no matter of ours
+                visit.leave()  # a client that reads slowly must not occupy a place
             await send(message)
 
         try:
@@ -139,7 +140,7 @@ class Middleware:
             or self.receiving >= settings.receiving
             or self.held_bytes >= settings.held_bytes
         )
-        wait_s = self._estimate_wait_s() if path in WAITING_PATHS else 0.0
+        wait_s = self._estimate_wait_s(_length(headers)) if path in WAITING_PATHS else 0.0
         if (is_full or wait_s > settings.wait_s) and path != "/health":
             self._metrics.shed.inc()
             await refuse(send, 429, TOO_MANY_REQUESTS, retry_after=wait_s - settings.wait_s)
@@ -158,7 +159,7 @@ class Middleware:
             await self._app(scope, self._admit_whole(receive, visit), send)
 
     def _admit_whole(self, receive: Receive, visit: _Visit) -> Receive:
-        """Let a request in once its body has come, so that slow clients take nobody's place."""
+        """Admit a request once its body has arrived, so that slow clients occupy no place."""
         counted = _counted(receive, self._settings.body_bytes)
 
         async def receiving() -> Message:
@@ -175,7 +176,7 @@ class Middleware:
         return receiving
 
     def count(self, change: int) -> None:
-        """Take note of requests that enter or leave."""
+        """Change the number of requests in flight."""
         self.inside += change
         self._metrics.in_flight.set(self.inside)
 
@@ -185,34 +186,34 @@ class Middleware:
             return True
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         is_right = secrets.compare_digest(given.strip(), token.encode())
-        return is_right and scheme.lower() == b"bearer"  # of which the case is nobody's business
+        return is_right and scheme.lower() == b"bearer"  # the scheme is case-insensitive
 
 
 class _Visit:
-    """Where a request is: on its way, inside, or done; counted by the middleware."""
+    """The state of a request (arriving, in flight or done), which the middleware counts."""
 
     def __init__(self, gate: Middleware) -> None:
         self._gate, self.is_inside = gate, False
         self._is_receiving, self._held_bytes = False, 0
 
     def receive(self) -> None:
-        """Take note that the body is on its way."""
+        """Record that the body is arriving."""
         self._is_receiving = True
         self._gate.receiving += 1
 
     def hold(self, size: int) -> None:
-        """Take note of so many bytes of the body."""
+        """Record that `size` bytes of the body have arrived."""
         self._held_bytes += size
         self._gate.held_bytes += size
 
     def enter(self) -> None:
-        """Take note that the request has come in full."""
+        """Record that the request has arrived completely and is in flight."""
         self._stop_receiving()
         self.is_inside = True
         self._gate.count(1)
 
     def leave(self) -> None:
-        """Take note that the request is answered, or came to nothing; once or several times."""
+        """Record that the request was answered or has failed; further calls do nothing."""
         self._stop_receiving()
         self._gate.held_bytes -= self._held_bytes
         self._held_bytes = 0
@@ -233,7 +234,7 @@ async def refuse(
     retry_after: float | None = None,
     extra: list[tuple[bytes, bytes]] | None = None,
 ) -> None:
-    """An answer in JSON that says why there is no other."""
+    """Send an error response in JSON with the reason."""
     body = json.dumps({"error": why}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if retry_after is not None:
@@ -247,16 +248,16 @@ def _length(headers: dict[bytes, bytes]) -> int:
     try:
         return int(headers.get(b"content-length", b"0"))
     except ValueError:
-        return 0  # the server itself refuses such
+        return 0  # the server itself refuses such requests
 
 
 def _patience() -> float:
-    """The time of the loop at which a body is waited for no longer."""
+    """Return the deadline for a body, in the event loop's time."""
     return asyncio.get_running_loop().time() + BODY_TIMEOUT_S
 
 
 async def _drained(receive: Receive, give_up: float) -> None:
-    """Read what is being sent: many clients look for no answer before they have sent it all."""
+    """Read and discard the body: many clients read no response before they have sent all of it."""
     read, more = 0, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(give_up):
@@ -267,7 +268,7 @@ async def _drained(receive: Receive, give_up: float) -> None:
 
 
 def _counted(receive: Receive, most: int) -> Receive:
-    """For bodies that do not say how long they are, or that take for ever to come."""
+    """Wrap `receive` to limit the size of a body of unknown length, and the time it may take."""
     read, more = 0, True
     give_up = _patience()
 

@@ -1,6 +1,7 @@
-"""What the model does for a request, in pieces small enough to be scheduled fairly.
+"""The model's work for a request, cut into pieces small enough to be scheduled fairly.
 
-A text or picture is encoded by itself, and answers follow once all items of a request have keys.
+Each text or picture is encoded as a piece of its own; queries are answered once all items of the
+request have keys.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from torch import Tensor
 from mbpa.serve.answers import Answer, Reason
 from mbpa.serve.classifier import Classifier
 
-# Work of encoding a text, roughly: the default encoder reads 256 tokens of about four bytes.
+# Rough work of encoding a text: the default encoder reads at most 256 tokens of about four bytes.
 BYTES_PER_TOKEN, READ_BYTES, ITEM_TOKENS = 4, 1024, 2
-LEAST_STEP, FIRST_STEP, MAX_STEP = 8, 64, 1024  # queries that are answered at once
-QUERY_WEIGHT, EXPLAIN_WEIGHT = 4, 8  # tokens that are encoded while one query is answered
-SLOW = 4  # times the limit, after which fewer are
+LEAST_STEP, FIRST_STEP, MAX_STEP = 8, 64, 1024  # queries answered at once
+QUERY_WEIGHT, EXPLAIN_WEIGHT = 4, 8  # tokens that could be encoded in the time of one query
+SLOW = 4  # multiple of the time limit above which the step is halved
 
 
 @dataclass(eq=False)
 class Asked:
-    """Queries of one request: texts or pictures, or keys."""
+    """The queries of one request: texts, pictures or keys."""
 
     items: tuple[str | bytes, ...]
     rows: Float[np.ndarray, "B D"] | None = None
@@ -35,14 +36,14 @@ class Asked:
     threshold: float | None = None
     wants_reasons: bool = False
     encoded: list[Tensor] = field(default_factory=list)
-    """Keys of the items so far."""
+    """Keys of the items encoded so far."""
 
     @property
     def size(self) -> int:
         return len(self.items) if self.rows is None else len(self.rows)
 
     def keys(self, start: int, stop: int) -> Float[Tensor, "B D"]:
-        """Return the keys of these queries, which must be encoded."""
+        """Return the keys of these queries, which must have been encoded."""
         if self.rows is None:
             return torch.stack(self.encoded[start:stop])
         return torch.from_numpy(self.rows[start:stop])
@@ -50,19 +51,19 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What the model does in one go for one request: encode an item, then answer queries."""
+    """A unit of work for one request: encode an item, then answer queries."""
 
     asked: Asked
     item: int | None = None
-    """Place of the item to encode; `None`: there is none."""
+    """Index of the item to encode, if any."""
     start: int = 0
     stop: int = 0
-    """Queries to answer, which are all encoded by then: from `start` up to, not including, `stop`;
-    none if equal."""
+    """The piece answers the queries from `start` up to, not including, `stop`; none if they are
+    equal. All items of the request are encoded before these are answered."""
 
     @property
     def size(self) -> int:
-        """Queries that are answered."""
+        """Number of queries that the piece answers."""
         return self.stop - self.start
 
     @property
@@ -85,17 +86,17 @@ def weigh(piece: Piece) -> float:
 
 
 class Step:
-    """How many queries are answered at once: twice as many when they are quick, half when slow.
+    """The number of queries answered at once, doubled when they are quick and halved when slow.
 
-    To answer many at once costs far less per query than to answer few, so the step does not follow
-    the time closely: it is halved only where an answer takes several times the limit.
+    Answering many at once costs far less per query than answering few, so the step does not follow
+    the time closely: it is halved only when answers take `SLOW` times the limit.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self.count = limit_s, FIRST_STEP
 
     def measure(self, count: int, seconds: float) -> None:
-        """Take note of an answer to so many queries; few say nothing of many."""
+        """Adjust the step after `count` queries took `seconds`; ignore less than half a step."""
         if 2 * count < self.count:
             return
         if seconds > SLOW * self._limit_s:
@@ -105,11 +106,11 @@ class Step:
 
 
 class ModelWork:
-    """Cuts requests into pieces, and does them.
+    """Cuts requests into pieces and processes the pieces.
 
     Args:
-        part_s: seconds for which answers to a request may take, or somewhat longer, before they are
-            cut into several pieces.
+        part_s: approximate limit in seconds on answering the queries of one piece; the answers to
+            a request that would take longer are cut into several pieces.
     """
 
     def __init__(self, classifier: Classifier, part_s: float) -> None:
@@ -120,7 +121,7 @@ class ModelWork:
         """Cut a request into pieces.
 
         All queries are answered at once, from one state of the memory, unless that would take
-        longer than a batch may: then each query still is.
+        longer than a batch may. Each single query is always answered from one state.
         """
         step = (self._explained if asked.wants_reasons else self._predicted).count
         starts = range(0, asked.size, step)
@@ -132,7 +133,7 @@ class ModelWork:
         return encodings + answers
 
     def handle(self, batch: list[Piece]) -> list[Sequence[Answer | Reason]]:
-        """In the model's thread: encode all items at once, then answer all queries at once."""
+        """Encode all items at once, then answer all queries at once. Runs in the model's thread."""
         self._encode([piece for piece in batch if piece.item is not None])
         results: list[Sequence[Answer | Reason]] = [() for _ in batch]
         plain = [i for i, each in enumerate(batch) if each.size and not each.asked.wants_reasons]
@@ -172,7 +173,7 @@ class ModelWork:
         return reasons
 
     def _fit(self, answer: Answer, asked: Asked) -> Answer:
-        """Return an answer of a batch as this request wants it."""
+        """Apply the threshold and number of labels of a request to an answer of a batch."""
         threshold = asked.threshold
         if threshold is None:
             threshold = self._classifier.threshold

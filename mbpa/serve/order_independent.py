@@ -1,11 +1,13 @@
-"""A memory, and rows of a head, as a set would have them: by what is there, not by how it came.
+"""A memory and rows of a head whose values depend only on their contents, not on their history.
 
-`ExactMemory` puts the newer of two equally near entries first, and rounds inner products by where
-it keeps them. Here equally near entries come in an order of their content, products are computed
-once that order stands, and labels are columns of the head as it is now: two memories with the same
-entries give the same neighbours, to the bit, whatever was written, deleted or moved before.
+`ExactMemory` puts the newer of two equally near entries first, and the rounding of its inner
+products depends on where entries are stored. Here equally near entries are ordered by content,
+products are computed in that order, and labels are columns of the current head. Two memories with
+the same entries therefore return the same neighbours, to the bit, whatever was written, deleted or
+moved before.
 
-Rows of taught labels come from sums of keys, and these are of whole numbers, which have no order.
+Rows of taught labels are computed from sums of keys in whole numbers, so the order of addition does
+not matter.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ from torch import Tensor
 from mbpa.memory import ExactMemory, Neighbors, validation
 from mbpa.modules.new_rows import NewRows
 
-SPARE = 8  # neighbours read beyond those asked for, to see whether the last ones are tied
-AT_ONCE = 4096  # keys, so that their numbers take little room
-FINENESS = 2.0**40  # parts of 1 that keys are summed in; eight million ones fit 64 bits
+SPARE = 8  # extra neighbours read to detect ties at the cut
+AT_ONCE = 4096  # keys per chunk, to bound the memory for their integers
+FINENESS = 2.0**40  # integer units per 1.0 in sums of keys; sums to eight million fit into 64 bits
 
 
 class TaughtMemory(ExactMemory):
-    """An `ExactMemory` whose neighbours depend on its content alone."""
+    """An `ExactMemory` whose neighbours depend on its contents alone."""
 
     columns: Int[Tensor, "L"] | None = None
-    """The head's column of each label that entries are written with; `None`: it is the label."""
+    """The head's column for each label number that entries are written with; `None`: they are the
+    same."""
 
     def _clear(self) -> None:
         super()._clear()
@@ -45,7 +48,7 @@ class TaughtMemory(ExactMemory):
         self._digests[slots] = _digests(keys)
 
     def keys_of(self, ids: Iterable[int]) -> Float[Tensor, "N D"]:
-        """The keys of entries."""
+        """Return the keys of these entries."""
         with self.lock:
             return self._keys_of(self._tensor(self._find(ids)))
 
@@ -77,10 +80,10 @@ class TaughtMemory(ExactMemory):
 
 
 class TaughtRows:
-    """Rows of the head for labels by name, from the keys of their examples, of unit norm.
+    """Rows of the head by label, computed from the keys of the examples, which have unit norm.
 
-    A key counts as whole numbers of a fixed fineness, far below its own: what was added in any
-    order gives the same sum, and what was taken off again has left nothing.
+    Keys are summed as integers in fixed units much finer than their own precision. The sum does
+    not depend on the order of additions, and adding and removing a key leaves no trace.
     """
 
     def __init__(self, made: NewRows) -> None:
@@ -91,27 +94,29 @@ class TaughtRows:
 
     @property
     def bias(self) -> Float[Tensor, ""]:
-        """Of every row."""
+        """Bias of every row."""
         return self._made.biases
 
     def weight(self, label: str) -> Float[Tensor, "D"]:
-        """Computed when it is first asked for after a change, by itself: in a batch with others it
-        might be rounded otherwise."""
+        """Return the weight of a label's row, computed on first use after a change.
+
+        Each row is computed by itself, because in a batch with others it might round differently.
+        """
         if label not in self._weights:
             total = torch.from_numpy(self._sums.get(label, self._none)).double()
             self._weights[label] = self._made.weights(total[None])[0].float()
         return self._weights[label]
 
     def add(self, labels: Sequence[str], keys: Float[Tensor, "N D"]) -> None:
-        """Examples of these labels have come."""
+        """Add the keys of examples with these labels."""
         self._count(labels, keys, 1)
 
     def remove(self, labels: Sequence[str], keys: Float[Tensor, "N D"]) -> None:
-        """Examples of these labels are gone."""
+        """Subtract the keys of examples with these labels."""
         self._count(labels, keys, -1)
 
     def _count(self, labels: Sequence[str], keys: Float[Tensor, "N D"], sign: int) -> None:
-        given = keys.cpu().numpy()  # torch would share so little work among threads, and wait
+        given = keys.cpu().numpy()  # torch would split even this little work among threads
         places = defaultdict(list)
         for place, label in enumerate(labels):
             places[label].append(place)
@@ -128,14 +133,17 @@ class TaughtRows:
 
 
 def _is_cut(distances: Float[Tensor, "B R"], k: int) -> bool:
-    """Whether somewhere the k-th is as near as the last, so that more as near may be left out."""
+    """Return whether some row has a tie between the k-th and the last neighbour.
+
+    If so, more equally near entries may have been left out.
+    """
     return distances.shape[1] > k and bool((distances[:, k - 1] == distances[:, -1]).any())
 
 
 def _order(
     distances: Float[Tensor, "B R"], digests: Int[Tensor, "B R"], columns: Int[Tensor, "B R"]
 ) -> Int[Tensor, "B R"]:
-    """Positions by distance, which rises already; where that is equal by key, then by label."""
+    """Return positions by distance, which is already rising; ties by key digest, then label."""
     order = torch.arange(distances.shape[1], device=distances.device).expand(distances.shape)
     rows = _tied(distances).any(1).nonzero()[:, 0]
     if not len(rows):
@@ -160,7 +168,7 @@ def _factors(words: int, device: torch.device) -> Int[Tensor, "W"]:
 
 
 def _digests(keys: Float[Tensor, "N D"]) -> Int[Tensor, "N"]:
-    """A number of 64 bits for each key: different keys have different ones, but for chance."""
+    """Return a 64-bit digest per key; two different keys collide only by chance."""
     halves = keys.contiguous().view(torch.int16).to(torch.int64)
     digests: Tensor = (halves * _factors(halves.shape[1], keys.device)).sum(1)  # wraps around
     return digests

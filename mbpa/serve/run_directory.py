@@ -1,7 +1,7 @@
-"""Where a run is written: it is there as a whole or not at all, and nothing is lost by it.
+"""Atomic writing of a run directory: it appears as a whole or not at all, and no data is lost.
 
-A new run is made in a hidden directory beside its place and flushed; then it gets its name, or
-changes names with the run that it replaces, in one step.
+A new run is written to a hidden directory beside its destination and flushed. Then it is renamed,
+or exchanged with the run that it replaces, in one step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from mbpa.serve.journal import Journal
 from mbpa.serve.run_info import JOURNAL, MODEL, RUN
 
 PARTS = {RUN, MODEL, *(JOURNAL + end for end in ("", "-wal", "-shm", "-journal", ".lock"))}
-"""What a run directory holds; anything else is somebody's, and never removed."""
+"""Names of the files of a run directory; anything else belongs to the user and is never removed."""
 
 
 def require_free(out: Path, *, replace: bool) -> None:
-    """Raise `RunError` if nothing can be written there, or if anything would be lost by writing a
-    run; with `replace` a run may be, and nothing else."""
+    """Raise `RunError` if a run cannot be written to `out`, or if doing so would lose anything.
+
+    With `replace`, an existing run may be lost, and nothing else.
+    """
     with writable(out):
         place = _find_place(out)
         _check_free(place, replace)
@@ -41,7 +43,7 @@ def require_free(out: Path, *, replace: bool) -> None:
 
 @contextmanager
 def writable(out: Path) -> Iterator[None]:
-    """Turn what the disk says of it into a line."""
+    """Turn errors of the disk or the journal into a `RunError` of one line."""
     try:
         yield
     except (OSError, JournalError) as error:
@@ -51,9 +53,9 @@ def writable(out: Path) -> Iterator[None]:
 
 @contextmanager
 def in_its_place(out: Path, *, replace: bool) -> Iterator[Path]:
-    """Give a new directory that takes the place of `out` if all goes well.
+    """Yield a new directory that takes the place of `out` on success.
 
-    If `out` is a link, what it leads to is replaced, and the link stays.
+    If `out` is a symbolic link, its target is replaced and the link stays.
     """
     require_free(out, replace=replace)
     place = _find_place(out)
@@ -75,7 +77,7 @@ def in_its_place(out: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def _find_place(out: Path) -> Path:
-    """Return where a path leads to, through links, whether anything is there or not."""
+    """Resolve the symbolic links of a path, whether its target exists or not."""
     place = Path(os.path.realpath(out))
     if place.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
@@ -99,7 +101,10 @@ def _check_free(out: Path, replace: bool) -> None:
 
 @contextmanager
 def _not_served(out: Path) -> Iterator[None]:
-    """Keep others from serving a run: they would go on and acknowledge what nobody finds again."""
+    """Keep other processes from serving a run while it is replaced.
+
+    They would acknowledge lessons that are then lost.
+    """
     with ExitStack() as held:
         if (out / JOURNAL).exists():
             try:
@@ -112,22 +117,22 @@ def _not_served(out: Path) -> Iterator[None]:
 
 
 def _take_place(new: Path, place: Path, replace: bool) -> Path | None:
-    """Give a run its name; returns where what had it before is now."""
-    _check_free(place, replace)  # again: others may have been here meanwhile
+    """Move a run to its destination; return where its predecessor is now, if there was one."""
+    _check_free(place, replace)  # again, since another process may have written here meanwhile
     if not place.exists():
         new.rename(place)
         return None
-    # Closing a journal removes files by name, and by then the name is another's: only the lock of
-    # the old one is held while the names change.
+    # Closing a journal removes files by name, and after the exchange the name belongs to the new
+    # run. So the old journal is not open during the exchange; only its lock is held.
     lock = place / f"{JOURNAL}.lock"
     with _locked(lock) if lock.exists() else contextlib.nullcontext():
         return new if files.exchange(new, place) else _replace_in_two_steps(new, place)
 
 
 def _replace_in_two_steps(new: Path, place: Path) -> Path:
-    """Replace a directory where names cannot be exchanged; returns where the old one is now.
+    """Replace a directory where names cannot be exchanged; return where the old one is now.
 
-    A power cut between the two steps leaves it there, and nothing in its place.
+    A power cut between the two steps leaves the old one there, and nothing at the destination.
     """
     old = _name_beside(place, "old")
     place.rename(old)
@@ -144,20 +149,20 @@ def _name_beside(place: Path, kind: str) -> Path:
 
 
 def _remove_leftovers(place: Path) -> None:
-    """Remove what killed processes left beside a run; put back a run that was half replaced."""
+    """Remove what killed processes left beside a run; restore a run that was half replaced."""
     ours = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{32}}\.(new|old)")
     for found in [each for each in place.parent.iterdir() if ours.fullmatch(each.name)]:
         if found.suffix == ".old" and not place.exists() and (found / RUN).exists():
             found.rename(place)
             files.flush_directory(place.parent)
             continue
-        with contextlib.suppress(OSError), _locked(found):  # others may be at work in there
+        with contextlib.suppress(OSError), _locked(found):  # another process may still write there
             shutil.rmtree(found)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file or directory; `BlockingIOError` if another process does."""
+    """Hold the lock of a file or directory; raise `BlockingIOError` if another process does."""
     if os.name == "nt":  # directories cannot be opened there
         yield
         return

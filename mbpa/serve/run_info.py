@@ -1,8 +1,8 @@
-"""A run directory: what `mbpa teach` makes and a classifier starts from.
+"""The contents of a run directory, which `mbpa teach` writes and a classifier loads.
 
-RUN/run.json         what it is: encoder, trained labels, threshold
-RUN/model/           the trained head, the predictor, how rows of new labels are made; a checkpoint
-RUN/journal.sqlite   every example: those it was made from, and those taught since
+RUN/run.json         description: encoder, trained labels, threshold
+RUN/model/           checkpoint: the trained head, the predictor, how to make rows for new labels
+RUN/journal.sqlite   all examples: those the run was made from, and those taught since
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from mbpa.serialization import build, describe
 from mbpa.serve.journal import Example, Journal
 
 FORMAT = 4
-EARLIER_FORMATS = (1, 2, 3)  # of texts, of pictures, with rows of new labels; without a check sum
-MOST_NORM = 1e15  # of a key
+EARLIER_FORMATS = (1, 2, 3)  # texts; pictures; rows for new labels. None has a check sum.
+MOST_NORM = 1e15  # upper limit on the norm of a key
 RUN, MODEL, JOURNAL = "run.json", "model", "journal.sqlite"
 ROWS, MIDDLE = "rows", ("direction", "weight", "bias")  # in the checkpoint
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What `run.json` says."""
+    """The contents of `run.json`."""
 
     key_dim: int
     labels: tuple[str, ...]
-    """Those the head was trained with, in the order of its rows."""
+    """Labels that the head was trained with, in the order of its rows."""
     trained_examples: int
-    """Examples with ids up to this are what it was trained with."""
+    """Highest id of the examples that the head was trained with."""
     threshold: float
     encoder: str | None
-    """`None`: it takes keys only."""
+    """Name of the encoder; `None`: the run takes keys only."""
     fingerprint: str | None = None
-    """Of the encoder."""
+    """Fingerprint of the encoder."""
     summary: dict[str, Any] | None = None
-    """How it was made and what it reached; for people to read."""
+    """How the run was made and the accuracy it reached, for people to read."""
     takes: Literal["texts", "images"] = "texts"
-    """What the encoder is of."""
+    """Kind of items that the encoder takes."""
 
     def write(self, directory: Path) -> None:
-        """Write `run.json`, durably."""
+        """Write `run.json` durably."""
         content = {"format": FORMAT, "mbpa": mbpa.__version__, **vars(self)}
         content["sha256"] = files.digest_json(content)
         text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -66,7 +66,7 @@ class RunInfo:
         """Read `run.json` and verify it.
 
         Raises:
-            RunError: it is missing, damaged, or was written by a newer mbpa.
+            RunError: the file is missing, damaged, or was written by a newer mbpa.
         """
         path = directory / RUN
         try:
@@ -97,7 +97,7 @@ class RunInfo:
         return info
 
     def _require_types(self) -> None:
-        """Raise `ValueError` for what no run has: earlier formats have no check sum."""
+        """Raise `ValueError` for values that no run has; earlier formats have no check sum."""
         is_right = (
             type(self.key_dim) is int
             and self.key_dim > 0
@@ -117,7 +117,7 @@ class RunInfo:
 
 
 class _NewerFormat(Exception):
-    """The format is one that this version does not know."""
+    """The format is newer than this version supports."""
 
 
 def write_run(
@@ -129,14 +129,16 @@ def write_run(
     keys: Float[Tensor, "N D"],
     rows: NewRows | None = None,
 ) -> None:
-    """Make a run directory of a trained head and its examples, (label, text or picture) and
-    key each.
+    """Write a run directory for a trained head and its examples.
 
     Args:
-        rows: how those of new labels are made, of keys of unit norm; by default they are zero.
+        examples: label and text or picture of each example.
+        keys: one key per example.
+        rows: how to make rows of the head for new labels from keys of unit norm. By default these
+            rows are zero.
 
     Raises:
-        ValueError: with `rows`, a key has another norm.
+        ValueError: `rows` is given and a key does not have unit norm.
     """
     if rows is not None:
         require_unit_norm(keys)
@@ -157,17 +159,17 @@ def write_run(
 
 
 class Model(NamedTuple):
-    """What is in `model/`."""
+    """The contents of `model/`."""
 
     head: nn.Linear
-    """On the device that was asked for."""
+    """The trained head, on the requested device."""
     predictor: mbpa.Predictor
     rows: NewRows | None
-    """On the CPU; `None` in runs that were made before there were any."""
+    """How to make rows for new labels, on the CPU; `None` if the run was made without."""
 
 
 def read_model(directory: Path, info: RunInfo, device: str | torch.device) -> Model:
-    """The model of a run."""
+    """Read the model of a run and check it against `info`."""
     try:
         saved = load_checkpoint(directory / MODEL)
         shape, expected = saved.tensors["head"]["weight"].shape, (len(info.labels), info.key_dim)
@@ -188,10 +190,10 @@ def read_model(directory: Path, info: RunInfo, device: str | torch.device) -> Mo
 
 
 def read_encoder(info: RunInfo, device: str | torch.device) -> Encoder[Any] | None:
-    """The encoder that a run was made with; `None` if it takes keys only.
+    """Load the encoder that a run was made with; `None` if the run takes keys only.
 
     Raises:
-        ValueError: it is not on this machine.
+        ValueError: the encoder is not on this machine.
     """
     if info.encoder is None:
         return None
@@ -201,7 +203,7 @@ def read_encoder(info: RunInfo, device: str | torch.device) -> Encoder[Any] | No
 
 
 def as_bytes(key: Float[Tensor, "D"]) -> bytes:
-    """A key on the CPU as the journal keeps it."""
+    """Convert a key on the CPU to the bytes that the journal stores."""
     return key.detach().numpy().astype("<f4").tobytes()
 
 
@@ -209,7 +211,7 @@ def stack_keys(path: Path, examples: Iterable[Example], key_dim: int) -> Float[T
     """Stack the keys of those examples of a journal that have one.
 
     Raises:
-        RunError: a key has another size, or numbers that no key has; the message names it.
+        RunError: a key has a wrong size or invalid numbers; the message names the example.
     """
     with_key = [each for each in examples if each.key is not None]
     keys = np.empty((len(with_key), key_dim), np.float32)

@@ -1,4 +1,4 @@
-"""What goes over the wire, checked as it comes in; the OpenAPI description is made of it."""
+"""Request and response models: they validate input and define the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pydantic_core import PydanticCustomError
 
 from mbpa.serve.answers import MOST_FILE, MOST_LABEL, MOST_TEXT, Answer, NearExample, Reason
 
-BASE64 = 4 * MOST_FILE // 3  # characters of the largest picture
-MOST_QUERIES, MOST_EXPLAINED, MOST_EXAMPLES, MOST_IDS = 256, 16, 256, 10_000  # a call
-UNKNOWN_FIELD = "unknown_field"  # type of the error that names it
-MAX_NAME_CHARACTERS = 100  # of an unknown field that are looked at and repeated
+BASE64 = 4 * MOST_FILE // 3  # characters of the largest picture in base64
+MOST_QUERIES, MOST_EXPLAINED, MOST_EXAMPLES, MOST_IDS = 256, 16, 256, 10_000  # per call
+UNKNOWN_FIELD = "unknown_field"  # type of the validation error for unknown fields
+MAX_NAME_CHARACTERS = 100  # characters of an unknown field's name that are compared and repeated
 
 
 def _written(control: str) -> dict[str, Any]:
-    """For the OpenAPI description: none of these control characters."""
+    """Return an OpenAPI pattern that excludes these control characters."""
     return {"pattern": f"^[^{control}]+$"}
 
 
-# What these patterns describe is checked by `answers`, which says which character it is.
+# The patterns are documentation only: `answers` checks the text and names the character.
 Text = Annotated[
     str,
     Field(
@@ -38,7 +38,7 @@ Picture = Annotated[
     str,
     Field(
         min_length=1,
-        max_length=BASE64 + 2 * BASE64 // 64 + 100,  # it may come in lines, and as a data URL
+        max_length=BASE64 + 2 * BASE64 // 64 + 100,  # allows line breaks and a data URL prefix
         json_schema_extra={"contentEncoding": "base64"},
     ),
 ]
@@ -48,18 +48,18 @@ Id = Annotated[int, Field(ge=1, le=2**62)]
 
 
 class Message(BaseModel):
-    """Says no more than it is asked for: what is misspelt is an error, not ignored."""
+    """Base class of all messages. An unknown field is an error, so misspelt names are noticed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_field(cls, given: Any) -> Any:
-        """Refuse a field that there is not, and say which was probably meant."""
+        """Raise an error for an unknown field, and suggest the field that was probably meant."""
         if isinstance(given, dict):
             for name in given:
                 if name not in cls.model_fields:
-                    # Pydantic cannot report what is not Unicode, and JSON may hold surrogates.
+                    # JSON may hold surrogates, which pydantic cannot report.
                     shown = str(name)[:MAX_NAME_CHARACTERS].encode("utf-8", "backslashreplace")
                     context = {"name": shown.decode(), "why": _explain_unknown(name, cls)}
                     raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", context)
@@ -67,7 +67,7 @@ class Message(BaseModel):
 
 
 def _explain_unknown(name: str, message: type[BaseModel]) -> str:
-    """Say which fields of a message were probably meant, or which there are."""
+    """Suggest the fields of a message that were probably meant, or list all of them."""
     known = list(message.model_fields)
     near = difflib.get_close_matches(name[:MAX_NAME_CHARACTERS].lower(), known, n=2)
     if near:
@@ -81,12 +81,12 @@ def _one_of(message: BaseModel, *names: str) -> None:
 
 
 def _given(name: str, kind: str) -> dict[str, Any]:
-    """That a field is there and not null, for the OpenAPI description."""
+    """Return an OpenAPI schema stating that a field is present and not null."""
     return {"required": [name], "properties": {name: {"type": kind}}}
 
 
 class Query(Message):
-    """What the run was made from, texts or pictures, or embeddings that its encoder gave."""
+    """Texts or pictures, whichever the run was made from, or embeddings from its encoder."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -102,7 +102,7 @@ class Query(Message):
         None
     )
     top: Annotated[int, Field(ge=1, le=100)] = 3
-    """How many labels to name."""
+    """Number of labels to return per answer."""
     threshold: Share | None = None
     """Confidence below which it abstains; by default the run's. With 0 it never abstains."""
 
@@ -118,7 +118,7 @@ class Query(Message):
 
 
 class Why(Query):
-    """As for `/predict`, fewer at a time."""
+    """As for `/predict`, but with fewer queries per request."""
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MOST_EXPLAINED)] | None = None
     images: Annotated[list[Picture], Field(min_length=1, max_length=MOST_EXPLAINED)] | None = None
@@ -135,7 +135,7 @@ class Probability(Message):
 
 class Prediction(Message):
     label: str | None
-    """`null`: it abstains."""
+    """The most probable label; `null` if the classifier abstains."""
     confidence: float
     abstains: bool
     top: list[Probability]
@@ -151,16 +151,16 @@ class Neighbor(Message):
     text: str | None
     weight: float
     distance: float
-    """Euclidean, between keys; not squared."""
+    """Euclidean distance between keys, not squared."""
 
 
 class Explained(Message):
     answer: Prediction
     before: list[Probability]
-    """What the head says without the memory."""
+    """Labels predicted by the head alone, without the memory."""
     neighbors: list[Neighbor]
     change: float
-    """How far the head's parameters moved."""
+    """Distance that the head's parameters moved."""
 
 
 class Explanations(Message):
@@ -168,7 +168,7 @@ class Explanations(Message):
 
 
 class Taught(Message):
-    """A label, and a text or picture or its embedding; with both, the embedding counts."""
+    """A label with a text or picture, an embedding, or both; the embedding is used if given."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -196,7 +196,7 @@ class Taught(Message):
 
 
 class Lessons(Message):
-    """Examples, all of which are taught or none."""
+    """Examples to teach, all or none."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -208,17 +208,17 @@ class Lessons(Message):
 
     examples: Annotated[list[Taught], Field(min_length=1, max_length=MOST_EXAMPLES)]
     request: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """A name for this call: sent again after a lost answer, it teaches nothing twice."""
+    """A name for this call. Sending the call again under this name teaches nothing twice."""
 
 
 class Learnt(Message):
     ids: list[int]
     labels: int
-    """How many labels there are now."""
+    """Number of labels after this call."""
 
 
 class Forgetting(Message):
-    """Examples by id, or all of a label."""
+    """Examples to delete, by id, or all examples of a label."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -238,14 +238,14 @@ class Forgetting(Message):
 
 class Forgotten(Message):
     ids: list[int]
-    """Those that were there."""
+    """Ids of the deleted examples."""
 
 
 class LabelCount(Message):
     label: str
     examples: int
     trained: bool
-    """Whether it has a trained row of the head; else all that is known of it are its examples."""
+    """Whether its row of the head was trained; if not, only its examples define the label."""
 
 
 class Labels(Message):
@@ -258,7 +258,7 @@ class Stats(Message):
     labels: int
     new_labels: int
     change: int
-    """Raised by every write."""
+    """Number of writes so far."""
     read_only: str | None
     threshold: float
     takes: str | None
@@ -266,12 +266,12 @@ class Stats(Message):
     encoder: str | None
     key_dim: int
     waiting: int
-    """Queries that have not reached the model."""
+    """Pieces of work that have not reached the model."""
 
 
 class Health(Message):
     status: str
-    """"ok", or "read-only" when nothing more can be learnt."""
+    """"ok", or "read-only" if nothing more can be learnt."""
     reason: str | None
 
 

@@ -1,7 +1,8 @@
-"""How a run adapts and makes rows for new labels, chosen in a rehearsal of what it is for.
+"""Selection of how a run adapts and makes rows for new labels, by rehearsing its use.
 
-Some labels are kept from a head and come with a few examples each. Taken is what answers most
-queries of these labels, as long as hardly any answer to the others is lost.
+In a rehearsal, a head is trained without some of the labels, which are then taught with a few
+examples each. The chosen settings answer most queries of these labels correctly while losing hardly
+any correct answers to the others.
 """
 
 from __future__ import annotations
@@ -26,30 +27,34 @@ from mbpa.modules.split import grow
 from mbpa.serve.training import Training, held_out, trained_head
 
 REHEARSALS = 3
-ASKED = 0.25  # share of each old label's examples, in a rehearsal
-SHOTS = 3  # examples of a label that is new, in the rehearsal
-NEW = 1 / 3  # share of the labels that are new in it
-MOST_LOST = 0.003  # share of the queries of old labels, or one; of other queries it is more
+ASKED = 0.25  # share of each old label's examples used as queries in a rehearsal
+SHOTS = 3  # examples per new label in a rehearsal
+NEW = 1 / 3  # share of the labels that are new in a rehearsal
+# Share of the rehearsed queries of old labels that may be lost, or one query. On other queries the
+# loss is larger.
+MOST_LOST = 0.003
 
 
 @dataclass(frozen=True)
 class Manner:
-    """One way to do it."""
+    """One combination of settings to try."""
 
     reach: float
-    """How far out new rows lie; 1: as far as trained ones. 0: all where these have their middle."""
+    """Distance of new rows from the mean of the trained rows, relative to that of trained rows.
+    1: equally far; 0: all new rows are at the mean."""
     offset: float
     lr: float | Literal["auto"]
     steps: int
     k: int = 20
     bandwidth: float = 0.5
-    """Of a Gaussian kernel, by the mean distance to a nearest example; 0: inverse distance."""
+    """Bandwidth of a Gaussian kernel, relative to the mean distance to the nearest example. 0 means
+    the inverse-distance kernel."""
 
 
 START = Manner(reach=0.0, offset=0.0, lr="auto", steps=20)
 Grid = Mapping[str, Sequence[Any]]
 GRIDS: tuple[Grid, ...] = (
-    {"lr": ("auto", 10.0)},  # what adaptation does by itself
+    {"lr": ("auto", 10.0)},  # adaptation alone; new rows stay at the mean of the trained ones
     {
         "reach": (0.5, 0.75, 1.0, 1.5),
         "offset": (0.0, 1.0, 2.0, 3.0),
@@ -59,11 +64,11 @@ GRIDS: tuple[Grid, ...] = (
     {"k": (10, 20, 50), "bandwidth": (0.0, 0.25, 0.5, 1.0)},
     {"offset": tuple(half / 2 for half in range(-2, 11))},
 )
-"""Tried one after the other, the rest as it was best so far."""
+"""Grids searched one after the other; other settings keep the best values found so far."""
 
 
 class Score(NamedTuple):
-    """Shares of right answers, and the mean of −log p(label) over all of them."""
+    """Shares of correct answers for new and old labels, and the mean −log p(label) over all."""
 
     new: float
     old: float
@@ -72,7 +77,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """What did best, and how well."""
+    """The best settings found, and their score."""
 
     predictor: mbpa.Predictor
     reach: float
@@ -83,8 +88,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A head that knows some of the labels, a memory with a few examples of the others, and
-    queries of both kinds."""
+    """A head trained on some of the labels, a memory that also has a few examples of the others,
+    and queries of both kinds."""
 
     head: nn.Linear
     keys: Float[Tensor, "M D"]
@@ -101,8 +106,10 @@ def rehearsed(
     generator: torch.Generator,
     progress: bool = False,
 ) -> Choice | None:
-    """What rehearsals say, each with other labels and other held-out examples; `None` if there are
-    too few for one."""
+    """Choose settings by several rehearsals, each with different new labels and held-out examples.
+
+    Returns `None` if there are too few examples for a rehearsal.
+    """
     tasks = [
         staged(keys, labels, held_out(labels, generator, ASKED), training, generator)
         for _ in range(REHEARSALS)
@@ -119,7 +126,7 @@ def staged(
     generator: torch.Generator,
     most_queries: int = 1000,
 ) -> Rehearsal | None:
-    """Some labels as if they were new; `None` if there are too few examples for that."""
+    """Set up a rehearsal that treats some labels as new; `None` if there are too few examples."""
     counts = labels.bincount()
     rich = (counts > SHOTS).nonzero()[:, 0]
     new = rich[torch.randperm(len(rich), generator=generator)[: int(NEW * len(counts))]]
@@ -153,14 +160,14 @@ def _some(wanted: Bool[Tensor, "N"], most: int, generator: torch.Generator) -> I
 
 
 def choose(tasks: Sequence[Rehearsal], progress: bool = False) -> Choice:
-    """What does best of all that is tried, in the mean over rehearsals."""
+    """Return the settings with the best mean score over the rehearsals."""
     trials = [_Trials(task) for task in tasks]
     found, score = START, _mean(trials, START)
     known = max(fmean(each.alone for each in trials), score.old)
     most_lost = max(MOST_LOST, 1 / sum(each.old_queries for each in trials)) + 1e-9
 
     def worth(score: Score) -> tuple[float, float, float]:
-        """By the new labels; but first by the old ones, where more are lost than may be."""
+        """Rank by accuracy on new labels, but first penalise losing too many old answers."""
         return min(0.0, score.old - known + most_lost), score.new, -score.loss
 
     total = sum(math.prod(map(len, grid.values())) for grid in GRIDS)
@@ -191,7 +198,7 @@ def _predictor(manner: Manner, nearest: float) -> mbpa.Predictor:
 
 
 class _Trials:
-    """One rehearsal, many times: the neighbours of its queries are read once."""
+    """Scores many settings on one rehearsal; the neighbours of its queries are read only once."""
 
     def __init__(self, task: Rehearsal) -> None:
         self._task, self._old = task, task.head.out_features
@@ -209,7 +216,7 @@ class _Trials:
         self._is_new = task.answers >= self._old
         self.old_queries = int((~self._is_new).sum())
         self.alone = self._shares(task.head(task.queries).argmax(1)).old
-        """Right answers to old labels by the head alone."""
+        """Share of queries of old labels that the head alone answers correctly."""
 
     def score(self, manner: Manner) -> Score:
         rows = replace(self._rows, scale=manner.reach * self._even, offset=manner.offset)

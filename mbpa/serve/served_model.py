@@ -1,7 +1,7 @@
-"""Head, labels and memory of a classifier, as the examples that are there want them.
+"""The head, labels and memory of a classifier, derived from its current examples.
 
-What it says is a function of these examples, not of their history: in what order they came, and
-what else has come and gone.
+Its answers depend only on these examples, not on their history: the order in which they were added,
+or others that were added and removed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from mbpa.serve.answers import NearExample
 from mbpa.serve.example_index import Counts, Held, Known
 from mbpa.serve.order_independent import TaughtMemory, TaughtRows
 
-# Fixed, not measured: another start must not choose another way to compute the same.
+# Fixed, not measured: a restart must not choose another way to compute the same result.
 RATES = Throughput(operations=2.0**36, bytes=2.0**33, call=2.0**-19)
 
 
 class TaughtModel:
-    """A trained head that grows and shrinks with the labels of examples, and adapts to them.
+    """A trained head that grows and shrinks with the labels of the examples, and adapts to them.
 
-    Nothing here keeps threads apart.
+    Not thread-safe.
 
     Args:
-        head: as it was trained, with a row for each of `trained_labels`.
-        rows: how those of other labels are made; `None`: they are zero.
+        head: the trained head, with one row per label in `trained_labels`.
+        rows: how to make rows for other labels; `None`: they are zero.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class TaughtModel:
         rows: NewRows | None = None,
     ) -> None:
         self.known = Known()
-        """Which examples there are; for others to read."""
+        """Index of the examples; read-only for callers."""
         self._head, self._all_trained_labels = head, trained_labels
         self._predictor = predictor
         self._rows = None if rows is None else TaughtRows(rows)
-        self._engine = mbpa.Engine(store_bytes=0, rates=RATES)  # kept rows would tell of the past
+        self._engine = mbpa.Engine(store_bytes=0, rates=RATES)  # stored rows depend on history
         self._device = head.weight.device
         self._memory = TaughtMemory(1024, head.in_features, device=self._device)
         self._trained_labels: tuple[str, ...] = ()
@@ -56,11 +56,11 @@ class TaughtModel:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """In the order of the head's outputs."""
+        """Labels in the order of the head's outputs."""
         return self._trained_labels + self._new_labels
 
     def counts(self, change: int) -> Counts:
-        """What there is after so many writes."""
+        """Return the current counts, with `change` as the number of writes."""
         return Counts(
             labels={label: self.known.counts[label] for label in self.labels},
             trained_labels=self._trained_labels,
@@ -70,22 +70,22 @@ class TaughtModel:
         )
 
     def entries(self) -> tuple[list[int], Float[Tensor, "M D"]]:
-        """Ids and keys of everything in the memory."""
+        """Return the ids and keys of everything in the memory."""
         held = self._memory.entries()
         return [self.known.ids[entry] for entry in held.ids.tolist()], held.keys
 
     # Answering
 
     def __call__(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
-        """log p of each of the `labels`."""
+        """Return log p of each of the `labels`."""
         return keys.new_empty(len(keys), 0) if self._model is None else self._model(keys=keys)
 
     def explain(self, keys: Float[Tensor, "B D"]) -> mbpa.Explanation | None:
-        """The same, with what it comes from; `None` where there are no labels."""
+        """Explain the predictions for these keys; `None` if there are no labels."""
         return None if self._model is None else self._model.explain(keys=keys)
 
     def sources(self, why: mbpa.Explanation) -> tuple[tuple[NearExample, ...], float]:
-        """Of the explanation of one query: the examples, and how far the parameters moved."""
+        """Return the examples behind the answer to one query, and how far the parameters moved."""
         if why.neighbors is None or why.weights is None:
             return (), 0.0
         rows = zip(
@@ -104,7 +104,7 @@ class TaughtModel:
     # Learning
 
     def make_room(self, examples: int) -> None:
-        """For so many more: nothing is ever overwritten."""
+        """Make room for this many more examples, so that the memory never overwrites any."""
         held = len(self.known.examples)
         if held + examples > self._memory.capacity:
             self._memory.resize(2 * (held + examples))
@@ -116,11 +116,11 @@ class TaughtModel:
         keys: Float[Tensor, "N D"],
         trained: Collection[int],
     ) -> None:
-        """Examples have come, for which there is room.
+        """Add examples, for which there must be room.
 
         Args:
-            named: label and text of each.
-            trained: ids of those that the head was trained with.
+            named: label and text of each example.
+            trained: ids of the examples that the head was trained with.
         """
         numbers = [self.known.number(label) for label, _ in named]
         entries = self._memory.write(keys, torch.tensor(numbers, dtype=torch.int64)).tolist()
@@ -132,7 +132,7 @@ class TaughtModel:
         self._rebind(labels)
 
     def remove(self, ids: Iterable[int]) -> None:
-        """Examples are gone."""
+        """Remove those of these examples that are present."""
         here = [id for id in ids if id in self.known.examples]
         labels = [self.known.examples[id].label for id in here]
         entries = [self.known.remove(id) for id in here]
@@ -142,10 +142,10 @@ class TaughtModel:
         self._rebind(labels)
 
     def _rebind(self, changed: Iterable[str]) -> None:
-        """Head, labels and columns as the examples that are there want them.
+        """Update the head, labels and columns to the current examples.
 
         Args:
-            changed: labels that have other examples than before.
+            changed: labels whose examples have changed.
         """
         trained, new = self.known.split(self._all_trained_labels)
         if (trained, new) != (self._trained_labels, self._new_labels):
@@ -156,7 +156,7 @@ class TaughtModel:
         self._memory.columns = self.known.columns(self.labels).to(self._device)
 
     def _bound(self) -> mbpa.MbPA | None:
-        """The memory with a head for the labels there are; `None` if there are none."""
+        """Return a model of the memory and a head for the current labels; `None` without labels."""
         if not self.labels:
             return None
         head = grow(self._trained_head(), len(self.labels)).requires_grad_(False)
@@ -166,7 +166,7 @@ class TaughtModel:
         )
 
     def _put_rows(self, head: nn.Module, labels: Iterable[str]) -> None:
-        """Of those of these labels that the head was not trained with, as their examples say."""
+        """Set the rows of those of these labels that the head was not trained with."""
         rows, new = self._rows, set(self._new_labels)
         here = sorted(new.intersection(labels))
         if rows is None or not here:
@@ -180,7 +180,7 @@ class TaughtModel:
             head.bias[places] = rows.bias.to(self._device)
 
     def _trained_head(self) -> nn.Linear:
-        """The rows that were trained, for the labels that are left; a row of zeros if none is."""
+        """Return a head with the trained rows of the remaining labels, or else one row of zeros."""
         places = {label: row for row, label in enumerate(self._all_trained_labels)}
         rows = [places[label] for label in self._trained_labels]
         head = nn.Linear(self._head.in_features, max(1, len(rows)), device=self._device)

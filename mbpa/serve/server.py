@@ -1,4 +1,4 @@
-"""`mbpa serve`: a run behind a port, until it is told to stop."""
+"""`mbpa serve`: serve a run over HTTP until stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("the HTTP service", extra="serve") from error
 
-PATIENCE = 10  # seconds that requests have to end when it is told to stop
+PATIENCE = 10  # seconds for open requests to finish after a signal to stop
 
 
 def serve(
@@ -42,19 +42,20 @@ def serve(
     page: Callable[[FastAPI, Classifier], FastAPI] | None = None,
     path: str = "/docs",
 ) -> None:
-    """Load a run and serve it; returns when it was told to stop and everything is closed.
+    """Load a run and serve it; return after a signal to stop, when everything is closed.
 
     Args:
-        threshold: of confidence, in place of the run's.
+        threshold: confidence threshold to use in place of the run's.
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
-        page: mounts pages on the app.
-        path: of the page to be named when it is ready.
+        page: mounts pages on the app and returns it.
+        path: path of the page in the URL that is printed when the service is ready.
 
     Raises:
-        RunError: it cannot be served, nothing can listen there, or there is no such device.
+        RunError: the run cannot be served, the address is not available, or there is no such
+            device.
     """
     settings = settings or Settings()
-    if "OMP_NUM_THREADS" not in os.environ:  # one core is for reading requests and writing answers
+    if "OMP_NUM_THREADS" not in os.environ:  # keep one core for reading and answering requests
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     if threshold is not None and not 0 <= threshold <= 1:
         raise RunError(f"threshold must be between 0 and 1, got {threshold}")
@@ -62,7 +63,7 @@ def serve(
         chosen = choose_device(device)
     except ValueError as error:
         raise RunError(str(error)) from error
-    RunInfo.read(directory)  # what is wrong with the run is told first, and at once
+    RunInfo.read(directory)  # report a faulty run first, before anything slow
     listener = _listening(host, port)
     with listener:
         print(f"loading {directory}", file=sys.stderr, flush=True)
@@ -80,9 +81,13 @@ def serve(
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Taken before anything is loaded: a port that is in use should not cost half a minute."""
+    """Bind a socket.
+
+    This is done before anything is loaded, so that a port in use is reported at once and not after
+    half a minute.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named, since asyncio sends small answers at once only on what is TCP by name.
+    # TCP is named explicitly: only then does asyncio send small responses without delay.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -110,7 +115,7 @@ def _announce(
 
 
 class _Server(uvicorn.Server):
-    """Says when it is ready, not before."""
+    """A server that calls `is_ready` once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, is_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -134,10 +139,10 @@ def _run(app: FastAPI, listener: socket.socket, is_ready: Callable[[], None]) ->
         timeout_graceful_shutdown=PATIENCE,
         backlog=1024,
     )
-    # The model's thread asks for the interpreter between any two operations; at the usual 5 ms a
-    # turn, a busy event loop would make it wait longer than it works.
+    # The model's thread needs the interpreter lock between any two operations. At the default
+    # switch interval of 5 ms, a busy event loop would make it wait longer than it works.
     sys.setswitchinterval(5e-4)
-    # Uvicorn raises the signal again when all is done; the classifier is still to be closed.
+    # Uvicorn raises the signal again when it is done, but the classifier must still be closed.
     before = {
         each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)
     }

@@ -10,7 +10,7 @@ OPEN_PATHS = (
     "/docs",
     "/openapi.json",
     "/favicon.ico",
-)  # reveal nothing
+)  # need no token, since they reveal nothing
 
 
 @dataclass(frozen=True)
@@ -18,34 +18,35 @@ class Settings:
     """Limits of the service."""
 
     token: str | None = None
-    """Asked of every request but those for `OPEN_PATHS`; `None`: of none."""
+    """Token required for every path except `OPEN_PATHS`; `None`: no token is required."""
     body_bytes: int = 8 << 20
     in_flight: int = 128
-    """Maximum number of requests that have come in full and are not answered yet; further requests
-    get 429."""
-    receiving: int = 1024
-    """Maximum number of requests whose bodies are on their way; further requests get 429."""
-    held_bytes: int = 1 << 29
-    """Bytes of bodies that have come and are not answered yet; above it further requests get
+    """Maximum number of requests received completely and not answered yet; further requests get
     429."""
+    receiving: int = 1024
+    """Maximum number of requests whose bodies are arriving; further requests get 429."""
+    held_bytes: int = 1 << 29
+    """Maximum total size in bytes of received bodies that are not answered yet; beyond it, further
+    requests get 429."""
     wait_s: float = 0.5
-    """Estimated seconds that a request may have to wait for others; more get 429."""
+    """Maximum estimated seconds that a request may have to wait for others; beyond it, requests get
+    429."""
     lesson_wait_s: float = 5.0
-    """The same for examples that are to be encoded before they are learnt."""
+    """The same for examples that must be encoded before they are learnt."""
     part: float = 256.0
-    """Work that the model gets at a time, at least one item: tokens to encode, of which a text has
-    256 at most for the default encoder; a query counts for four."""
+    """Maximum work per batch of the model (a batch has at least one item), in tokens to encode. A
+    text has at most 256 with the default encoder; answering a query counts as four."""
     part_s: float = 0.1
-    """Or what it does in so many seconds, if that is more."""
+    """Seconds per batch: the maximum work is raised to what can be done in this time."""
     batch: int = 64
-    """Maximum number of items that the model gets at a time."""
+    """Maximum number of items per batch of the model."""
     window_s: float = 0.003
-    """Seconds that items have to gather, when there were several the last time."""
+    """Maximum seconds to wait for more items, if the last batch had several."""
     writes: int = 64
-    """Calls that wait to be written down."""
+    """Maximum number of writes waiting or in progress; further requests get 429."""
     open_paths: tuple[str, ...] = ()
-    """Paths of pages with a login of their own, whose requests may stay open as long as they are
-    looked at."""
+    """Paths of pages with their own login. Their requests may stay open as long as the page is
+    open."""
     page_requests: int = 256
-    """Maximum number of requests to these pages that are open at a time, endless streams among
-    them; further requests get 429."""
+    """Maximum number of open requests to these pages, including endless streams; further requests
+    get 429."""

@@ -1,9 +1,9 @@
 """From labelled texts or pictures to a run: embed, train a head, fill the memory, tune, write.
 
-How to adapt, and how to make rows of the head for new labels, is chosen in a rehearsal of what the
-run is for: a third of the labels are kept from a head, and three examples of each are put beside
-what it knows (`rehearsal`). Held-out examples of all labels then say how well it does, and from
-what confidence on an answer is more often right than wrong.
+The settings for adaptation and for rows of new labels are chosen by rehearsal: a head is trained
+without a third of the labels, which are then taught with three examples each (`selection`).
+Held-out examples of all labels then measure the accuracy, and set the threshold: the confidence
+above which answers are more often right than wrong.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from mbpa.serve.run_info import RunInfo, write_run
 from mbpa.serve.selection import SHOTS, Choice, rehearsed
 from mbpa.serve.training import Training, held_out, trained_head
 
-FEW = 20  # held-out examples, too few to say anything from
-DEFAULT = mbpa.Adapted(mbpa.Gradient(steps=20), k=20)  # where nothing can be rehearsed
+FEW = 20  # minimum number of held-out examples for choosing a threshold
+DEFAULT = mbpa.Adapted(mbpa.Gradient(steps=20), k=20)  # used if nothing can be rehearsed
 
 
 @dataclass(frozen=True)
 class Taught:
-    """What `teach` made of texts or pictures."""
+    """The result of `teach`."""
 
     info: RunInfo
     head: nn.Linear
     predictor: mbpa.Predictor
     keys: Float[Tensor, "N D"]
     rows: NewRows | None = None
-    """Of labels to come; `None`: they start from zero."""
+    """How to make rows of the head for new labels; `None`: they start from zero."""
 
 
 def teach(
@@ -54,14 +54,14 @@ def teach(
     training: Training | None = None,
     progress: bool = False,
 ) -> Taught:
-    """Embed, train, tune.
+    """Embed the data, train a head and choose the settings.
 
     Args:
-        cache: a folder for embeddings, from which an interrupted run goes on.
-        progress: show bars on stderr.
+        cache: a folder for embeddings, from which an interrupted run can continue.
+        progress: show progress bars on stderr.
 
     Raises:
-        ValueError: the encoder takes something else, or gives keys of another norm than 1.
+        ValueError: the encoder takes another kind of items, or returns keys without unit norm.
     """
     if encoder.takes != data.takes:
         raise ValueError(f"the encoder {encoder.name} takes {encoder.takes}, not {data.takes}")
@@ -100,7 +100,7 @@ def teach(
 def write_taught(
     taught: Taught, data: Spreadsheet | Album, out: Path, *, replace: bool = False
 ) -> None:
-    """Write a run directory, which is there as a whole or not at all."""
+    """Write a run directory atomically: it appears as a whole or not at all."""
     items: Sequence[str | bytes] = data.items
     parts = taught.info, taught.head, taught.predictor
     with writable(out), in_its_place(out, replace=replace) as directory:
@@ -131,7 +131,7 @@ def _measured(
     labels: Int[Tensor, "N"],
     held: Bool[Tensor, "N"],
 ) -> tuple[dict[str, Any], float]:
-    """How well held-out examples are answered, and the threshold that follows."""
+    """Return a summary of the accuracy on held-out examples, and the threshold based on it."""
     count = int(held.sum())
     summary: dict[str, Any] = {"examples": len(keys), "held_out": count}
     if not count:
@@ -155,16 +155,18 @@ def _measured(
 
 
 def break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) -> float:
-    """The threshold that leaves the most right answers over wrong ones, of such the lowest; 0 if
-    that is to answer all."""
-    levels, group = confidence.unique(return_inverse=True)  # rising; equal ones go together
+    """Return the lowest threshold that maximises the number of right minus wrong answers.
+
+    Returns 0 if it is best to answer everything.
+    """
+    levels, group = confidence.unique(return_inverse=True)  # rising; ties share a group
     gains = torch.zeros(len(levels), dtype=torch.int64).scatter_add_(0, group, 2 * right.long() - 1)
     lowest = int(gains.flip(0).cumsum(0).flip(0).argmax())
     return float(levels[lowest]) if lowest else 0.0
 
 
 def _left_out(data: Spreadsheet | Album) -> list[tuple[str, str]]:
-    """What of the data is not among the examples, and what is odd about the rest."""
+    """Return report lines on data that was left out, and on contradictions in the rest."""
     row, item = ("picture", "picture") if isinstance(data, Album) else ("row", "text")
     strays = data.strays if isinstance(data, Album) else 0
     counts = [
@@ -184,7 +186,7 @@ def _counted(count: int, one: str, more: str) -> str:
 
 
 def report(taught: Taught, data: Spreadsheet | Album) -> str:
-    """What came of it, in a few lines."""
+    """Return a summary of the result in a few lines."""
     summary, rule = taught.info.summary or {}, taught.predictor
     lines = [("examples", f"{len(data.items)} of {summary['labels']} labels"), *_left_out(data)]
     if "accuracy" in summary:

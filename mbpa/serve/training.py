@@ -1,4 +1,4 @@
-"""A linear head, trained from zero until what is held out is answered no better."""
+"""Training of a linear head from zero, with early stopping on held-out examples."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Training:
     batch: int = 512
     epochs: int = 60
     patience: int = 4
-    """Epochs without a better held-out loss, after which it stops."""
+    """Number of epochs without a better held-out loss after which training stops."""
     seed: int = 0
 
 
 def held_out(
     labels: Int[Tensor, "N"], generator: torch.Generator, share: float = HELD_OUT
 ) -> Bool[Tensor, "N"]:
-    """A share of each label's examples; none of labels with fewer than three."""
+    """Choose a share of each label's examples at random; none of labels with fewer than three."""
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():
         places = (labels == label).nonzero()[:, 0]
@@ -43,10 +43,10 @@ def trained_head(
     training: Training,
     held: tuple[Float[Tensor, "H D"], Int[Tensor, "H"]],
 ) -> nn.Linear:
-    """A linear head from zero, by Adam, as it was when the held-out loss was least.
+    """Train a linear head from zero with Adam; return it as it was at the least held-out loss.
 
-    From zero, the logits of each query sum to zero and stay so: to a row of zeros that is added
-    for a new label they are neither above nor below.
+    Since it starts from zero, the logits of each query sum to zero and stay so. A row of zeros
+    added for a new label is therefore neither above nor below them on average.
     """
     head = nn.Linear(keys.shape[1], classes)
     nn.init.zeros_(head.weight)

@@ -1,4 +1,4 @@
-"""Whether a run is as it was written: `mbpa check`."""
+"""`mbpa check`: verify that a run is as it was written."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ EXAMPLES_PER_PART = 1000
 
 
 def check_run(directory: Path) -> list[tuple[str, str]]:
-    """Verify every check sum of a run, and that its parts fit each other; changes nothing.
+    """Verify every check sum of a run, and that its parts fit together; change nothing.
 
     Returns:
-        What was verified, as names and a few words each.
+        The parts that were verified, each as a name and a few words.
 
     Raises:
         RunError: something is missing, damaged, or in use; the message names the file.
     """
-    RunInfo.read(directory)  # what is no run is told first
+    RunInfo.read(directory)  # first of all, report a directory that is not a run
     try:
         journal = Journal(directory / JOURNAL, create=False, writable=False)
     except JournalError as error:

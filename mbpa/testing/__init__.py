@@ -1,8 +1,9 @@
-"""Conformance suites for those who extend the library: a backend for the memory, a rule.
+"""Conformance suites for extensions of the library: memory backends and rules.
 
-Each compares with something too simple to be wrong: a memory with a list that is searched from end
-to end, a batched rule with a loop of autograd for one query. A contract that is broken raises an
-`AssertionError`: which part, what was expected, what came. Global random numbers are left alone.
+Each suite compares with a reference too simple to be wrong: a memory with a list that is searched
+linearly, a batched rule with an autograd loop for one query at a time. A broken contract raises an
+`AssertionError` that names the part, the expected and the actual value. The suites do not touch the
+global random state.
 """
 
 from mbpa.testing.memory import check_memory

@@ -1,4 +1,4 @@
-"""How a broken contract is told; no `assert`, so that the suites work under `python -O`."""
+"""Reports of broken contracts, without `assert`, so that the suites work under `python -O`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a memory, part by part."""
+"""The conformance suite of memories, with one function per part of the contract."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from mbpa.testing.twins import KEY_DIM, MakeMemory, Twins
 
 
 def check_memory(make: MakeMemory, *, exact: bool = True) -> None:
-    """Check that a backend keeps the contract of `Memory`.
+    """Check that a backend fulfils the contract of `Memory`.
 
     Args:
-        make: gives a new memory for a capacity and a key_dim; its dtypes, device and shape of
-            values are as you like.
-        exact: whether it finds the true nearest. If not, what it finds must still be live, with
-            the right distance, in order, once; and be half of the true nearest on an easy problem.
+        make: returns a new memory for a capacity and a `key_dim`; its dtypes, device and value
+            shape are up to you.
+        exact: whether the backend always finds the true nearest entries. If not, what it finds must
+            still be live, distinct, in order and with the correct distances, and must include half
+            of the true nearest entries on an easy problem.
 
     Raises:
-        AssertionError: a part of the contract is broken, the message says which.
+        AssertionError: a part of the contract is broken; the message names it.
 
     Example:
         >>> import mbpa
@@ -82,7 +83,7 @@ def _hands_out_copies(make: MakeMemory, exact: bool) -> None:
 
 def _ranks_ties_newest_first(make: MakeMemory, exact: bool) -> None:
     twins = Twins(make, 70, exact)
-    twins.write(twins.keys(1).expand(50, -1).clone())  # more than any reader asks for at first
+    twins.write(twins.keys(1).expand(50, -1).clone())  # more than a read ranks at first
     twins.write(twins.keys(30))
     for k in (1, 3, 20, 70):
         twins.read(torch.cat([twins.memory.entries().keys[:2], twins.keys(2)]), k)
@@ -99,7 +100,7 @@ def _deletes_and_reuses_room(make: MakeMemory, exact: bool) -> None:
     twins = Twins(make, 8, exact)
     twins.write(twins.keys(7))
     twins.delete([1, 4, 5])
-    for size in (3, 1, 2, 9):  # up to the fourth entry nothing older has to go
+    for size in (3, 1, 2, 9):  # the first four entries overwrite nothing
         twins.read(twins.keys(4), 6)
         twins.write(twins.keys(size))
     twins.read(twins.keys(4), 6)
@@ -125,7 +126,7 @@ def _forgets_what_is_deleted(make: MakeMemory, exact: bool) -> None:
     twins = Twins(make, 60, exact)
     twins.write(twins.keys(60))
     query = twins.keys(1)
-    twins.delete(twins.nearest(query[0], 55))  # every other entry is farther than any of these
+    twins.delete(twins.nearest(query[0], 55))  # all other entries are farther away than these
     for k in (1, 3, 5, 9):
         twins.read(query, k)
 
@@ -152,7 +153,7 @@ def _restores(make: MakeMemory, exact: bool) -> None:
     twins.write(twins.keys(9))
     twins.delete(twins.ids()[1:3])
     held, fresh = twins.memory.entries(), make(6, KEY_DIM)
-    fresh.write(twins.keys(2), twins.values(2))  # to be forgotten
+    fresh.write(twins.keys(2), twins.values(2))  # to be discarded
     fresh.restore(held, twins.next_id)
     twins.memory = fresh
     twins.agree("restore")
@@ -221,7 +222,10 @@ def _refused(twins: Twins, what: str, call: Callable[[], object]) -> None:
 
 
 def _keeps_its_word_in_threads(make: MakeMemory, exact: bool) -> None:
-    """Every value is what its key is made of, so that half an entry would show."""
+    """Check reads, writes and deletes from several threads.
+
+    Every key is made of its value, so that a half-written entry would be noticed.
+    """
     memory = make(16, KEY_DIM)
     written: dict[int, int] = {}
     answers: list[Neighbors] = []

@@ -1,4 +1,4 @@
-"""The contract of a rule: pure, and batched to what a loop over the queries gives."""
+"""The conformance suite of rules: a rule is pure, and batching it equals a loop over queries."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from mbpa.testing.claims import require, same
 
 
 def check_rule(rule: Rule) -> None:
-    """Check that a rule, written for one query, is batched to the same results.
+    """Check that a rule, written for one query, gives the same results when batched.
 
-    On a linear and a two-layer head, with cross-entropy and squared error, in float64 (to 1e-9)
-    and in float32: what `MbPA` computes is what a loop of autograd computes for each query alone.
+    The results of `MbPA` are compared with an autograd loop over single queries, on a linear and a
+    two-layer head, with cross-entropy and squared error, in float64 (to 1e-9) and in float32.
+
+    Args:
+        rule: the rule to check.
 
     Raises:
-        AssertionError: a part of the contract is broken, the message says which.
+        AssertionError: a part of the contract is broken; the message names it.
 
     Example:
         >>> import mbpa
@@ -39,8 +42,9 @@ def check_rule(rule: Rule) -> None:
             rounded = _Task(layers, has_labels, torch.float32)
             exact, inexact = task.looped(rule), rounded.looped(rule)
             require(bool(exact.isfinite().all()), "prediction of the loop", "finite", exact)
-            # A rule that magnifies rounding (1e-7 here, 1e-16 there) may do so when batched, too.
-            # How far is chance: what becomes of other last digits of the problem counts as well.
+            # A rule that magnifies rounding (1e-7 in float32, 1e-16 in float64) may do so when
+            # batched, too. By how much is chance, so the effect of changing the last digits of the
+            # problem is measured as well.
             nudged = [_Task(layers, has_labels, torch.float64, nudge) for nudge in range(1, 9)]
             others = [inexact, *(each.looped(rule) for each in nudged)]
             drift = max(_relative_difference(each, exact) for each in others)
@@ -52,8 +56,10 @@ class _Task:
     """A small problem: a head of one or two layers, 20 entries, 5 queries of 6 neighbours each.
 
     Args:
-        nudge: unless 0, all numbers differ by at most the last digit of a float32, in a way of its
-            own.
+        layers: number of layers of the head, 1 or 2.
+        has_labels: whether values are labels, not regression targets.
+        dtype: dtype of all numbers.
+        nudge: if not 0, a seed for changing all numbers by at most the last digit of a float32.
     """
 
     neighbors = 6
@@ -63,7 +69,7 @@ class _Task:
         nudges = torch.Generator().manual_seed(nudge)
 
         def draw(*shape: int) -> Tensor:
-            # In float64 first, so that the problem is the same in either dtype.
+            # Draw in float64, so that the problem is the same in either dtype.
             exact = torch.randn(shape, generator=generator, dtype=torch.float64)
             by = 2 * torch.rand(shape, generator=nudges, dtype=torch.float64) - 1
             return (exact * (1 + 2**-23 * by) if nudge else exact).to(dtype)
@@ -87,7 +93,7 @@ class _Task:
         return MbPA(head=self.head, memory=self.memory, predictor=Adapted(rule, k=self.neighbors))
 
     def looped(self, rule: Rule) -> Tensor:
-        """What the rule makes of each query, one after the other."""
+        """Return the predictions of the rule, computed one query after the other."""
         found = self.memory.read(self.queries, self.neighbors)
         weights = neighbor_weights(inverse_distance(), found)
         rows = zip(self.queries, found.keys, found.values, weights, strict=True)
@@ -119,7 +125,7 @@ def _agrees_with_the_loop(rule: Rule, task: _Task, expected: Tensor, tolerance: 
     before = _listed(task.head.state_dict())
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # it would be run query by query, and warned of
+            warnings.simplefilter("error")  # a warning means that it ran query by query
             batched, again = model(queries), model(queries)
             alone, flipped = model(queries[:1]), model(queries.flip(0)).flip(0)
     except (RuntimeError, UserWarning) as error:
@@ -141,7 +147,7 @@ def _agrees_with_the_loop(rule: Rule, task: _Task, expected: Tensor, tolerance: 
 
 def _relative_difference(some: Tensor, others: Tensor) -> float:
     difference = (some - others).abs() / (1 + others.abs())
-    # The loop's float32 may overflow where its float64 does not; that says nothing.
+    # The loop in float32 may overflow where it does not in float64; ignore those numbers.
     return float(torch.where(some.isfinite(), difference, 0).max())
 
 

@@ -1,4 +1,4 @@
-"""A memory beside a list: both get the same calls, and every answer is compared."""
+"""A memory and a reference list that get the same calls, and whose answers are compared."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ KEY_DIM = 3
 
 
 class Twins:
-    """A memory and a list of (id, key, value), oldest first, that get the same calls and must
-    agree. Keys are small integers unless said otherwise: ties are frequent, distances exact."""
+    """A memory and a list of (id, key, value), oldest first, that must agree after the same calls.
+
+    Keys are small integers unless stated otherwise, so ties are frequent and distances exact.
+    """
 
     def __init__(self, make: MakeMemory, capacity: int, exact: bool) -> None:
         self.exact = exact
@@ -97,7 +99,7 @@ class Twins:
     def check_row(
         self, found: Neighbors, row: int, query: Tensor, k: int, keys_for: int | None
     ) -> None:
-        """What was found for one query, against the list as it is now."""
+        """Compare the neighbours found for one query with the list in its current state."""
         ids, mask = found.ids[row].tolist(), found.mask[row].tolist()
         distances, count = found.distances[row].tolist(), sum(mask)
         same("the mask is True, then False", sorted(mask, reverse=True), mask)

@@ -1,4 +1,4 @@
-"""Which code a case reaches: transitions between lines of chosen files, by `sys.settrace`.
+"""Coverage of a case: transitions between lines of chosen files, by `sys.settrace`.
 
 `sys.monitoring` would be faster, but needs Python 3.12.
 """
@@ -11,17 +11,17 @@ from collections.abc import Hashable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-HIGHEST_BUCKET = 4  # counts of 1, 2–3, 4–7 and 8 or more are told apart
+HIGHEST_BUCKET = 4  # the buckets are counts of 1, 2–3, 4–7, and 8 or more
 LINE_BITS = 20
 
 
 class ArcTracer:
-    """Collects (file, previous line, line) while it is entered.
+    """A context manager that collects (file, previous line, line).
 
     Args:
-        paths: a file is traced when its path contains one of these, with `/` as separator.
-        excluded: and none of these, such as those of threads that no case waits for: what they
-            do would count for whichever case is running.
+        paths: a file is traced if its path contains one of these, with `/` as separator.
+        excluded: a file is not traced if its path contains one of these. Use this for threads that
+            no case waits for, whose work would count for whichever case is running.
     """
 
     def __init__(self, paths: Sequence[str], excluded: Sequence[str] = ()) -> None:
@@ -30,7 +30,7 @@ class ArcTracer:
         self._counts: dict[int, int] = {}
 
     def watch_new_threads(self) -> None:
-        """Trace threads that are started from now on as well."""
+        """Also trace threads started from now on."""
         threading.settrace(self._enter_frame)
 
     def unwatch_new_threads(self) -> None:
@@ -50,14 +50,14 @@ class ArcTracer:
         sys.settrace(None)
 
     def features(self) -> set[Hashable]:
-        """Return the arcs since the last entry, each with a bucket of how often it was taken."""
+        """Return the arcs since the last entry, each with the bucket of its count."""
         return {
             (arc, min(count.bit_length(), HIGHEST_BUCKET))
             for arc, count in list(self._counts.items())
         }
 
     def _number(self, path: str) -> int:
-        """Return a number for a file to be traced, -1 for others."""
+        """Return a number for a file to trace, -1 for others."""
         plain = path.replace("\\", "/")
         is_traced = any(part in plain for part in self._paths)
         if any(part in plain for part in self._excluded):

@@ -1,9 +1,9 @@
 """A mutational fuzzer that keeps the inputs which reach new code.
 
-For every feature (a transition between lines, or a kind of outcome) the smallest input that shows
-it is kept; an input that is smallest for none leaves the corpus. New inputs are mutations of these.
-With a number of cases a run is a function of its seed; with a time limit it is the beginning of
-the same run, cut wherever the time was up.
+For every feature (a transition between lines, or a kind of outcome) the fuzzer keeps the smallest
+input that shows it. An input that is smallest for no feature leaves the corpus. New inputs are
+mutations of the corpus. With a fixed number of cases, a run depends only on its seed. With a time
+limit, it is the beginning of the same run, cut off when the time is up.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from reliability.fuzzing.mutators import Mutator, make_token_mutator, mutate
 SLOW_CASE_S = 1.0
 CASE_TIMEOUT_S = 20.0
 MAX_SHRINKING_CASES = 400
-MAX_FINDINGS = 50  # distinct ones, after which a run ends: something is broken throughout
+MAX_FINDINGS = 50  # distinct findings after which a run ends: something is broken throughout
 SHRINKING_TIMEOUT_S = 10.0
 OUTCOME_WORDS = 8
-MAX_OUTCOMES = 300  # that count as features; more would be parts of inputs in messages
+MAX_OUTCOMES = 300  # outcomes that count as features; more would be parts of inputs in messages
 
 Check = Callable[[bytes], str]
-"""Tries one input and returns a short description of the outcome; raises where a promise breaks."""
+"""Tries one input and returns a short description of the outcome; raises if a promise breaks."""
 Opening = Callable[[Path], contextlib.AbstractContextManager[Check]]
-"""Makes a `Check` that may use the given empty directory."""
+"""Opens a `Check` that may use the given empty directory."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is fuzzed.
+    """Something to fuzz.
 
     Args:
-        name: the word on the command line.
-        seeds: makes the first inputs.
-        open: makes the check.
+        name: name on the command line.
+        seeds: returns the first inputs.
+        open: opens the check.
         traced: parts of paths of the files whose coverage guides the search.
-        untraced: parts of paths that are left out of these.
-        tokens: pieces that the format is made of.
+        untraced: parts of paths to exclude from these.
+        tokens: byte strings that are common in the format.
         mutators: mutators that know the format.
-        structured_share: the share of mutations that `mutators` make.
-        memory_bytes: by how much a case may raise resident memory.
-        has_threads: the check works in threads of its own.
+        structured_share: share of mutations made by `mutators`.
+        memory_bytes: maximum growth of resident memory in a case.
+        has_threads: whether the check works in threads of its own.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Finding:
     Args:
         kind: "exception", "slow", "memory", "timeout" or "crash".
         signature: equal for inputs that fail in the same way at the same place.
-        message: what happened, with the traceback where there is one.
+        message: what happened, with the traceback if there is one.
         data: the input.
     """
 
@@ -83,7 +83,7 @@ class Finding:
     data: bytes
 
     def save(self, folder: Path, target: str) -> Path:
-        """Write the input and its description; returns the path of the input."""
+        """Write the input and its description; return the path of the input."""
         folder.mkdir(parents=True, exist_ok=True)
         name = hashlib.sha256(self.signature.encode()).hexdigest()[:12]
         path = folder / f"{target}-{self.kind}-{name}.case"
@@ -96,7 +96,7 @@ class Finding:
 
 @dataclass
 class Outcome:
-    """What one case did."""
+    """The outcome of one case."""
 
     features: set[Hashable]
     finding: Finding | None
@@ -118,7 +118,7 @@ class Summary:
     findings: list[Finding] = field(default_factory=list)
 
     def as_figures(self) -> dict[str, Any]:
-        """Return JSON values, with findings as one line each."""
+        """Return JSON values, with one line per finding."""
         return {
             "cases": self.cases,
             "cases_per_second": round(self.cases / max(self.seconds, 1e-9), 1),
@@ -135,11 +135,12 @@ class Fuzzer:
     """Runs one target from one seed.
 
     Args:
-        target: what is fuzzed.
-        check: what `target.open` made.
-        seed: of everything that is drawn.
-        announce: is told each input before it is tried, and so knows one that kills the process.
-        tracer: where `check` was opened under one that watches its threads.
+        target: the target to fuzz.
+        check: the check opened by `target.open`.
+        seed: seed of all random choices.
+        announce: called with each input before it is tried, so that an input that kills the process
+            is known.
+        tracer: the tracer that watches the threads of `check`, if there is one.
         slow_case_s: seconds beyond which a case is a finding.
     """
 
@@ -165,11 +166,11 @@ class Fuzzer:
 
     @property
     def corpus(self) -> list[bytes]:
-        """The inputs that are smallest for some feature."""
+        """Inputs that are smallest for some feature."""
         return list(self._corpus)
 
     def run(self, *, cases: int | None = None, seconds: float | None = None) -> Summary:
-        """Try cases until one of the limits is reached, or findings are too many."""
+        """Try cases until a limit is reached or there are too many findings."""
         start = time.perf_counter()
         end = None if seconds is None else start + seconds
         summary = self.summary
@@ -184,7 +185,7 @@ class Fuzzer:
         return summary
 
     def execute(self, data: bytes, *, is_traced: bool = True) -> Outcome:
-        """Try one input and return what it did."""
+        """Try one input and return its outcome."""
         finding, outcome = None, ""
         self._announce(data)
         self._meter.start()
@@ -223,7 +224,7 @@ class Fuzzer:
         summary, outcome = self.summary, self.execute(data)
         summary.cases += 1
         seconds, finding = outcome.seconds, outcome.finding
-        if finding is None and seconds > self._slow_case_s:  # tracing may be to blame
+        if finding is None and seconds > self._slow_case_s:  # tracing may be the cause
             seconds = self.execute(data, is_traced=False).seconds
             if seconds > self._slow_case_s:
                 finding = Finding("slow", "a case takes too long", f"{seconds:.2f} s", data)
@@ -235,7 +236,7 @@ class Fuzzer:
             summary.findings.append(self._shrink(finding))
 
     def _keep(self, data: bytes, features: set[Hashable]) -> None:
-        """Make the input the example of each feature that no smaller one shows."""
+        """Keep the input as the example of each feature that no smaller input shows."""
         is_better = False
         for feature in features:
             known = self._best.get(feature)
@@ -243,10 +244,10 @@ class Fuzzer:
                 self._best[feature] = data
                 is_better = True
         if is_better:
-            self._corpus = sorted(set(self._best.values()))  # sets have no order of their own
+            self._corpus = sorted(set(self._best.values()))  # sets have no defined order
 
     def _shrink(self, finding: Finding) -> Finding:
-        """Remove what is not needed to fail in the same way."""
+        """Remove parts of the input that are not needed to fail in the same way."""
         if finding.kind in ("slow", "timeout"):
             return finding
         end = time.perf_counter() + SHRINKING_TIMEOUT_S
@@ -266,7 +267,7 @@ class Fuzzer:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the type of an error, its innermost place and its message without particulars."""
+    """Return the type of an error, its innermost frame and its message without particulars."""
     frames = traceback.extract_tb(error.__traceback__)
     inner = [frame for frame in frames if "/reliability/" not in frame.filename.replace("\\", "/")]
     frame = (inner or list(frames))[-1]
@@ -275,10 +276,10 @@ def describe_error(error: Exception) -> str:
 
 
 def summarise_message(message: str) -> str:
-    """Return the first words of a message, up to where it quotes what it was given.
+    """Return the first words of a message, up to where it quotes the input.
 
-    Fewer kinds than `remove_particulars` gives: each counts as a feature, and one that had parts of
-    the input in it would make every input new.
+    This distinguishes fewer kinds than `remove_particulars`. Each kind counts as a feature, and one
+    that contained parts of the input would make every input look new.
     """
     plain = re.sub(r"/[\w./-]+", " ", message)
     plain = re.split(r"['\"`(\[{]|\bgot\b|\bbut\b", plain, maxsplit=1)[0]
@@ -286,7 +287,7 @@ def summarise_message(message: str) -> str:
 
 
 def remove_particulars(message: str) -> str:
-    """Return a message without quoted text, numbers and paths, so that equal kinds are equal."""
+    """Return a message without quoted text, numbers and paths, so that equal kinds match."""
     text = re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`", "…", message)
     text = re.sub(r"/[\w./-]+", "/…", text)
     text = re.sub(r"0x[0-9a-f]+|[0-9a-f]{16,}|-?\d[\d,.e+-]*", "#", text)

@@ -28,9 +28,9 @@ from reliability.fuzzing.mutators import (
 )
 from reliability.trial import BrokenPromiseError
 
-# A picture of the most pixels that are allowed, with four bytes each, twice, and some room.
+# Twice a picture of the maximum number of pixels, at four bytes per pixel, and some room.
 PICTURE_MEMORY_BYTES = 512 << 20
-RIGHT_PAYLOADS, RIGHT_MANIFEST = 1, 2  # bits of a checkpoint case: checksums to be recomputed
+RIGHT_PAYLOADS, RIGHT_MANIFEST = 1, 2  # bits of a checkpoint case: checksums to recompute
 MANIFEST = "manifest.json"
 SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4}
 SIZES |= {"F64": 8, "I64": 8}
@@ -40,7 +40,7 @@ SIZES |= {"F64": 8, "I64": 8}
 
 
 def make_checkpoint_seeds() -> list[bytes]:
-    """Return a small checkpoint with each choice of checksums to be recomputed."""
+    """Return a small checkpoint with each choice of checksums to recompute."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory:
@@ -52,7 +52,7 @@ def make_checkpoint_seeds() -> list[bytes]:
 
 
 def write_checkpoint(root: Path) -> None:
-    """Save a small model that has a memory and a grown head, by `MbPA.save`."""
+    """Save a small model with a memory and a grown head by `MbPA.save`."""
     import torch
 
     import mbpa
@@ -111,7 +111,7 @@ def open_checkpoint(directory: Path) -> Iterator[Check]:
 def name_payloads(
     manifest: bytes, payloads: Sequence[bytes], files: dict[str, bytes]
 ) -> tuple[bytes, dict[str, bytes]]:
-    """Return the manifest with the right entry of each payload, and payloads by their names."""
+    """Return the manifest with a correct entry for each payload, and the payloads by name."""
     try:
         content = json.loads(manifest)
         groups = list(content["files"])
@@ -129,7 +129,7 @@ def name_payloads(
 
 
 def sign_manifest(manifest: bytes) -> bytes:
-    """Return the manifest with its own right checksum, as `mbpa.checkpoint` documents it."""
+    """Return the manifest with its correct checksum, as documented in `mbpa.checkpoint`."""
     try:
         content = json.loads(manifest)
         body = {key: value for key, value in content.items() if key != "sha256"}
@@ -141,7 +141,7 @@ def sign_manifest(manifest: bytes) -> bytes:
 
 
 def compare_tensors(named: dict[str, Any], payload: bytes) -> None:
-    """Compare tensors with what a reader of safetensors of our own finds in the payload."""
+    """Compare tensors with what our own reader of safetensors finds in the payload."""
     size = int.from_bytes(payload[:8], "little")
     header = json.loads(payload[8 : 8 + size])
     header.pop("__metadata__", None)
@@ -166,14 +166,14 @@ def read_bytes(tensor: Any) -> bytes:
 
 
 def is_equal_checkpoint(found: Any, expected: Any) -> bool:
-    """Whether two loaded checkpoints have the same description and tensors, to the bit."""
+    """Return whether two loaded checkpoints have the same description and tensors, to the bit."""
     return bool(found.description == expected.description) and flatten_tensors(
         found
     ) == flatten_tensors(expected)
 
 
 def flatten_tensors(checkpoint: Any) -> dict[tuple[str, str], tuple[str, tuple[int, ...], bytes]]:
-    """Return dtype, shape and bytes of each tensor by group and name."""
+    """Return the dtype, shape and bytes of each tensor by group and name."""
     return {
         (group, name): (str(tensor.dtype), tuple(tensor.shape), read_bytes(tensor))
         for group, named in checkpoint.tensors.items()
@@ -185,7 +185,7 @@ def flatten_tensors(checkpoint: Any) -> dict[tuple[str, str], tuple[str, tuple[i
 
 
 def make_picture_seeds() -> list[bytes]:
-    """Return small pictures of every format and of many modes."""
+    """Return small pictures in every format and many modes."""
     from PIL import Image
 
     seeds = []
@@ -217,9 +217,9 @@ def make_picture_seeds() -> list[bytes]:
 
 
 def make_large_picture_seeds() -> list[bytes]:
-    """Return pictures of nearly the most pixels that are allowed, in extreme shapes.
+    """Return pictures with nearly the maximum number of pixels, in extreme shapes.
 
-    They are blank, and so have few bytes: what a picture costs must not depend on its shape.
+    They are blank and so have few bytes. The cost of a picture must not depend on its shape.
     """
     return [
         make_blank_png(width, height, colour_type=colour_type, depth=depth)
@@ -264,12 +264,12 @@ def open_picture(directory: Path) -> Iterator[Check]:
         return "kept"
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of odd files
+        warnings.simplefilter("ignore")  # Pillow warns about odd files
         yield check
 
 
 def check_kept(picture: bytes, *, most_side: int) -> tuple[int, int]:
-    """Raise unless the file is one that a run may keep; returns width and height."""
+    """Raise unless a run may store the file; return its width and height."""
     from PIL import Image
 
     from mbpa.serve.answers import check_picture
@@ -309,7 +309,7 @@ def make_jsonl_seeds() -> list[bytes]:
 
 
 def make_spreadsheet_opening(name: str) -> Any:
-    """Return what opens the check of a file of this name, whose suffix chooses the format."""
+    """Return a function that opens the check of a file of this name; the suffix sets its format."""
 
     @contextlib.contextmanager
     def open_spreadsheet(directory: Path) -> Iterator[Check]:
@@ -384,7 +384,7 @@ def open_run(directory: Path) -> Iterator[Check]:
 
 
 def list_wrong_fields(info: Any) -> list[str]:
-    """Return the fields of a `RunInfo` whose values are not of the documented type and range."""
+    """Return the fields of a `RunInfo` whose values are not of the documented type or range."""
     is_count = {name: type(getattr(info, name)) is int for name in ("key_dim", "trained_examples")}
     labels, threshold = info.labels, info.threshold
     right = {

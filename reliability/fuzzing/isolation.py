@@ -1,4 +1,4 @@
-"""Work in forked processes, so that a crash, a hang or a limit ends one of them and is reported."""
+"""Work in forked processes: a crash, a hang or a limit ends only one of them and is reported."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from reliability.fuzzing.mutators import MAX_CASE_BYTES
 
 HANG_S = 60.0
 POLL_S = 1.0
-HEADER = struct.Struct("<QQ")  # announcements so far, bytes of the last one
+HEADER = struct.Struct("<QQ")  # number of announcements so far, size of the last one in bytes
 NOTICE_BYTES = HEADER.size + MAX_CASE_BYTES
 
 Announce = Callable[[bytes], None]
 Work = Callable[[Announce], Any]
-"""What a process does: announce each case, try it, and return something that can be pickled."""
+"""The work of a process: announce each case, try it, and return a value that can be pickled."""
 
 
 class WorkerError(RuntimeError):
@@ -32,11 +32,11 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Death:
-    """How a process ended that returned nothing.
+    """The end of a process that returned nothing.
 
     Args:
         reason: the signal or exit status, or that it hung.
-        announced: how many cases it had announced.
+        announced: number of cases it had announced.
         last: the last of them, cut at `MAX_CASE_BYTES`.
     """
 
@@ -47,7 +47,7 @@ class Death:
 
 @dataclass
 class _Worker:
-    """A running process, and memory that it shares with this one."""
+    """A running process, and memory shared with it."""
 
     work: Work
     notice: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, NOTICE_BYTES))
@@ -58,7 +58,7 @@ class _Worker:
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe(duplex=False)
         self.process = context.Process(target=self._serve, args=(theirs,), daemon=True)
-        with warnings.catch_warnings():  # Python 3.12 warns of threads, none of which is used there
+        with warnings.catch_warnings():  # Python 3.12 warns about threads; the child uses none
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         theirs.close()
@@ -78,7 +78,7 @@ class _Worker:
             connection.send((False, traceback.format_exc()))
 
     def is_hanging(self) -> bool:
-        """Whether no case was announced for `HANG_S`."""
+        """Return whether no case was announced for `HANG_S` seconds."""
         (count, _) = HEADER.unpack(self.notice[: HEADER.size])
         if count != self.announced:
             self.announced, self.moved = count, time.monotonic()
@@ -89,7 +89,7 @@ class _Worker:
         self.process.join()
 
     def result(self, reason: str | None = None) -> Any:
-        """Return what the work returned, or a `Death`."""
+        """Return the result of the work, or a `Death`."""
         answer = None
         if reason is None:
             with contextlib.suppress(EOFError):
@@ -108,14 +108,14 @@ class _Worker:
 
 
 def run_isolated(works: Iterable[tuple[Any, Work]], jobs: int = 1) -> Iterator[tuple[Any, Any]]:
-    """Do each piece of work in a process of its own and yield (its key, what it returned).
+    """Do each piece of work in a process of its own and yield its key and result.
 
     Args:
         works: pairs of a key and work; taken one by one, so that a result may lead to more work.
-        jobs: how many processes run at a time.
+        jobs: number of processes that run at a time.
 
     Yields:
-        The key, and what was returned or a `Death`.
+        The key, and the returned value or a `Death`.
 
     Raises:
         WorkerError: the work itself raised.

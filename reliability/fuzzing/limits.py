@@ -1,4 +1,4 @@
-"""Limits on what one case may take: peak memory, measured for each case, and time."""
+"""Limits on one case: peak memory, measured per case, and time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-RESET_PEAK = b"5"  # what `/proc/self/clear_refs` takes to reset the peak of resident memory
+RESET_PEAK = b"5"  # written to `/proc/self/clear_refs`, resets the peak of resident memory
 STATUS_BYTES = 8192
 
 
 class CaseTimeoutError(BaseException):
-    """A case has not returned in time; not an `Exception`, so that no parser catches it."""
+    """A case did not return in time; not an `Exception`, so that no parser catches it."""
 
 
 class MemoryMeter:
@@ -33,13 +33,13 @@ class MemoryMeter:
         self.is_available = self._status >= 0
 
     def start(self) -> None:
-        """Reset the peak to the present level."""
+        """Reset the peak to the current level."""
         if self.is_available:
             os.pwrite(self._reset, RESET_PEAK, 0)
             self._before = self._read_bytes(b"VmRSS:")
 
     def measure_growth_bytes(self) -> int:
-        """Return by how many bytes the peak since `start` exceeds the level at `start`."""
+        """Return the bytes by which the peak since `start` exceeds the level at `start`."""
         return self._read_bytes(b"VmHWM:") - self._before if self.is_available else 0
 
     def close(self) -> None:
@@ -55,9 +55,9 @@ class MemoryMeter:
 
 
 def limit_address_space(extra_bytes: int) -> None:
-    """Let this process map at most `extra_bytes` more than it has; beyond, `MemoryError`.
+    """Let this process map at most `extra_bytes` more than now; beyond that, `MemoryError`.
 
-    Catches allocations that are never touched, which resident memory does not show.
+    This catches allocations that are never touched, which resident memory does not show.
     """
     with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as file:
         mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -67,7 +67,7 @@ def limit_address_space(extra_bytes: int) -> None:
 
 @contextlib.contextmanager
 def interrupt_after(seconds: float) -> Iterator[None]:
-    """Raise `CaseTimeoutError` in the main thread when the block takes longer."""
+    """Raise `CaseTimeoutError` in the main thread if the block takes longer."""
 
     def expire(_: int, __: FrameType | None) -> None:
         raise CaseTimeoutError

@@ -1,7 +1,7 @@
-"""Ways to derive a new input from known ones: of bytes, and of JSON, CSV, PNG and safetensors.
+"""Mutators that derive new inputs from known ones: bytes, JSON, CSV, PNG and safetensors.
 
-A mutator takes a source of randomness and an input and returns another input; it may return the
-input as it is where it finds nothing to change. Everything is a function of the random source.
+A mutator takes a random source and an input, and returns another input; it may return the input
+unchanged if it finds nothing to change. The result depends only on the input and the random source.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def remove_block(random: Random, data: bytes) -> bytes:
 
 
 def duplicate_block(random: Random, data: bytes) -> bytes:
-    """Repeat a block in place, rarely very often."""
+    """Repeat a block in place, mostly once but sometimes up to 256 times."""
     start, stop = draw_block(random, data)
     times = random.choice((1, 1, 1, 2, 8, 256))
     return data[:stop] + data[start:stop] * times + data[stop:]
@@ -118,14 +118,14 @@ BYTE_MUTATORS: tuple[Mutator, ...] = (
 
 
 def draw_block(random: Random, data: bytes) -> tuple[int, int]:
-    """Return start and end of a block, mostly a short one."""
+    """Return the start and end of a block, mostly a short one."""
     start = random.randrange(len(data) + 1)
     most = len(data) if random.random() < 0.1 else min(MAX_BLOCK_BYTES, len(data))
     return start, min(len(data), start + random.randrange(most + 1))
 
 
 def make_token_mutator(tokens: Sequence[bytes]) -> Mutator:
-    """Return a mutator that inserts one of `tokens`, or writes it over what is there."""
+    """Return a mutator that inserts one of `tokens`, or overwrites bytes with it."""
 
     def place_token(random: Random, data: bytes) -> bytes:
         token = random.choice(tokens)
@@ -152,10 +152,10 @@ def mutate(
     """Apply some mutations one after the other.
 
     Args:
-        other: a second input, to be spliced with.
+        other: a second input to splice with.
         structured: mutators that know the format.
-        tokens: inserts what the format is made of.
-        structured_share: the share of mutations that `structured` makes.
+        tokens: mutator that inserts tokens of the format.
+        structured_share: share of mutations made by `structured`.
     """
     for _ in range(random.choice((1, 1, 2, 3, MAX_STACKED_MUTATIONS))):
         if random.random() < structured_share:
@@ -174,7 +174,7 @@ def mutate(
 
 
 def mutate_json(random: Random, data: bytes) -> bytes:
-    """Change a value somewhere in a JSON document; other inputs stay as they are."""
+    """Change a value somewhere in a JSON document; return other inputs unchanged."""
     try:
         document = json.loads(data)
         changed = change_value(random, document)
@@ -190,7 +190,7 @@ def change_value(random: Random, document: Any) -> Any:
     places = list_places(holder)
     parent, key = random.choice(places)
     change = random.randrange(8)
-    if change == 0 and len(places) > 1:  # what stands elsewhere
+    if change == 0 and len(places) > 1:  # copy a value from elsewhere
         other, name = random.choice(places)
         parent[key] = other[name]
     elif change == 1 and parent is not holder:
@@ -227,7 +227,7 @@ def list_places(holder: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def mutate_text(random: Random, text: str) -> str:
-    """Change a string; one that is the base64 of a picture is mostly changed as a picture."""
+    """Change a string; a picture in base64 is mostly changed as a picture."""
     if len(text) > 32 and random.random() < 0.8:
         try:
             picture = base64.b64decode(text, validate=True)
@@ -288,7 +288,7 @@ def mutate_csv(random: Random, data: bytes) -> bytes:
 
 
 def mutate_png(random: Random, data: bytes) -> bytes:
-    """Change the chunks of a PNG file and write right checksums; other inputs stay as they are."""
+    """Change the chunks of a PNG file and correct the checksums; mutate other inputs as bytes."""
     if not data.startswith(PNG_SIGNATURE):
         return random.choice(BYTE_MUTATORS)(random, data) if data else data
     chunks = split_chunks(data)
@@ -327,7 +327,7 @@ def mutate_png(random: Random, data: bytes) -> bytes:
 
 
 def split_chunks(data: bytes) -> list[tuple[bytes, bytes]]:
-    """Return (kind, content) of each whole chunk of a PNG file."""
+    """Return (kind, content) of each chunk of a PNG file."""
     chunks, at = [], len(PNG_SIGNATURE)
     while at + 12 <= len(data):
         size = int.from_bytes(data[at : at + 4], "big")
@@ -348,12 +348,12 @@ def join_chunks(chunks: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def pack_parts(parts: Sequence[bytes]) -> bytes:
-    """Join parts, each after its length in 4 bytes."""
+    """Join parts, each preceded by its length in 4 bytes."""
     return b"".join(struct.pack(">I", len(part)) + part for part in parts)
 
 
 def unpack_parts(data: bytes) -> list[bytes]:
-    """Split what `pack_parts` joined; a last part that is cut short is shorter."""
+    """Split what `pack_parts` joined; the last part may be cut short."""
     parts, at = [], 0
     while at + 4 <= len(data):
         size = int.from_bytes(data[at : at + 4], "big")
@@ -363,7 +363,7 @@ def unpack_parts(data: bytes) -> list[bytes]:
 
 
 def mutate_safetensors(random: Random, data: bytes) -> bytes:
-    """Change the JSON header of a safetensors file and mostly state its right length."""
+    """Change the JSON header of a safetensors file; its length mostly stays correct."""
     size = int.from_bytes(data[:8], "little")
     header = mutate_json(random, data[8 : 8 + size])
     length = len(header) if random.random() < 0.9 else random.choice(EDGE_INTEGERS) & (2**64 - 1)
@@ -371,10 +371,10 @@ def mutate_safetensors(random: Random, data: bytes) -> bytes:
 
 
 def make_part_mutator(mutators: Sequence[Sequence[Mutator]]) -> Mutator:
-    """Return a mutator of packed parts that keeps their lengths right.
+    """Return a mutator of packed parts that keeps their lengths correct.
 
     Args:
-        mutators: those that know the format of each part; bytes are changed as well.
+        mutators: for each part, the mutators that know its format; byte mutators are used, too.
     """
 
     def mutate_part(random: Random, data: bytes) -> bytes:
@@ -391,12 +391,12 @@ def make_part_mutator(mutators: Sequence[Sequence[Mutator]]) -> Mutator:
 
 
 def mutate_body(random: Random, data: bytes) -> bytes:
-    """Change the JSON body of a request; what stands before the first empty line stays."""
+    """Change the JSON body of a request; keep everything up to the first empty line."""
     head, line, body = data.partition(b"\n\n")
     return head + line + mutate_json(random, body)
 
 
 def mutate_head(random: Random, data: bytes) -> bytes:
-    """Change what stands before the first empty line of a request."""
+    """Change the part of a request before the first empty line."""
     head, line, body = data.partition(b"\n\n")
     return random.choice(BYTE_MUTATORS)(random, head) + line + body

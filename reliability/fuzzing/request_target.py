@@ -1,7 +1,7 @@
-"""The target of raw requests: method, path, headers and body, through the whole app in process.
+"""The target for raw requests: method, path, headers and body, sent through the app in process.
 
-A case is text much like HTTP: `RUN METHOD PATH`, header lines, an empty line, the body. RUN chooses
-one of three small runs, which take embeddings, texts or pictures.
+A case is text similar to HTTP: `RUN METHOD PATH`, header lines, an empty line, the body. RUN
+chooses one of three small runs, which take embeddings, texts or pictures.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from reliability.fuzzing.mutators import JSON_TOKENS, join_chunks, mutate_body, 
 from reliability.trial import BrokenPromiseError
 
 TOKEN = "open sesame"
-MAX_BODY_BYTES = 1 << 16  # below what a case may have, so that some bodies are too large
-CHUNK_BYTES = 1000  # of a body that comes in pieces
-MOST_EXAMPLES, FEWEST_EXAMPLES = 300, 3  # beyond these a run is put back as it was
-CASES_BETWEEN_COMPARISONS = 64  # of the memory with the journal
+MAX_BODY_BYTES = 1 << 16  # less than the size limit of a case, so that some bodies are too large
+CHUNK_BYTES = 1000  # size of the pieces of a chunked body
+MOST_EXAMPLES, FEWEST_EXAMPLES = 300, 3  # outside these limits a run is reset
+CASES_BETWEEN_COMPARISONS = 64  # between comparisons of the memory with the journal
 RUN_NAMES = ("keys", "texts", "images")
 SCHEMA_PATHS = {"/predict": "Predictions", "/explain": "Explanations", "/learn": "Learnt"}
 SCHEMA_PATHS |= {"/forget": "Forgotten", "/labels": "Labels", "/stats": "Stats"}
@@ -37,7 +37,7 @@ SCHEMA_PATHS |= {"/health": "Health"}
 
 @dataclass(frozen=True)
 class Call:
-    """A request as a server would hand it to the app."""
+    """A request as a server would pass it to the app."""
 
     run: str
     method: str
@@ -52,7 +52,7 @@ class Call:
 
 
 def parse_case(data: bytes) -> Call:
-    """Read any bytes as a request, leaving out what no server would let through."""
+    """Read any bytes as a request, leaving out what no server would accept."""
     head, _, body = data.partition(b"\n\n")
     first, *lines = head.split(b"\n")
     words = (first.split(b" ") + [b""] * 3)[:3]
@@ -82,9 +82,9 @@ class Site:
     """A run behind its app, without a server.
 
     Args:
-        source: the run as it is at first.
-        directory: where it is copied to.
-        load: makes a classifier of a run directory.
+        source: the run in its initial state.
+        directory: where the run is copied to.
+        load: loads a classifier from a run directory.
     """
 
     def __init__(self, source: Path, directory: Path, load: Callable[[Path], Any]) -> None:
@@ -115,7 +115,7 @@ class Site:
         self.classifier.close()
 
     def check(self, call: Call) -> str:
-        """Make the call and raise unless its answer and what it changed are as documented."""
+        """Make the call; raise unless its response and its effect are as documented."""
         before = self.classifier.counts
         status, headers, body = self._loop.run_until_complete(self._request(call))
         after = self.classifier.counts
@@ -127,7 +127,7 @@ class Site:
             raise BrokenPromiseError(f"answered {status}, but something changed")
         answer = self._check_answer(call, status, headers, body)
         if status >= 400:
-            why = answer["error"].rpartition(": ")[2]  # after the place, which names what was sent
+            why = answer["error"].rpartition(": ")[2]  # without the location, which quotes input
             outcome = f"{outcome} {summarise_message(why)}"
         elif call.path in ("/learn", "/forget"):
             check_change(call, answer, before, after)
@@ -145,7 +145,7 @@ class Site:
         sent: list[Any] = []
 
         async def receive() -> dict[str, Any]:
-            if not pieces:  # the client stays until it is answered
+            if not pieces:  # the client stays connected until it is answered
                 await asyncio.Event().wait()
             body = pieces.pop(0)
             return {"type": "http.request", "body": body, "more_body": bool(pieces)}
@@ -179,7 +179,7 @@ class Site:
     def _check_answer(
         self, call: Call, status: int, headers: dict[bytes, bytes], body: bytes
     ) -> dict[str, Any]:
-        """Raise unless status and body are those of the description; returns the JSON."""
+        """Raise unless status and body match the OpenAPI description; return the JSON."""
         from mbpa.serve import schemas
 
         described = self.app.openapi()["paths"].get(template_of(call.path), {})
@@ -200,7 +200,7 @@ class Site:
         return answer
 
     def compare_journal(self) -> None:
-        """Raise unless the memory holds what the journal does."""
+        """Raise unless the memory and the journal hold the same examples."""
         held = [(each.id, each.label, each.text) for each in self.classifier.examples()]
         kept = [(each.id, each.label, each.text) for each in self.classifier.journal.examples()]
         if held != kept:
@@ -212,12 +212,12 @@ def refuse_constant(name: str) -> Any:
 
 
 def template_of(path: str) -> str:
-    """Return the path as the description names it."""
+    """Return the path as the OpenAPI description names it."""
     return re.sub(r"^/examples/[^/]+/image$", "/examples/{id}/image", path)
 
 
 def check_answers(query: Any, answer: dict[str, Any]) -> None:
-    """Raise unless each query has an answer whose probabilities are some."""
+    """Raise unless each query has an answer with valid probabilities."""
     items = query.get("texts") or query.get("images") or query.get("embeddings")
     answers = answer.get("answers") or [each["answer"] for each in answer.get("reasons", [])]
     if len(answers) != len(items):
@@ -229,7 +229,10 @@ def check_answers(query: Any, answer: dict[str, Any]) -> None:
 
 
 def check_change(call: Call, answer: dict[str, Any], before: Any, after: Any) -> None:
-    """Raise unless a lesson added its examples, or none if it is a repeated one."""
+    """Raise unless the number of examples changed as the response says.
+
+    A repeated lesson adds none.
+    """
     count = len(answer["ids"])
     grown = after.examples - before.examples
     if call.path == "/forget":
@@ -245,7 +248,7 @@ def check_change(call: Call, answer: dict[str, Any], before: Any, after: Any) ->
 
 
 def make_request_seeds() -> list[bytes]:
-    """Return good requests of every kind, and some that are to be refused."""
+    """Return good requests of every kind, and some that must be refused."""
     from reliability.fuzzing.runs import plain_picture, random_keys
 
     keys = [[round(x, 6) for x in row] for row in random_keys(3, 4, seed=5).tolist()]
@@ -297,7 +300,7 @@ def open_requests(directory: Path) -> Iterator[Check]:
     }
     log = logging.getLogger("mbpa.serve")
     level = log.level
-    log.setLevel(logging.CRITICAL + 1)  # what it would say is raised here
+    log.setLevel(logging.CRITICAL + 1)  # logged errors are raised here instead
     sites = {
         name: Site(directory / name, directory / f"{name}-served", loads[name])
         for name in RUN_NAMES
@@ -342,6 +345,6 @@ REQUESTS = Target(
     tokens=REQUEST_TOKENS,
     mutators=(mutate_body, mutate_body, mutate_body, mutate_head),
     structured_share=0.8,
-    memory_bytes=512 << 20,  # a picture of the most pixels
+    memory_bytes=512 << 20,  # for a picture with the maximum number of pixels
     has_threads=True,
 )

@@ -1,4 +1,4 @@
-"""The small runs of the tests, which are not a package and so are loaded by path."""
+"""The small runs of the tests; the tests are not a package, so the module is loaded by path."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def test_chunks_keep_to_the_scratch_budget() -> None:
 
     object.__setattr__(context, "engine", Spy())
     model.predictor(context)
-    rates = mbpa.device.Rates(1e11, 1e10, 1e-6)
+    rates = mbpa.device.Throughput(1e11, 1e10, 1e-6)
     assert make_plan(problems[0], ENTRIES, 1 << 30, rates).chunk == len(queries)
     tight = make_plan(problems[0], ENTRIES, 4096, rates)
     assert 1 <= tight.chunk < 8

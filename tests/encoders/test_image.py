@@ -317,7 +317,7 @@ def test_what_is_not_as_it_is_kept_is_refused_in_a_line(what, monkeypatch):
     for is_lax in (False, True):  # a switch of Pillow's that other libraries set
         monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", is_lax)
         with pytest.raises(
-            PictureError, match=r"^a picture must be as mbpa\.image\.kept gives it, "
+            PictureError, match=r"^a picture must be as mbpa\.encoders\.image\.kept gives it, "
         ):
             require_kept(file)
 

@@ -207,7 +207,7 @@ def test_the_directory_is_the_flag_then_the_environment_then_the_cache(
 def test_the_table_is_complete() -> None:
     assert tuple(data.SETS) == get_args(sources.Name)
     users = {user for one in data.SETS.values() for user in one.used_by}
-    ours = {name for name, place in EXPERIMENTS.items() if place.startswith("mbpa.")}
+    ours = {name for name, place in EXPERIMENTS.items() if place.startswith("experiments.")}
     assert users == ours - {"illustration"}
     for one in data.SETS.values():
         assert one.used_by, one.name

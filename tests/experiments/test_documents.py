@@ -119,7 +119,7 @@ def test_the_command_tells_what_was_stale(tmp_path: Path, capsys: pytest.Capture
     words = ["report", str(RESULTS), "--documents", str(path)]
     assert cli.main(words) == 0
     assert cli.main(words) == 0
-    assert capsys.readouterr().out == f"{path} brought up to date\n{path} is up to date\n"
+    assert capsys.readouterr().out == f"{path} updated\n{path} is up to date\n"
 
 
 def test_a_table_keeps_its_bars_and_its_note() -> None:

@@ -850,7 +850,7 @@ def test_a_search_says_how_to_run_with_what_it_chose(tmp_path: Path, capsys) -> 
     assert cli.main([*words, "--out", str(out), "--no-progress"]) == 0
     command = capsys.readouterr().out.split("to run with these:\n")[1].splitlines()[0]
     assert command.endswith(f" --out '{out}' --device cpu")
-    assert cli.main([*shlex.split(command)[1:], "--no-progress"]) == 0
+    assert cli.main([*shlex.split(command)[3:], "--no-progress"]) == 0
     found = [r for r in read_results(out, "counting") if not r.preset.startswith("tune-")]
     assert {result.preset[:7] for result in found} == {"custom-"}
     assert {(r.config["units"], r.config["inner"]["rate"]) for r in found} == {(7, 0.1)}

@@ -336,7 +336,7 @@ def test_large_pictures_have_the_first_layer_of_published_networks() -> None:
 
 def test_the_commands_of_the_run_sheet_are_understood() -> None:
     text = (ROOT / "docs" / "imagenet.md").read_text("utf-8").replace("\\\n", " ")
-    commands = re.findall(r"^\$ mbpa (run .*)$", text, re.MULTILINE)
+    commands = re.findall(r"^\$ python -m experiments (run .*)$", text, re.MULTILINE)
     assert commands
     for command in commands:
         parsed = cli.parse(shlex.split(command, comments=True))

@@ -672,7 +672,7 @@ def test_explanations_are_limited_as_the_description_says(client):
     assert "list (1 to 16) of" in explain
     assert "256" not in explain
     limits = (ROOT / "docs" / "serving.md").read_text("utf-8").partition("\nLimits: ")[2]
-    assert limits.startswith("256 queries or examples a call, 16 to `/explain`")
+    assert limits.startswith("256 queries or examples per call, 16 to `/explain`")
 
 
 def test_what_may_be_left_out_is_not_called_null(client):
@@ -1427,6 +1427,6 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
 def test_without_the_extra_the_command_names_it(untaught, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "mbpa.serve.server", raising=False)
-    monkeypatch.delattr(mbpa.serve, "http", raising=False)
+    monkeypatch.delattr(mbpa.serve, "server", raising=False)
     assert cli.main(["serve", str(untaught)]) == 1
     assert "pip install 'mbpa[serve]'" in capsys.readouterr().err

@@ -527,7 +527,9 @@ def test_only_pictures_as_they_are_kept_are_learnt(album):
 
     for why, file in photographs():
         for key in (None, album.encode([plain_picture("red")])[0]):
-            with pytest.raises(InputError, match=rf"as mbpa\.image\.kept gives it, .*{why}"):
+            with pytest.raises(
+                InputError, match=rf"as mbpa\.encoders\.image\.kept gives it, .*{why}"
+            ):
                 album.learn([Lesson("red", key=key, image=file)])
     assert len(album.journal) == 4
     for _, file in photographs()[:-2]:

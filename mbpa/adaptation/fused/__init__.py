@@ -1,1 +1,1 @@
-"""The same computations as Triton kernels, for float32 on a GPU; imported only where Triton is."""
+"""The same computations as Triton kernels, for float32 on a GPU; imported only with Triton."""

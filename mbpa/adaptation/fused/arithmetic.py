@@ -1,9 +1,9 @@
-"""Products of float32 accuracy on tensor cores, and softmax over classes that no one program sees.
+"""Products of float32 accuracy on tensor cores, and softmax over classes in several programs.
 
-A float32 number is a float16 and the float16 nearest to what is left, exact to 2⁻²⁴ if it was first
-scaled into the range of float16. Of the four products of such halves the smallest is left out, so
-three passes at float16's rate have the accuracy of one in float32. Scales are powers of two.
-Outputs are kept times log₂e, for which the hardware has the exponential.
+A float32 number is split into a float16 and the float16 nearest to the remainder, which is exact to
+2⁻²⁴ if the number was scaled into the range of float16. Of the four products of such halves the
+smallest is left out, so three passes at float16's speed have the accuracy of one in float32. Scales
+are powers of two. Outputs are stored times log₂e, because the hardware computes powers of two.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import triton.language as tl
 
 RESIDUAL_SCALE = tl.constexpr(4096.0)  # residuals are between −1 and 1
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOG2_E_HIGH = tl.constexpr(1.44269502162933349609375)  # the nearest of float32
-LOG2_E_LOW = tl.constexpr(1.925963033500e-08)  # and what it lacks
-NOTHING = tl.constexpr(-1e30)  # the output of a class or a neighbour that is not there
+LOG2_E_HIGH = tl.constexpr(1.44269502162933349609375)  # the nearest float32
+LOG2_E_LOW = tl.constexpr(1.925963033500e-08)  # and its remainder
+NOTHING = tl.constexpr(-1e30)  # the output for a missing class or neighbour
 NO_PEAK = tl.constexpr(-4e30)  # less than that, in any unit
 
 
 @triton.jit
 def halves(numbers, TYPE: tl.constexpr = tl.float16):
-    """Two numbers of half precision that sum to each number."""
+    """Split each number into two half-precision numbers that sum to it."""
     high = numbers.to(TYPE)
     return high, (numbers - high.to(tl.float32)).to(TYPE)
 
 
 @triton.jit
 def dot_of_halves(a_high, a_low, b_high, b_low, total):
-    """`total + a b`, smallest terms first."""
+    """Return `total + a b`, adding the smallest terms first."""
     total = tl.dot(a_low, b_high, total)
     total = tl.dot(a_high, b_low, total)
     return tl.dot(a_high, b_high, total)
@@ -36,20 +36,20 @@ def dot_of_halves(a_high, a_low, b_high, b_low, total):
 
 @triton.jit
 def exact_dot_of_halves(a_high, a_low, b_high, b_low, nothing):
-    """`a b`, the small terms added up apart: tensor cores cut off what does not fit a sum."""
+    """Return `a b`; small terms are summed separately, since tensor cores truncate sums."""
     small = tl.dot(a_high, b_low, tl.dot(a_low, b_high, nothing))
     return tl.dot(a_high, b_high, nothing) + small
 
 
 @triton.jit
 def scale_for(largest):
-    """The power of two that brings numbers up to `largest` below 2^12."""
+    """Return the power of two that scales numbers up to `largest` to at most 2^12."""
     return tl.exp2(12.0 - tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
 
 
 @triton.jit
 def joined(peak, total, outputs):
-    """Peaks and sums of exponentials of rows, with more columns taken in."""
+    """Update the peaks and sums of exponentials of rows with further columns."""
     higher = tl.maximum(peak, tl.max(outputs, 1))
     total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(outputs - higher[:, None]), 1)
     return higher, total
@@ -57,11 +57,11 @@ def joined(peak, total, outputs):
 
 @triton.jit
 def merged_log_sum(peaks, sums, parts, stride, rows, PARTS: tl.constexpr):
-    """`log₂ Σ 2^output` of each row, from the peaks and sums of its parts."""
+    """Return `log₂ Σ 2^output` of each row, from the peaks and sums of its parts."""
     part = tl.arange(0, PARTS)
     at = part[:, None] * stride + rows[None, :]
     seen = (part < parts)[:, None]
-    # Past the nearest cache, which does not see what other programs write.
+    # Bypass the first-level cache, which does not see what other programs write.
     peak = tl.load(peaks + at, mask=seen, other=NO_PEAK, cache_modifier=".cg")
     total = tl.load(sums + at, mask=seen, other=0.0, cache_modifier=".cg")
     top = tl.max(peak, 0)
@@ -70,8 +70,11 @@ def merged_log_sum(peaks, sums, parts, stride, rows, PARTS: tl.constexpr):
 
 @triton.jit
 def exp(numbers):
-    """`e^x` to the last bit or two. The hardware's power of two is as good only near zero: what is
-    left of x log₂e beyond a whole number is computed without the rounding of the product."""
+    """Return `e^x`, accurate to the last bit or two.
+
+    The hardware's power of two is that accurate only near zero. So the fractional part of x log₂e
+    is computed without the rounding of the product.
+    """
     whole = tl.floor(numbers * LOG2_E + 0.5)
     rest = tl.fma(numbers, LOG2_E_HIGH, -whole) + numbers * LOG2_E_LOW
     return tl.exp2(rest) * tl.exp2(whole)
@@ -79,7 +82,7 @@ def exp(numbers):
 
 @triton.jit
 def merged_softmax(peaks, sums, parts, stride, rows, PARTS: tl.constexpr):
-    """Peak of each row, and the inverse of its sum of exponentials, from those of its parts."""
+    """Return the peak of each row and the inverse of its sum of exponentials, from its parts."""
     part = tl.arange(0, PARTS)
     at = part[:, None] * stride + rows[None, :]
     seen = (part < parts)[:, None]
@@ -91,21 +94,23 @@ def merged_softmax(peaks, sums, parts, stride, rows, PARTS: tl.constexpr):
 
 @triton.jit
 def scaled_residual(outputs, log_sum, weight, label, classes):
-    """`w ⊙ (softmax − one-hot)` for neighbours as rows, `w` having a scale in it."""
+    """Return `w ⊙ (softmax − one-hot)` with neighbours as rows; `w` includes a scale."""
     share = tl.exp2(outputs - log_sum[:, None])
     return weight[:, None] * tl.where(label[:, None] == classes[None, :], share - 1.0, share)
 
 
 @triton.jit
 def row_starts(table, extra, index, written, stride, is_row):
-    """Where the rows of two tables start, those from `written` on being in the second."""
+    """Return where the rows of two tables start; rows from `written` on are in the second."""
     row = tl.load(index, mask=is_row, other=0)
     return tl.where(row < written, table + row * stride, extra + (row - written) * stride)
 
 
 @triton.jit
 def scaled_outputs(starts, classes, here):
-    """Outputs from rows of a table, times log₂e; exactly `NOTHING` where there is none, since at
-    that size the rounding of a product would be no small difference."""
+    """Return outputs from rows of a table, times log₂e; exactly `NOTHING` where there is none.
+
+    At the size of `NOTHING`, the rounding of a product would not be a small difference.
+    """
     outputs = tl.load(starts[:, None] + classes[None, :], mask=here, other=0.0) * LOG2_E
     return tl.where(here, outputs, NOTHING)

@@ -1,8 +1,8 @@
-"""What the steps so far add to the outputs of an MLP's layer, or to the slopes by its inputs.
+"""Contribution of past steps to the outputs of an MLP's layer, or to the slopes by its inputs.
 
-A program takes one query, and all columns of the result if they fit. It goes once over the past
-rows, which it finds as pairs of bfloat16 numbers that sum to each number: exact to 2⁻¹⁷ whatever
-the scale, and no work to take apart. Its own rows it leaves behind in that form.
+A program processes one query, and all columns of the result if they fit. It passes once over the
+past rows. These are stored as pairs of bfloat16 numbers that sum to each number, which is exact to
+2⁻¹⁷ at any scale and takes no work to split. The program stores its own rows in the same form.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def add_past(
     *,
     one: bool,
 ) -> None:
-    """`total_k += Σ_r rates_r (given_k · like_r + one) added_r` over the first S rows of the past,
-    in place; `given` becomes the K rows of `like` after those."""
+    """Compute `total_k += Σ_r rates_r (given_k · like_r + one) added_r` in place.
+
+    The sum is over the first S past rows; `given` is stored as the next K rows of `like`.
+    """
     (batch, count, size), (_, _, past, width) = given.shape, added.shape
-    assert like.shape[2] == past  # or they would be mistaken for one another's
+    assert like.shape[2] == past  # both are indexed with one stride
     neighbors = max(16, triton.next_power_of_2(count))
     results = min(triton.next_power_of_2(width), max(16, MOST_RESULTS // neighbors))
     _add_past[(batch, triton.cdiv(width, results))](
@@ -45,7 +47,7 @@ def add_past(
 def room_for_pairs(
     keys: Float[Tensor, "B K D"], rows: int, size: int
 ) -> Float[Tensor, "2 B {rows} {size}"]:
-    """For rows of numbers taken apart."""
+    """Allocate room for rows of numbers that are split into pairs."""
     return keys.new_empty(2, len(keys), rows, size, dtype=pair_dtype())
 
 

@@ -1,10 +1,11 @@
-"""RMSprop and Adam on a linear head: one kernel a step over every query's own weights.
+"""RMSprop and Adam on a linear head: one kernel per step over every query's own weights.
 
-A program takes one query and a block of classes. From the neighbours' outputs of the last step it
-has the residuals, goes once through its rows of weights and moments to take the step, and on the
-same way multiplies the new weights with the neighbours, which gives the next step's outputs. The
-last step multiplies with the query instead and writes no weights; the first reads the head's own.
-Everything is padded to whole blocks, with zeros, so that nothing in the loop need be masked.
+A program processes one query and a block of classes. It computes the residuals from the neighbours'
+outputs after the last step. Then it passes once over its rows of weights and moments to take the
+step, and in the same pass multiplies the new weights with the neighbours, which gives the outputs
+for the next step. The last step multiplies with the query instead and writes no weights; the first
+reads the head's own. Everything is padded with zeros to whole blocks, so that the loop needs no
+masks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mbpa.adaptation.fused.arithmetic import (
 from mbpa.rules import Adam, RMSprop
 
 CLASSES, SIZES, WARPS, STAGES = 64, 64, 4, 2
-HIGHEST_BITS = 15  # float16 ends below 2 to the 16th
+HIGHEST_BITS = 15  # float16 ends below 2^16
 
 
 def dense_outputs(
@@ -48,7 +49,23 @@ def dense_outputs(
     *,
     bias_adapts: bool,
 ) -> Float[Tensor, "B C"]:
-    """Adapted outputs at the queries, for cross-entropy; the weights adapt, and the bias may."""
+    """Return the adapted outputs at the queries for cross-entropy.
+
+    The weights adapt, and the bias does if `bias_adapts`.
+
+    Args:
+        table: outputs of the head, one row per entry.
+        extra: further outputs, which are rows N, N+1, …
+        index: the rows of each query's neighbours.
+        weight: the head's weights.
+        bias: the head's bias, if it has one.
+        keys: keys of the neighbours.
+        queries: keys of the queries.
+        weights: weights of the neighbours.
+        labels: labels of the neighbours.
+        rule: the rule, with its hyper-parameters.
+        bias_adapts: whether the bias adapts.
+    """
     (batch, count, size), classes = keys.shape, table.shape[1]
     rows, width, padded = padded_sizes(count, size, classes)
     parts = padded // CLASSES
@@ -84,13 +101,13 @@ def dense_outputs(
 
 
 def padded_sizes(count: int, size: int, classes: int) -> tuple[int, int, int]:
-    """Neighbours, key size and classes, each in whole blocks."""
+    """Return the numbers of neighbours, key size and classes, each rounded up to whole blocks."""
     rows = max(16, triton.next_power_of_2(count))
     return rows, SIZES * triton.cdiv(size, SIZES), CLASSES * triton.cdiv(classes, CLASSES)
 
 
 def _moments(rule: RMSprop | Adam, step: int) -> tuple[float, ...]:
-    """Decay of the first and second moment, their corrections, and where the second starts."""
+    """Return decay rates of both moments, their corrections, and the second's initial value."""
     if isinstance(rule, Adam):
         fixes = 1 / (1 - rule.beta1**step), 1 / math.sqrt(1 - rule.beta2**step)
         return rule.beta1, rule.beta2, *fixes, 0.0
@@ -98,8 +115,11 @@ def _moments(rule: RMSprop | Adam, step: int) -> tuple[float, ...]:
 
 
 def _longest_move(rule: RMSprop | Adam) -> float:
-    """No step moves a weight by more than this times `lr`: |∇| against the root of its square; for
-    Adam against that of a mean which forgets more slowly, or `is_fused` does not send it here."""
+    """Return a bound on the move of a weight in a step, divided by `lr`.
+
+    It compares |∇| with the root of its mean square. For Adam the mean square must decay more
+    slowly than the mean, which `is_fused` guarantees.
+    """
     if isinstance(rule, Adam):
         forgotten = 1 - rule.beta1 / math.sqrt(rule.beta2)
         return 2 / (forgotten * math.sqrt(1 - rule.beta2))
@@ -115,7 +135,7 @@ def _start(
     table, extra, index, written, stride, outputs, peaks, sums, count, classes,
     ROWS: tl.constexpr, CLASSES: tl.constexpr,
 ):  # fmt: skip
-    """Gather the neighbours' outputs, with peak and sum of exponentials of each block."""
+    """Gather the neighbours' outputs, and compute peak and sum of exponentials per block."""
     b, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     k = tl.arange(0, ROWS)
     c = part * CLASSES + tl.arange(0, CLASSES)
@@ -146,10 +166,10 @@ def _step(
     neighbor_weight = tl.load(weights + b * count + k, mask=k < count, other=0.0)
     label = tl.load(labels + b * count + k, mask=k < count, other=-1).to(tl.int32)
     at_outputs = outputs + (b * parts * CLASSES + c[:, None]) * ROWS + k[None, :]
-    # As exact as can be: where moments start at zero, tiny slopes decide over whole steps.
+    # As accurate as possible: if moments start at zero, tiny slopes determine whole steps.
     share = exp(tl.maximum(tl.load(at_outputs) - top[None, :], -100.0)) * inverse[None, :]
     residual = neighbor_weight[None, :] * tl.where(label[None, :] == c[:, None], share - 1.0, share)
-    # Each class has a scale of its own: where all of its residuals are small, all are exact.
+    # Each class has its own scale, so that residuals stay accurate even if all are small.
     scale_residuals = scale_for(tl.max(tl.abs(residual), 1))
     residual_high, residual_low = halves(residual * scale_residuals[:, None])
     scale_keys, scale_weights = tl.load(key_scale + b), tl.load(weight_scale)
@@ -206,8 +226,7 @@ def _stepped(
     initial, epsilon,
     FIRST: tl.constexpr, LAST: tl.constexpr, DECAY: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Parameters after a step of an elementwise rule, kept with their moments unless it is the
-    last."""
+    """Return the parameters after a step; store them and their moments unless it is the last."""
     if FIRST:
         value = tl.load(own)
         square = second * initial + (1.0 - second) * slope * slope
@@ -220,7 +239,7 @@ def _stepped(
         if not FIRST:
             mean += first * tl.load(means)
     size = tl.maximum(tl.sqrt(square) * square_fix + epsilon, 1e-37)
-    root = tl.rsqrt(size)  # squared it is the inverse
+    root = tl.rsqrt(size)  # its square is the inverse
     change = -lr * mean_fix * mean * (root * root)
     if DECAY and not FIRST:
         change -= decay * (value - tl.load(own))

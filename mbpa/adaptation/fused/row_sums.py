@@ -1,8 +1,8 @@
-"""One step on a GPU: a sum over kept rows, each read once and never copied.
+"""One step on a GPU: a sum over cached rows, each of which is read once and never copied.
 
     z(q) ← z(q) − Σ_k a_k (p_k − y_k),        a_k = α w_k (h_k·q + 1)
 
-A program takes one query and a block of classes, and goes through the rows a few at a time.
+A program processes one query and a block of classes, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def minus_rows(
     by_weight: float,
     by_bias: float,
 ) -> Float[Tensor, "B C"]:
-    """`outputs − Σ_k a_k (row_k − one-hot of label_k)`, with a_k = w_k (by_weight h_k·q + by_bias);
-    rows from N on are of `extra`."""
+    """Return `outputs − Σ_k a_k (row_k − one-hot of label_k)`.
+
+    Here a_k = w_k (by_weight h_k·q + by_bias). Rows from N on are those of `extra`.
+    """
     result = torch.empty_like(outputs)
     classes = outputs.shape[1]
     _minus_rows[(len(outputs), triton.cdiv(classes, CLASSES))](

@@ -15,18 +15,21 @@ ROWS, RESULTS, SIZES, WARPS, STAGES = 128, 128, 32, 8, 3
 
 
 def pairs_of(numbers: Float[Tensor, "*S"]) -> Float[Tensor, "2 *S"]:
-    """Two numbers of half precision that sum to each number, exact to 2⁻¹⁷ whatever the scale."""
+    """Split each number into two half-precision numbers that sum to it, to 2⁻¹⁷ at any scale."""
     high = numbers.to(pair_dtype())
     return torch.stack([high, (numbers - high).to(high.dtype)])
 
 
 def joined(pairs: Float[Tensor, "2 *S"]) -> Float[Tensor, "*S"]:
-    """The numbers that were taken apart."""
+    """Return the numbers that `pairs_of` split."""
     return pairs[0].float() + pairs[1]
 
 
 def pair_dtype() -> torch.dtype:
-    """Triton's interpreter cannot multiply bfloat16, so there it is the number itself and zero."""
+    """Return the dtype of pairs: bfloat16, or float32 in Triton's interpreter.
+
+    The interpreter cannot multiply bfloat16. There a pair is the number itself and zero.
+    """
     return torch.float32 if is_interpreted() else torch.bfloat16
 
 
@@ -35,7 +38,7 @@ def product(
     matrix: Float[Tensor, "2 I O"],
     bias: Float[Tensor, "O"] | None = None,
 ) -> Float[Tensor, "*B O"]:
-    """`rows @ matrix + bias`, the matrix given as pairs."""
+    """Return `rows @ matrix + bias`, where the matrix is given as pairs."""
     rows = rows.contiguous()
     _, size, width = matrix.shape
     result = rows.new_empty(*rows.shape[:-1], width)

@@ -1,4 +1,4 @@
-"""A few rows of each query, combined: products too thin for a matrix library, exact in float32."""
+"""Combinations of a few rows per query: products too thin for a matrix library, in full float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def combine(
     alpha: float,
     out: Float[Tensor, "B K O"],
 ) -> None:
-    """`β base + α left right`; `base` may be what it is written to."""
+    """Write `β base + α left right` to `out`, which may be `base`."""
     (batch, count, inner), width = left.shape, right.shape[2]
     rows = triton.next_power_of_2(count)
     results = min(triton.next_power_of_2(width), max(16, MOST_RESULTS // rows))

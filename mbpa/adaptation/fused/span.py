@@ -1,15 +1,14 @@
-"""The span form on a GPU. The recursion runs on the outputs themselves: with L the outputs of a
-query's neighbours and G their Gram matrix,
+"""The span path on a GPU. With L the outputs of a query's neighbours and G their Gram matrix,
 
     L ← L + β(L⁰ − L) − α G r,        r = w ⊙ (softmax L − Y),
 
-the query itself being one more neighbour, of weight zero, whose row of L is the answer. Programs
-share a query's classes and tell each other the sums of exponentials of each neighbour's outputs.
-`_resident` keeps its block of L in registers for all steps and waits for the other programs of its
-query at each. Where a query has too many classes or neighbours for that, `_step` takes one step a
-launch and passes L through memory once; more than `MOST_ROWS` neighbours then take several
-programs, which read one buffer and write another. There, neighbours that fill all rows have the
-query's outputs z beside them: z ← z + β(z⁰ − z) − α uᵀ r, with u its products with them.
+where the query is one more neighbour, of weight zero, whose row of L is the result. Programs share
+a query's classes and exchange the sums of exponentials of each neighbour's outputs. `_resident`
+keeps its block of L in registers and waits for the other programs of its query at every step. If
+there are too many classes or neighbours for that, `_step` takes one step per launch and passes L
+through memory once; more than `MOST_ROWS` neighbours take several programs, which read one buffer
+and write another. If neighbours fill all rows there, the query's outputs z are updated separately:
+z ← z + β(z⁰ − z) − α uᵀ r, with u its products with the neighbours.
 """
 
 from __future__ import annotations
@@ -38,35 +37,35 @@ from mbpa.adaptation.fused.arithmetic import (
 )
 from mbpa.device import is_interpreted
 
-MOST_ROWS = 128  # of a Gram matrix that one program holds
-RESIDENT_CLASSES = 64  # of a program that waits for others
+MOST_ROWS = 128  # rows of the Gram matrix that one program holds
+RESIDENT_CLASSES = 64  # classes per program that waits for others
 PROGRAMS = 1024  # enough to keep a GPU busy
-STEEP = tl.constexpr(60.0)  # powers of two by which sums may move in a step without a new peak
+STEEP = tl.constexpr(60.0)  # binary orders by which sums may change per step without a new peak
 
 
 class Launch(NamedTuple):
-    """How a step that passes outputs through memory is launched."""
+    """Launch parameters of a step that passes outputs through memory."""
 
     classes: int
-    """Of a block, which a program holds at a time."""
+    """Classes per block; a program holds one block at a time."""
     warps: int
     stages: int
 
 
 FEW_ROWS, MANY_ROWS, SEVERAL_TILES = Launch(64, 4, 2), Launch(32, 4, 2), Launch(32, 4, 1)
-"""For up to 64 rows, up to `MOST_ROWS`, and several tiles of them."""
+"""Launch parameters for up to 64 rows, for up to `MOST_ROWS`, and for several tiles of rows."""
 
 
 class Layout(NamedTuple):
-    """How a query's neighbours are shared out."""
+    """The distribution of a query's neighbours over programs."""
 
     rows: int
-    """Of a tile of the Gram matrix."""
+    """Rows per tile of the Gram matrix."""
     tiles: int
     beside: bool
-    """Whether there is no row left for the query."""
+    """Whether the neighbours leave no row for the query."""
     resident: bool
-    """Whether a program's outputs stay in its registers, which takes such a row."""
+    """Whether a program's outputs stay in its registers; this requires a row for the query."""
 
 
 def span_outputs(
@@ -85,12 +84,22 @@ def span_outputs(
     weight_adapts: bool,
     bias_adapts: bool,
 ) -> Float[Tensor, "B C"]:
-    """Adapted outputs at the queries, for cross-entropy.
+    """Return the adapted outputs at the queries for cross-entropy.
 
     Args:
-        table: outputs of the head, one row an entry; `extra` has the rows from N on.
+        table: outputs of the head, one row per entry.
+        extra: further outputs, which are rows N, N+1, …
         index: the rows of each query's neighbours.
-        at_query: the head's own outputs at the queries.
+        at_query: the head's unadapted outputs at the queries.
+        keys: keys of the neighbours.
+        queries: keys of the queries.
+        weights: weights of the neighbours.
+        labels: labels of the neighbours.
+        lr: α.
+        steps: number of gradient steps.
+        decay: β, the pull back to the start per step.
+        weight_adapts: whether the head's weights adapt.
+        bias_adapts: whether the head's bias adapts.
     """
     (batch, count), classes, new = index.shape, table.shape[1], weights.new_empty
     rows, tiles, beside, resident = _layout(count, classes, weights.device)
@@ -99,7 +108,7 @@ def span_outputs(
     factors, products = new(batch, 3), new(batch, padded)
     arrived = new(batch, dtype=torch.int32)
     longest = weights
-    if tiles > 1:  # the query is a row of the Gram matrix too
+    if tiles > 1:  # the query is a row of the Gram matrix, too
         norms = torch.linalg.vector_norm(keys, dim=-1).amax(1)
         longest = torch.maximum(norms, torch.linalg.vector_norm(queries, dim=-1))
     _gram[(batch, tiles, tiles)](
@@ -141,7 +150,7 @@ def span_outputs(
 
 
 def scratch_bytes(count: int, classes: int, steps: int, device: torch.device) -> int:
-    """What `span_outputs` takes for a query."""
+    """Return the bytes of scratch that `span_outputs` takes per query."""
     rows, tiles, _, resident = _layout(count, classes, device)
     held = 4 * (rows * tiles) ** 2 + 4 * classes
     if resident:
@@ -159,7 +168,7 @@ def _layout(count: int, classes: int, device: torch.device) -> Layout:
 
 
 def _most_waiting(device: torch.device) -> int:
-    """How many programs may wait for each other: so many that all of them are running."""
+    """Return how many programs may wait for each other; all of them must run at the same time."""
     if is_interpreted():
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count // 4
@@ -172,9 +181,12 @@ def _gram(
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, BESIDE: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """Halves of the scaled Gram matrix of what adapts, the query being row `count`; if that is not
-    a row, its products with the neighbours; and how far an output may move in a step. Weights sum
-    to 1, or to a query's own step size, which belongs to `lr`: residuals have to fit float16."""
+    """Compute halves of the scaled Gram matrix of what adapts, with the query as row `count`.
+
+    If there is no such row, compute its products with the neighbours instead. Also compute how far
+    an output may move in a step. Weights sum to 1, or to a query's own step size, which is moved
+    into `lr`, since residuals have to fit float16.
+    """
     b, across, down = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i, j = across * ROWS + tl.arange(0, ROWS), down * ROWS + tl.arange(0, ROWS)
     is_i, is_j = i <= count, j <= count
@@ -229,7 +241,7 @@ def _gram(
 def _sources(
     table, extra, index, at_query, written, stride, b, k, count, classes, BESIDE: tl.constexpr
 ):  # fmt: skip
-    """Where the outputs of each row start, and which rows there are."""
+    """Return where the outputs of each row start, and which rows exist."""
     starts = row_starts(table, extra, index + b * count + k, written, stride, k < count)
     is_row = k < count
     if not BESIDE:
@@ -258,7 +270,7 @@ def _resident(
     )
     here = is_row[:, None] & (c < classes)[None, :]
     output = scaled_outputs(starts, c, here)
-    log_sum = tl.maximum(tl.max(output, 1), NOTHING)  # a class may be ruled out, at −inf
+    log_sum = tl.maximum(tl.max(output, 1), NOTHING)  # a class may be ruled out with −inf
     for step in range(steps):
         peak = log_sum
         if is_steep:
@@ -267,7 +279,7 @@ def _resident(
         if PARTS == 1:
             log_sum = peak + tl.log2(total)
         else:
-            # Each step has a place of its own, so that nothing is overwritten that is still read.
+            # Each step has its own buffer, so that nothing is overwritten while it is still read.
             peaks = sums + (step * batch + b) * parts * ROWS
             totals = peaks + steps.to(tl.int64) * batch * parts * ROWS
             tl.store(peaks + part * ROWS + k, peak)
@@ -294,7 +306,7 @@ def _start(
     count, classes, blocks,
     BESIDE: tl.constexpr, ROWS: tl.constexpr, CLASSES: tl.constexpr,
 ):  # fmt: skip
-    """Gather the neighbours' outputs, with peak and sum of exponentials over each part."""
+    """Gather the neighbours' outputs, and compute peak and sum of exponentials of each part."""
     b, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     k = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     padded = tl.num_programs(2) * ROWS
@@ -338,7 +350,7 @@ def _step(
     gram += (b * padded + k[:, None]) * padded + row[None, :]
     to_low = batch * padded * padded
     own_log_sum = merged_log_sum(old_peaks, old_sums, parts, padded, k, PARTS)
-    if TILES == 1:  # what does not change from block to block
+    if TILES == 1:  # the same for all blocks
         log_sum = own_log_sum
         weight = tl.load(weights + b * count + k, mask=k < count, other=0.0) * to_halves
         label = tl.load(labels + b * count + k, mask=k < count, other=-1).to(tl.int32)
