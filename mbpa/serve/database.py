@@ -190,7 +190,9 @@ class Database:
                 os.pwrite(self._lock.fileno(), _make_mark(change), _MARK_OFFSET)
 
     def give_back_free_pages(self) -> None:
+        """Shorten the file by its free pages, and return freed memory to the system."""
         self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` frees only one page
+        _trim_heap()
 
     def shorten_log(self) -> None:
         """Copy a long log into the database. Called after a write that is durable either way."""
@@ -440,6 +442,16 @@ def _abandon_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
+
+
+def _trim_heap() -> None:
+    """Return freed memory to the system, where the C library would keep it.
+
+    After the rows of a journal are copied, glibc keeps as much memory as the journal is long.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _keep_for_ever(connection: sqlite3.Connection) -> None:
