@@ -728,7 +728,7 @@ def test_own_text_of_one_line_runs_from_the_command_line(
     assert {r["split"] for r in found} == {"valid", "test"}
     assert {r["corpus"] for r in found} == {"own"}
     assert all(1 < r["value"] < 40 for r in found)
-    command = cli.parse(result["command"].split()[1:])
+    command = cli.parse(result["command"].split()[3:])
     assert command.settings.train == tmp_path / "train.txt"
 
 
