@@ -56,7 +56,7 @@ from mbpa.serve.batching import Batcher, Overloaded, Pace
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.connections import WatchedProtocol
 from mbpa.serve.journal import Journal
-from mbpa.serve.settings import Settings
+from mbpa.serve.settings import OPEN_PATHS, Settings
 from reliability import soak
 
 ROOT = Path(mbpa.__file__).parents[1]
@@ -1422,6 +1422,17 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
         "no threshold": "between 0 and 1, got 1.5",
         "no GPU": "there is no CUDA device here",
     }[what] in printed
+
+
+def test_every_path_but_the_open_ones_asks_for_the_token(served):
+    paths = served.get("/openapi.json").raise_for_status().json()["paths"]
+    assert {"/predict", "/explain", "/learn", "/forget", "/metrics"} <= {*paths, "/metrics"}
+    for path in [*paths, "/metrics", "/nowhere"]:
+        for method in ("GET", "POST", "PUT", "DELETE", "HEAD"):
+            for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+                url = served.base_url.join(path.replace("{id}", "1"))
+                status = httpx.request(method, url, headers=header).status_code
+                assert (status == 401) == (path not in OPEN_PATHS), (method, path, status)
 
 
 def test_without_the_extra_the_command_names_it(untaught, capsys, monkeypatch):
