@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import stat
 import subprocess
@@ -183,13 +184,27 @@ if pid == 0:
         os.fstat(each)
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0, "a file of others was closed"
+
+# A child that outlives its parent does not keep the lock.
+journal = Journal(Path(sys.argv[1]) / "j")
+pid = os.fork()
+if pid == 0:
+    signal.pause()
+print(pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_forked_process_leaves_the_files_of_its_parent_alone(tmp_path):
     """In a process of its own: a fork of this one, with its threads, might wait for ever."""
     command = [sys.executable, "-c", FORKING, str(tmp_path), *ENDS]
-    subprocess.run(command, timeout=120, check=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        child = process.stdout.readline()
+        assert process.wait(timeout=120) == -signal.SIGKILL
+        try:
+            Journal(tmp_path / "j").close()
+        finally:
+            os.kill(int(child), signal.SIGKILL)
     for end in ENDS:
         assert read_texts(tmp_path / end / "copy" / "j") == ["one", "two"], end
 
