@@ -92,7 +92,10 @@ class RunInfo:
         if format not in EARLIER_FORMATS and content.pop("sha256") != files.digest_json(content):
             raise ValueError("its check sum differs")
         del content["format"], content["mbpa"]
-        info = cls(labels=tuple(content.pop("labels")), **content)
+        labels = content.pop("labels")
+        if type(labels) is not list:
+            raise ValueError(f"labels must be a list, got {type(labels).__name__}")
+        info = cls(labels=tuple(labels), **content)
         info._require_types()
         return info
 
@@ -105,7 +108,7 @@ class RunInfo:
             and len(set(self.labels)) == len(self.labels)
             and type(self.trained_examples) is int
             and self.trained_examples >= 0
-            and isinstance(self.threshold, int | float)
+            and type(self.threshold) in (int, float)
             and 0 <= self.threshold <= 1
             and isinstance(self.encoder, str | None)
             and isinstance(self.fingerprint, str | None)

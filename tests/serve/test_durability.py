@@ -371,6 +371,19 @@ def test_check_says_that_a_run_is_whole_or_what_is_damaged(tmp_path, capsys):
 # Files as people have them
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("threshold", False), ("threshold", "0.5"), ("labels", {}), ("labels", "ab")],
+)
+def test_wrong_types_in_a_run_without_a_check_sum_are_noticed(tmp_path, name, value):
+    shutil.copytree(EARLIER, tmp_path / "run")
+    content = json.loads((tmp_path / "run" / "run.json").read_text("utf-8"))
+    assert "sha256" not in content
+    (tmp_path / "run" / "run.json").write_text(json.dumps(content | {name: value}))
+    with pytest.raises(RunError, match=r"run\.json is damaged"):
+        RunInfo.read(tmp_path / "run")
+
+
 def test_only_the_owner_may_read_a_journal(tmp_path):
     with Journal(tmp_path / "j") as journal:
         journal.learn(ONE)
