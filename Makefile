@@ -15,13 +15,13 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@printf "%-16s%s\n" "make demo" "a network meets digits it was not trained on: table, figure, explanation"
 	@printf "%-16s%s\n" "make report" "one page of all results, drawn from results/"
-	@printf "%-16s%s\n" "make reproduce" "experiments anew, one page of them; PRESET=smoke, quick or paper; wants the data sets"
-	@printf "%-16s%s\n" "make docs" "bring tables and figures in the documents up to date with results/"
+	@printf "%-16s%s\n" "make reproduce" "run all experiments and draw one page; PRESET=smoke, quick or paper; needs the data sets"
+	@printf "%-16s%s\n" "make docs" "update the tables and figures in the documents from results/"
 	@printf "%-16s%s\n" "make test" "formatting, types and all tests"
-	@printf "%-16s%s\n" "make test-all" "all tests, then the trials of durability, at some length"
-	@printf "%-16s%s\n" "make check" "formatting and types alone"
+	@printf "%-16s%s\n" "make test-all" "all tests, then shorter trials of reliability"
+	@printf "%-16s%s\n" "make check" "formatting and types only"
 	@printf "%-16s%s\n" "make bench" "how fast the engine is, against a loop, torch.func and the hardware"
-	@printf "%-16s%s\n" "make clean" "remove what the other targets made, but for what was reproduced"
+	@printf "%-16s%s\n" "make clean" "remove what the other targets made, except reproduced results"
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

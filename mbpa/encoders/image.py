@@ -202,7 +202,8 @@ def _reduce_to_8_bits(opened: Image.Image) -> Image.Image:
 
 def _scale_transparent_colour(opened: Image.Image) -> None:
     """Scale the transparent colour to 8 bits; Pillow scales the pixels but not this colour."""
-    arguments = opened.tile[0][3] if getattr(opened, "tile", None) else None  # type: ignore[attr-defined]
+    tile = getattr(opened, "tile", None)  # only pictures read from a file have one
+    arguments = tile[0][3] if tile else None
     factor = _KEY_FACTORS.get(arguments) if isinstance(arguments, str) else None
     colour = opened.info.get("transparency")
     if factor is None or colour is None:

@@ -192,37 +192,37 @@ class Middleware:
 class _Visit:
     """The state of a request (arriving, in flight or done), which the middleware counts."""
 
-    def __init__(self, gate: Middleware) -> None:
-        self._gate, self.is_inside = gate, False
+    def __init__(self, middleware: Middleware) -> None:
+        self._middleware, self.is_inside = middleware, False
         self._is_receiving, self._held_bytes = False, 0
 
     def receive(self) -> None:
         """Record that the body is arriving."""
         self._is_receiving = True
-        self._gate.receiving += 1
+        self._middleware.receiving += 1
 
     def hold(self, size: int) -> None:
         """Record that `size` bytes of the body have arrived."""
         self._held_bytes += size
-        self._gate.held_bytes += size
+        self._middleware.held_bytes += size
 
     def enter(self) -> None:
         """Record that the request has arrived completely and is in flight."""
         self._stop_receiving()
         self.is_inside = True
-        self._gate.count(1)
+        self._middleware.count(1)
 
     def leave(self) -> None:
         """Record that the request was answered or has failed; further calls do nothing."""
         self._stop_receiving()
-        self._gate.held_bytes -= self._held_bytes
+        self._middleware.held_bytes -= self._held_bytes
         self._held_bytes = 0
         if self.is_inside:
             self.is_inside = False
-            self._gate.count(-1)
+            self._middleware.count(-1)
 
     def _stop_receiving(self) -> None:
-        self._gate.receiving -= self._is_receiving
+        self._middleware.receiving -= self._is_receiving
         self._is_receiving = False
 
 

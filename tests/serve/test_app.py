@@ -1369,7 +1369,7 @@ def test_a_lesson_sent_again_is_the_same_though_its_text_is_embedded_elsewhere(t
 
 
 def test_growth_is_that_of_what_is_never_given_back():
-    """Of a process that now and then holds 25 MB more, and keeps 2 MB each hour."""
+    """A process holds 25 MB more now and then, and keeps 2 MB per hour."""
     samples = [
         {"minute": second / 60, "mb": 200 + 2 * second / 3600 + 25 * (second % 20 == 0)}
         for second in range(0, 3601, 10)
