@@ -9,7 +9,7 @@ from typing import Literal
 
 import mbpa
 from experiments.language.network import Dropouts
-from experiments.tuned_settings import tuned
+from experiments.tuned_settings import apply_tuned_settings
 from mbpa.kernels import Kernel
 
 
@@ -270,7 +270,7 @@ class LanguageConfig:
             object.__setattr__(self, "corpus", "own")
 
 
-PAPER = tuned(
+PAPER = apply_tuned_settings(
     LanguageConfig(
         # docs/paper.md explains how these were found.
         training=Training(epochs=520, decay_to=0.25),
@@ -310,7 +310,7 @@ PRESETS = {
         search=Search(tokens=100, dynamic_tokens=500, seconds=0.8, scoring_seconds=0.1),
     ),
     "paper": PAPER,
-    "paper-wikitext-2": tuned(
+    "paper-wikitext-2": apply_tuned_settings(
         LanguageConfig(
             corpus="wikitext-2",
             network=Network(hidden=1853, embedding=241),
