@@ -134,8 +134,10 @@ class Search:
                 self.left_out[stage] = self.left_out.get(stage, 0) + untried
                 break
             tried.append((setting, judge(setting)))
-            done = self._bar.n + 1 if math.isinf(self._budget_s) else int(self.used_s)
-            self._bar.update(done - self._bar.n)
+            if math.isinf(self._budget_s):
+                self._bar.update()
+            else:
+                self._bar.update(int(min(self.used_s, self._budget_s)) - self._bar.n)
         return tried
 
     def choose(
