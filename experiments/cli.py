@@ -141,7 +141,7 @@ class Tune(Run):
         search = self._describe_run("tune")
         adopts = isinstance(self.general, SearchOptions) and self.general.adopt
         if adopts:
-            tuned_settings.adoptable(self.name, search.label)  # before the long search
+            tuned_settings.check_adoptable(self.name, search.label)  # before the long search
         (result,) = self._compute(search)
         print(f"\n{chosen([result]).as_text(_terminal_width())}")
         if adopts:
@@ -154,7 +154,9 @@ class Tune(Run):
 
     def _print_next(self, search: running.Run, result: Result) -> None:
         """Print the command that runs with the chosen settings."""
-        config = tuned_settings.with_settings(search.config, tuned_settings.chosen(result))
+        config = tuned_settings.apply_settings(
+            search.config, tuned_settings.collect_choices(result)
+        )
         given = self.general
         places = Options(out=given.out, data_dir=given.data_dir, device=given.device)
         words = [replace(search, config=config, kind="run").command]

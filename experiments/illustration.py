@@ -22,7 +22,7 @@ import mbpa
 from experiments.experiment import BySeed, Context, Experiment
 from experiments.illustration_report import sections
 from experiments.results import Record
-from experiments.search import Grid, combinations
+from experiments.search import Grid, expand_grid
 from mbpa.device import use_one_thread
 
 LEFT, RIGHT = -2.0, 2.0
@@ -116,7 +116,7 @@ def tune(config: IllustrationConfig, context: Context) -> BySeed:
     scenes = [_Scene.drawn(config, seed, context.device) for seed in seeds]
     kept = context.workspace.load("errors")
     errors: list[float] = kept["errors"] if kept else []
-    tried = [(method, setting) for method in GRIDS for setting in combinations(GRIDS[method])]
+    tried = [(method, setting) for method in GRIDS for setting in expand_grid(GRIDS[method])]
     with context.bar(len(tried), "searching", "settings", initial=len(errors)) as bar:
         for method, setting in tried[len(errors) :]:
             predictor = replace(config, **setting).predictors()[method]

@@ -79,7 +79,7 @@ def chosen(results: Sequence[Result]) -> Table:
     columns = [*others, *ours]
     rows = [[_cell(record.get(key)) for key in columns] for record in records]
     left = sum(value_of(record) for record in metrics if record["name"] == "settings_left_out")
-    note = f"Settings that were not tried, as too dear: {left:.0f}." if left else ""
+    note = f"Settings that were not tried, for lack of time: {left:.0f}." if left else ""
     return Table("Chosen settings", columns, rows, note)
 
 

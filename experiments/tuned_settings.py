@@ -21,20 +21,20 @@ FILE = Path(__file__).with_name("tuned.json")
 _READERS: set[tuple[str, str]] = set()  # experiments and presets that use adopted settings
 
 
-def tuned(config: Config, experiment: str, preset: str) -> Config:
+def apply_tuned_settings(config: Config, experiment: str, preset: str) -> Config:
     """Return a preset with the settings adopted for it; unchanged if there are none."""
     _READERS.add((experiment, preset))
-    return with_settings(config, _adopted().get(experiment, {}).get(preset, {}))
+    return apply_settings(config, _load_adopted().get(experiment, {}).get(preset, {}))
 
 
-def with_settings(config: Config, settings: dict[str, Any]) -> Config:
+def apply_settings(config: Config, settings: dict[str, Any]) -> Config:
     """Return a config with the settings that a search chose."""
     for setting, value in settings.items():
-        config = _with(config, setting.split("."), value)
+        config = _change_field(config, setting.split("."), value)
     return config
 
 
-def chosen(result: Result) -> dict[str, Any]:
+def collect_choices(result: Result) -> dict[str, Any]:
     """Return each setting that a search chose; a list if there is one value per memory size."""
     found: dict[str, Any] = {}
     for record in result.metrics:
@@ -47,22 +47,25 @@ def chosen(result: Result) -> dict[str, Any]:
     return found
 
 
-def adoptable(experiment: str, label: str) -> str:
-    """Return the preset that a search was for, given the name of its file.
+def check_adoptable(experiment: str, label: str) -> str:
+    """Check that what a search chose can be adopted, and return the preset that it was for.
+
+    Args:
+        label: preset in the name of the search's file.
 
     Raises:
-        ExperimentError: it was for no preset, or for one whose settings are fixed.
+        ExperimentError: the search was for no preset, or for one whose settings are fixed.
     """
     preset = label.removeprefix(TUNED)
     if preset.startswith("custom-"):
         raise ExperimentError(
-            "only what is searched for with the settings of a preset can be adopted: "
-            "leave out --adopt, or the flags that change them"
+            "only a search with the settings of a preset can be adopted: "
+            "leave out --adopt, or the flags that change the settings"
         )
     if (experiment, preset) not in _READERS:
         raise ExperimentError(
             f"the settings of {experiment}'s preset {preset} are fixed: leave out --adopt, and "
-            "pass what is chosen as flags"
+            "pass the chosen settings as flags"
         )
     return preset
 
@@ -71,18 +74,18 @@ def adopt(result: Result) -> None:
     """Make the chosen settings those of the search's preset, from the next start on.
 
     Raises:
-        ExperimentError: it did not search for a preset, or the file cannot be written to.
+        ExperimentError: the search was not for a preset, or the file cannot be written to.
     """
-    preset, known = adoptable(result.experiment, result.preset), _read()
-    known.setdefault(result.experiment, {})[preset] = chosen(result)
+    preset, known = check_adoptable(result.experiment, result.preset), _read()
+    known.setdefault(result.experiment, {})[preset] = collect_choices(result)
     try:
-        write_durably(FILE, _written(known).encode())
+        write_durably(FILE, _format_json(known).encode())
     except OSError as error:
         raise ExperimentError(f"cannot write {FILE} ({error.strerror or error})") from error
 
 
 @functools.cache
-def _adopted() -> dict[str, dict[str, dict[str, Any]]]:
+def _load_adopted() -> dict[str, dict[str, dict[str, Any]]]:
     return _read()
 
 
@@ -90,7 +93,7 @@ def _read() -> dict[str, Any]:
     return dict(json.loads(FILE.read_text("utf-8"))) if FILE.exists() else {}
 
 
-def _written(known: dict[str, dict[str, dict[str, Any]]]) -> str:
+def _format_json(known: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Return the settings as JSON, one per line, so that diffs are readable."""
     experiments = []
     for experiment, presets in sorted(known.items()):
@@ -102,11 +105,11 @@ def _written(known: dict[str, dict[str, dict[str, Any]]]) -> str:
     return "{\n" + ",\n".join(experiments) + "\n}\n"
 
 
-def _with(config: Any, names: list[str], value: Any) -> Any:
+def _change_field(config: Any, names: list[str], value: Any) -> Any:
     """Return the config with one field, or a field of a field, changed."""
     name, *rest = names
     if rest:
-        value = _with(getattr(config, name), rest, value)
+        value = _change_field(getattr(config, name), rest, value)
     elif isinstance(getattr(config, name), tuple):
         value = tuple(value) if isinstance(value, list) else (value,)
     return replace(config, **{name: value})

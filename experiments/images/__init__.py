@@ -20,7 +20,7 @@ from experiments.images.neighbourhood_figures import neighbourhood_sections
 from experiments.images.presets import PRESETS, images_an_epoch
 from experiments.images.sensitivity_figures import sensitivity_sections
 from experiments.images.task import make_task
-from experiments.images.tuning import searched, tune
+from experiments.images.tuning import make_search_config, tune
 
 __all__ = [
     "INCREMENTAL",
@@ -58,7 +58,7 @@ INCREMENTAL = Experiment(
     presets=PRESETS,
     run=run,
     sections=incremental_sections,
-    searched=searched,
+    searched=make_search_config,
     tune=tune,
 )
 

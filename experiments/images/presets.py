@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.images.config import ImagesConfig
 from experiments.pretraining import Pretraining
-from experiments.tuned_settings import tuned
+from experiments.tuned_settings import apply_tuned_settings
 
 LIGHT: dict[str, Any] = {
     "layers": 18,
@@ -32,7 +32,7 @@ SMOKE = ImagesConfig(
     points=(0.1, 1.0),
     capacity=3_000,
 )
-PAPER = tuned(ImagesConfig(), "incremental-images", "paper")
+PAPER = apply_tuned_settings(ImagesConfig(), "incremental-images", "paper")
 QUICK = replace(
     PAPER,
     seeds=(1,),

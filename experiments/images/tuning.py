@@ -4,17 +4,16 @@ The learning rate of the last layer comes first, judged by that layer's own accu
 other method is searched stage by stage (`methods.METHODS`), with the layer as it was at some points
 of the stream; one retrieval from a memory serves all settings. A setting is judged by its accuracy
 over all classes, averaged over the points. A method that must keep the old classes is judged by its
-accuracy on new classes after `AIMED` epochs, on more held-out images. Such a setting counts only if
-it is then at most `MOST_LOST` behind the best of layer, vote and mixture on the old classes; other
-settings are judged by how much they fall short (`shortfall`). All trials are saved, so that an
-interrupted search continues with the remaining ones.
+accuracy on new classes after `TARGET_EPOCHS`, on more held-out images. Such a setting counts only
+if it is then at most `MAX_LOST_POINTS` behind the best of layer, vote and mixture on the old
+classes; other settings are judged by how much they fall short (`shortfall`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 import mbpa
 from experiments.experiment import BySeed, Context
@@ -36,6 +34,7 @@ from experiments.images.incremental import (
 from experiments.images.methods import (
     WITH_SETTINGS,
     Kept,
+    Method,
     Model,
     Settings,
     Situation,
@@ -43,39 +42,56 @@ from experiments.images.methods import (
 )
 from experiments.images.task import Task, make_task
 from experiments.results import Record
-from experiments.search import Notebook, best_of, count
+from experiments.search import Search, count_settings
 
 SPLIT = 0
-POINTS = (0.05, 0.1, 0.3, 1.0, 3.0)
-AIMED = 0.1
+POINTS_EPOCHS = (0.05, 0.1, 0.3, 1.0, 3.0)
+"""Epochs of the stream after which settings are judged."""
+TARGET_EPOCHS = 0.1
+"""Epochs after which methods that must keep the old classes are judged."""
 LAYER_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-SCORED = 3_000
+SCORED_IMAGES = 3_000
 """Number of held-out images that settings are judged on."""
-SCORED_FOR_AIM = 10_000
+SCORED_IMAGES_AT_TARGET = 10_000
 """The same number for methods that must keep the old classes; all there are of Tiny ImageNet."""
-MOST_LOST = 1.5
-"""Points of accuracy on old classes that may be lost; half a point below the target, for noise."""
+MAX_LOST_POINTS = 1.5
+"""Percentage points of accuracy on old classes that may be lost; half a point below the actual
+limit, for noise.
+"""
 
 
-def searched(config: ImagesConfig) -> ImagesConfig:
+def make_search_config(config: ImagesConfig) -> ImagesConfig:
     """Return the config that the search runs with."""
     fresh = ImagesConfig()
     fields = "lr", *(method.settings for method in WITH_SETTINGS.values())
     untuned: dict[str, Any] = {name: getattr(fresh, name) for name in fields}
-    return replace(config, seeds=(SPLIT,), part="validation", points=POINTS, **untuned)
+    return replace(config, seeds=(SPLIT,), part="validation", points=POINTS_EPOCHS, **untuned)
 
 
 def tune(config: ImagesConfig, context: Context) -> BySeed:
     """Return records of all trials, and of the chosen settings."""
-    config = searched(config)
-    task = make_task(config, context, SPLIT)
-    grids = [grid for method in WITH_SETTINGS.values() for grid in method.stages]
-    with context.bar(len(LAYER_RATES) + count(grids), "search", "settings") as bar:
-        search = Search(task, config, context, bar)
-        search.choose_layer_rate()
-        for method in WITH_SETTINGS:
-            search.choose(method)
-    return {None: search.notebook.records}
+    config = make_search_config(config)
+    return {None: search_settings(make_task(config, context, SPLIT), config, context)}
+
+
+def search_settings(
+    task: Task,
+    config: ImagesConfig,
+    context: Context,
+    *,
+    methods: Mapping[str, Method] = WITH_SETTINGS,
+    layer_rates: tuple[float, ...] = LAYER_RATES,
+    target_epochs: float = TARGET_EPOCHS,
+    scored_images: int = SCORED_IMAGES,
+) -> list[Record]:
+    """Search with the stream of a task, at the points of the config; return all records."""
+    grids = [grid for method in methods.values() for grid in method.stages]
+    with Search(context, expected_settings=len(layer_rates) + count_settings(grids)) as search:
+        images = ImageSearch(task, config, search, methods, target_epochs, scored_images)
+        images.choose_layer_rate(layer_rates)
+        for method in methods:
+            images.choose(method)
+    return search.records
 
 
 class Score(NamedTuple):
@@ -101,17 +117,17 @@ class Snapshot:
     def score(self, settings: Settings | None) -> Score:
         """Score a method; without settings, the layer alone."""
         if isinstance(settings, Kept):  # offsets only shift the outputs
-            said = self._said(replace(settings, offset=0.0))
-            said = said - settings.held_back(self.situation)
+            outputs = self._compute_outputs(replace(settings, offset=0.0))
+            outputs = outputs - settings.held_back(self.situation)
         else:
-            said = self._said(settings)
-        right, is_old = said.argmax(1) == self.truth, self.truth < self.situation.old
+            outputs = self._compute_outputs(settings)
+        right, is_old = outputs.argmax(1) == self.truth, self.truth < self.situation.old
         return Score(*(100 * float(right[m].double().mean()) for m in (~is_old, is_old, ...)))
 
-    def _said(self, settings: Settings | None) -> Float[Tensor, "Q C"]:
+    def _compute_outputs(self, settings: Settings | None) -> Float[Tensor, "Q C"]:
         """Return the outputs of the model with these settings; the last model's are cached."""
         if not self._last or self._last[0][0] != settings:
-            model = _model(settings, self.situation)
+            model = _make_model(settings, self.situation)
             neighbors = self._neighbors(model) if model.predictor.k else None
             self._last[:] = [(settings, model(self.queries, neighbors=neighbors))]
         return self._last[0][1]
@@ -125,117 +141,132 @@ class Snapshot:
         return self._read[memory]
 
 
-def _model(settings: Settings | None, at: Situation) -> Model:
+def _make_model(settings: Settings | None, at: Situation) -> Model:
     """Return the model with these settings; without settings, the layer alone."""
     if settings is None:
         return mbpa.MbPA(head=at.head, memory=at.memory, predictor=mbpa.Parametric())
     return settings.model(at)
 
 
-class Search:
-    """A search that judges settings and records the outcome; nothing is judged twice."""
+class ImageSearch:
+    """Judges the settings of methods on one stream, and chooses the best.
 
-    def __init__(self, task: Task, config: ImagesConfig, context: Context, bar: tqdm) -> None:
-        self.task, self.config, self.bar = task, config, bar
+    Args:
+        config: as chosen so far; its `points` are where most settings are judged.
+        methods: methods to search for, with their grids.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: ImagesConfig,
+        search: Search,
+        methods: Mapping[str, Method],
+        target_epochs: float,
+        scored_images: int,
+    ) -> None:
+        self.task, self.config, self.search, self.methods = task, config, search, methods
         self.queries, self.answers = scored_part(task, config)
-        self.notebook = Notebook(context)
+        self._target_epochs, self._scored_images = target_epochs, scored_images
         self._snapshots: list[Snapshot] = []
         self._snapshots_lr = math.nan
 
-    def choose_layer_rate(self) -> None:
+    def choose_layer_rate(self, rates: tuple[float, ...]) -> None:
         """Choose the rate with which the last layer alone does best."""
 
         def judge(lr: float) -> float:
             return fmean(score.all for score in self._scores(lr, None))
 
-        rates = {
-            lr: self._worth("parametric", {"lr": lr}, partial(judge, lr)) for lr in LAYER_RATES
-        }
-        best = max(rates, key=lambda lr: rates[lr])
+        tried = self.search.try_settings(
+            "parametric",
+            rates,
+            lambda lr: self._judge("parametric", {"lr": lr}, partial(judge, lr)),
+        )
+        best = max(tried, key=lambda pair: pair[1])[0]
         self.config = replace(self.config, lr=best)
-        self.notebook.note_chosen("lr", best)
-        self.notebook.save()
+        self.search.record_choice("lr", best)
 
     def choose(self, method: str) -> None:
-        """Choose the settings of a method, stage by stage."""
-        field, stages = WITH_SETTINGS[method].settings, WITH_SETTINGS[method].stages
+        """Choose the settings of a method, grid by grid."""
+        field, grids = self.methods[method].settings, self.methods[method].stages
 
-        def judge(settings: Settings) -> float:
+        def judge_all_classes(settings: Settings) -> float:
             return fmean(score.all for score in self._scores(self.config.lr, settings))
 
-        judged = self._aimed_at if WITH_SETTINGS[method].keeps_old else judge
-        best = best_of(
+        judge = self._judge_new_classes if self.methods[method].keeps_old else judge_all_classes
+        best = self.search.choose(
+            method,
             self.config.settings(method),
-            stages,
-            lambda settings: self._worth(method, vars(settings), partial(judged, settings)),
+            grids,
+            lambda settings: self._judge(method, vars(settings), partial(judge, settings)),
         )
         changed: dict[str, Any] = {field: best}
         self.config = replace(self.config, **changed)
-        self.notebook.note_all_chosen(field, best, stages)
-        self.notebook.save()
+        self.search.record_choices(field, best, grids)
 
-    def _worth(self, method: str, settings: dict[str, Any], judge: Callable[[], float]) -> float:
-        key = repr((method, settings))
-        worth = self.notebook.judged(key, judge)
-        keeps_old = method in WITH_SETTINGS and WITH_SETTINGS[method].keeps_old
+    def _judge(self, method: str, settings: dict[str, Any], compute: Callable[[], float]) -> float:
+        """Return the worth of a setting, and record it."""
+        worth = self.search.judge((method, settings), compute)
+        keeps_old = method in self.methods and self.methods[method].keeps_old
         subset, name = "novel" if keeps_old else "all", "top1"
         if worth < 0:
             subset, name = "pre-trained", "shortfall"
-        tried: Record = {"method": method, **settings, "subset": subset}
-        tried |= {"name": name, "value": abs(worth)}
-        self.notebook.note_tried(key, [tried])
-        self.bar.update()
+        trial: Record = {"method": method, **settings, "subset": subset}
+        trial |= {"name": name, "value": abs(worth)}
+        self.search.record_trial((method, settings), [trial])
         return worth
 
-    def _aimed_at(self, settings: Settings) -> float:
+    def _judge_new_classes(self, settings: Settings) -> float:
         """Return the accuracy on new classes or, if old classes suffer too much, minus the
         shortfall.
         """
-        score = self._aimed.score(settings)
+        score = self._target.score(settings)
         short = self._floor - score.old
         return -short if short > 0 else score.new
 
     @cached_property
-    def _aimed(self) -> Snapshot:
-        """The moment of the stream after `AIMED` epochs."""
-        config, some = replace(self.config, points=(AIMED,)), slice(0, SCORED_FOR_AIM)
+    def _target(self) -> Snapshot:
+        """The moment of the stream at which methods that must keep the old classes are judged."""
+        config = replace(self.config, points=(self._target_epochs,))
+        some = slice(0, SCORED_IMAGES_AT_TARGET)
         (moment,) = moments(self.task, config, SPLIT)
-        keeping = [name for name, method in WITH_SETTINGS.items() if method.keeps_old]
-        found, most = situation_of(moment, self.task), self._most(keeping)
-        return Snapshot(found, self.queries[some], self.answers[some], most)
+        keeping = [name for name, method in self.methods.items() if method.keeps_old]
+        situation, k = situation_of(moment, self.task), self._find_max_neighbors(keeping)
+        return Snapshot(situation, self.queries[some], self.answers[some], k)
 
     @cached_property
     def _floor(self) -> float:
         """The accuracy on old classes that a method which keeps them must reach at that moment."""
-        tried = [self.config.settings(method) for method in WITH_SETTINGS]
+        tried = [self.config.settings(method) for method in self.methods]
         votes = [None, *(settings for settings in tried if isinstance(settings, Vote))]
-        at = self._aimed
-        models = dict(enumerate(_model(each, at.situation) for each in votes))
+        at = self._target
+        models = dict(enumerate(_make_model(each, at.situation) for each in votes))
         right = compared(models, at.queries, at.truth)
         is_old = at.truth < self.task.old
         best = max(float(hits[is_old].double().mean()) for hits in right.values())
-        return 100 * best - MOST_LOST
+        return 100 * best - MAX_LOST_POINTS
 
     def _scores(self, lr: float, settings: Settings | None) -> list[Score]:
         """Return the scores at each point."""
         if lr != self._snapshots_lr:
             self._snapshots = []  # frees the old ones before the new ones are made
-            self._snapshots, self._snapshots_lr = list(self._taken(lr)), lr
+            self._snapshots, self._snapshots_lr = list(self._take_snapshots(lr)), lr
         return [snapshot.score(settings) for snapshot in self._snapshots]
 
-    def _taken(self, lr: float) -> Iterator[Snapshot]:
-        some = slice(0, SCORED)  # queries are in random order
+    def _take_snapshots(self, lr: float) -> Iterator[Snapshot]:
+        some = slice(0, self._scored_images)  # queries are in random order
+        k = self._find_max_neighbors(self.methods)
         for moment in moments(self.task, replace(self.config, lr=lr), SPLIT):
             still = moment.with_capacity(len(moment.memory))  # a copy, since the stream goes on
             still = replace(still, head=copy.deepcopy(moment.head))
             found = situation_of(still, self.task)
-            yield Snapshot(found, self.queries[some], self.answers[some], self._most(WITH_SETTINGS))
+            yield Snapshot(found, self.queries[some], self.answers[some], k)
 
-    def _most(self, methods: Iterable[str]) -> int:
+    def _find_max_neighbors(self, methods: Iterable[str]) -> int:
         """Return the maximum number of neighbours that any setting of these methods needs."""
         most = [0]
         for method in methods:
             most.append(getattr(self.config.settings(method), "k", 0))
-            for grid in WITH_SETTINGS[method].stages:
+            for grid in self.methods[method].stages:
                 most += map(int, grid.get("k", ()))
         return max(most)

@@ -13,7 +13,7 @@ from experiments.intents.config import PRESETS, IntentsConfig
 from experiments.intents.figures import sections
 from experiments.intents.incremental import embedding_times, run_method, start_of
 from experiments.intents.task import make_task, read_corpus, require_corpora
-from experiments.intents.tuning import searched, tune
+from experiments.intents.tuning import make_search_config, tune
 from mbpa.encoders import text
 
 __all__ = ["EXPERIMENT", "IntentsConfig", "run", "tune"]
@@ -53,6 +53,6 @@ EXPERIMENT = Experiment(
     presets=PRESETS,
     run=run,
     sections=sections,
-    searched=searched,
+    searched=make_search_config,
     tune=tune,
 )

@@ -25,7 +25,7 @@ from experiments.intents.methods import (
 )
 from experiments.intents.peers import Peer, SetFit
 from experiments.intents.task import CORPORA, Size
-from experiments.tuned_settings import tuned
+from experiments.tuned_settings import apply_tuned_settings
 from mbpa.encoders import text
 
 
@@ -110,7 +110,7 @@ class IntentsConfig:
 SMOKE = IntentsConfig(
     seeds=(1,), shots=(1, 3), size=Size(intents=6, sentences=12, scored=5), head_epochs=40
 )
-PAPER = tuned(IntentsConfig(), "new-intents", "paper")
+PAPER = apply_tuned_settings(IntentsConfig(), "new-intents", "paper")
 QUICK = replace(PAPER, seeds=(1,), shots=(1, 3), size=Size(sentences=40, scored=10))
 WITH_PEERS = replace(PAPER, shots=(3,), peers=tuple(PEERS))
 PRESETS = {"smoke": SMOKE, "quick": QUICK, "peers": WITH_PEERS, "paper": PAPER}

@@ -4,12 +4,12 @@ One setting per method serves both corpora and all numbers of examples. A settin
 accuracy over all intents, averaged over corpora and numbers of examples; ties are broken by
 calibration. A method that must keep the old intents is judged by its accuracy on the new ones, as
 long as its accuracy on the old ones, averaged over numbers of examples, is on no corpus more than
-`MOST_LOST` below the deployed head's; otherwise it is judged by the excess (`shortfall`). All
-trials are saved, so that an interrupted search continues with the remaining ones.
+`MAX_LOST_POINTS` below the deployed head's; otherwise it is judged by the excess (`shortfall`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from statistics import fmean
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import mbpa
 from experiments.experiment import BySeed, Context
@@ -36,41 +35,50 @@ from experiments.intents.methods import (
 )
 from experiments.intents.task import Task, make_task, read_corpus, require_corpora
 from experiments.results import Record
-from experiments.search import Notebook, best_of, count
+from experiments.search import Grid, Search, count_settings
 from mbpa.encoders import text
 
 SPLIT = 0
 SHOTS = (3, 10)
-MOST_LOST = 0.7
-"""Points of accuracy on old intents that may be lost; 0.3 below the actual limit, for noise."""
-SEARCHED = {name: method for name, method in METHODS.items() if method.stages}
+"""Numbers of examples per new intent that settings are judged with."""
+MAX_LOST_POINTS = 0.7
+"""Percentage points of accuracy on old intents that may be lost; 0.3 below the actual limit, for
+noise.
+"""
+SEARCHED_METHODS = {name: method for name, method in METHODS.items() if method.stages}
 
 
-def searched(config: IntentsConfig) -> IntentsConfig:
+def make_search_config(config: IntentsConfig) -> IntentsConfig:
     """Return the config that the search runs with."""
     fresh = IntentsConfig()
-    held: dict[str, Any] = {
-        name: getattr(fresh, name) for name in (_field(method) for method in SEARCHED.values())
+    untuned: dict[str, Any] = {
+        name: getattr(fresh, name) for name in map(_get_field, SEARCHED_METHODS.values())
     }
-    shots = tuple(count for count in SHOTS if count <= max(config.shots)) or config.shots
-    return replace(config, seeds=(SPLIT,), part="validation", shots=shots, peers=(), **held)
+    shots = tuple(shots for shots in SHOTS if shots <= max(config.shots)) or config.shots
+    return replace(config, seeds=(SPLIT,), part="validation", shots=shots, peers=(), **untuned)
 
 
-def tune(config: IntentsConfig, context: Context) -> BySeed:
-    """Return records of all trials, and of the chosen settings."""
-    config = searched(config)
+def tune(
+    config: IntentsConfig, context: Context, methods: Mapping[str, Method] = SEARCHED_METHODS
+) -> BySeed:
+    """Return records of all trials, and of the chosen settings.
+
+    Args:
+        methods: methods to search for, with their grids.
+    """
+    config = make_search_config(config)
     require_corpora(config.corpora, context)
     encoder = text.encoder(config.encoder, device=context.device)
+    grids = [grid for method in methods.values() for grid in method.stages]
     situations = []
     for name in config.corpora:
         corpus = read_corpus(name, config.part, config.size, encoder, context)
-        situations.append(Situation(make_task(corpus, SPLIT), config))
-    grids = [grid for method in SEARCHED.values() for grid in method.stages]
-    with context.bar(count(grids), "search", "settings") as bar:
-        search = Search(situations, config, context, bar)
-        for method in SEARCHED:
-            search.choose(method)
-    return {None: search.notebook.records}
+        situations.append(Situation(make_task(corpus, SPLIT), config, grids))
+    with Search(context, expected_settings=count_settings(grids)) as search:
+        intents = IntentSearch(situations, config, search, methods)
+        for method in methods:
+            intents.choose(method)
+    return {None: search.records}
 
 
 class Score(NamedTuple):
@@ -88,6 +96,8 @@ class Situation:
 
     task: Task
     config: IntentsConfig
+    grids: Sequence[Grid]
+    """Grids of all settings to try."""
 
     @cached_property
     def start(self) -> Start:
@@ -104,8 +114,7 @@ class Situation:
     @cached_property
     def neighbors(self) -> list[mbpa.Neighbors]:
         """Neighbours of all queries per memory, as many as any setting needs."""
-        grids = [grid for method in SEARCHED.values() for grid in method.stages]
-        most = max(int(k) for grid in grids for k in grid.get("k", (0,)))
+        most = max(int(k) for grid in self.grids for k in grid.get("k", (0,)))
         queries = self.task.scored.keys
         return [memory.read(queries, min(most, len(memory))) for memory in self.memories]
 
@@ -119,7 +128,7 @@ class Situation:
         for place, memory in enumerate(self.memories):
             classifier = settings.classifier(self.start, memory)
             if isinstance(classifier, OnRetrained):
-                classifier.use(self._retrained(classifier.settings.retraining, place))
+                classifier.use(self._retrain_head(classifier.settings.retraining, place))
             neighbors = self.neighbors[place] if classifier.model.predictor.k else None
             scores.append(self._score(classifier.log_probs(task.scored, neighbors)))
         return scores
@@ -128,7 +137,7 @@ class Situation:
     def _heads(self) -> dict[tuple[Trained, int], nn.Linear]:
         return {}
 
-    def _retrained(self, settings: Trained, place: int) -> nn.Linear:
+    def _retrain_head(self, settings: Trained, place: int) -> nn.Linear:
         if (settings, place) not in self._heads:
             new = self.task.examples(self.config.shots[place])
             self._heads[settings, place] = settings.head(self.start, new)
@@ -142,66 +151,69 @@ class Situation:
         return Score(of["novel"], of["pre-trained"], of["all"], error)
 
 
-class Search:
-    """A search that judges settings and records the outcome; nothing is judged twice."""
+class IntentSearch:
+    """Judges the settings of methods on all corpora, and chooses the best."""
 
     def __init__(
-        self, situations: list[Situation], config: IntentsConfig, context: Context, bar: tqdm
+        self,
+        situations: list[Situation],
+        config: IntentsConfig,
+        search: Search,
+        methods: Mapping[str, Method],
     ) -> None:
-        self.situations, self.config, self.bar = situations, config, bar
-        self.notebook = Notebook(context)
+        self.situations, self.config, self.search = situations, config, search
+        self.methods = methods
 
     def choose(self, method: str) -> None:
-        """Choose the settings of a method, stage by stage."""
-        field, stages = _field(SEARCHED[method]), SEARCHED[method].stages
-        best = best_of(self.config.settings(method), stages, partial(self._worth, method))
+        """Choose the settings of a method, grid by grid."""
+        field, grids = _get_field(self.methods[method]), self.methods[method].stages
+        start = self.config.settings(method)
+        best = self.search.choose(method, start, grids, partial(self._judge, method))
         changed: dict[str, Any] = {field: best}
-        self.notebook.note_all_chosen(field, best, stages)
+        self.search.record_choices(field, best, grids)
         if isinstance(best, Trained) and best.on == "everything":
             changed["on_retrained"] = replace(self.config.on_retrained, retraining=best)
-            self.notebook.note_chosen("on_retrained.retraining.lr", best.lr)
+            self.search.record_choice("on_retrained.retraining.lr", best.lr)
         self.config = replace(self.config, **changed)
-        self.notebook.save()
 
-    def _worth(self, method: str, settings: Settings) -> tuple[float, float]:
-        scores = self._scores(method, settings)
-        self.bar.update()
+    def _judge(self, method: str, settings: Settings) -> tuple[float, float]:
+        """Return the worth of a setting and minus its calibration error, and record both."""
+        scores = self._score(method, settings)
         error = fmean(score.calibration_error for score in scores)
-        if not SEARCHED[method].keeps_old:
+        if not self.methods[method].keeps_old:
             name, value = "top1", fmean(score.all for score in scores)
         else:
-            short = self._lost(scores) - MOST_LOST
+            excess = self._measure_loss(scores) - MAX_LOST_POINTS
             name, value = "new_top1", fmean(score.new for score in scores)
-            if short > 0:
-                name, value = "shortfall", short
-        told: Record = {
+            if excess > 0:
+                name, value = "shortfall", excess
+        shown: Record = {
             f.name: getattr(settings, f.name)
             for f in fields(settings)
             if not isinstance(getattr(settings, f.name), Trained)
         }
-        tried: list[Record] = [
-            {"method": method, **told, "name": what, "value": number}
+        trial: list[Record] = [
+            {"method": method, **shown, "name": what, "value": number}
             for what, number in ((name, value), ("calibration_error", error))
         ]
-        self.notebook.note_tried(repr((method, settings)), tried)
+        self.search.record_trial((method, settings), trial)
         return -value if name == "shortfall" else value, -error
 
-    def _lost(self, scores: list[Score]) -> float:
+    def _measure_loss(self, scores: list[Score]) -> float:
         """Return the points lost on old intents, on the corpus where the loss is largest."""
-        before, each = self._scores("parametric", Parametric()), len(self.config.shots)
+        before, each = self._score("parametric", Parametric()), len(self.config.shots)
         lost = [was.old - score.old for was, score in zip(before, scores, strict=True)]
         return max(fmean(lost[place : place + each]) for place in range(0, len(lost), each))
 
-    def _scores(self, method: str, settings: Settings) -> list[Score]:
+    def _score(self, method: str, settings: Settings) -> list[Score]:
         """Return the scores on each corpus, after each number of examples."""
 
-        def judge() -> list[list[float]]:
+        def compute() -> list[list[float]]:
             return [list(score) for each in self.situations for score in each.scores(settings)]
 
-        found = self.notebook.judged(repr((method, settings)), judge)
-        return [Score(*score) for score in found]
+        return [Score(*score) for score in self.search.judge((method, settings), compute)]
 
 
-def _field(method: Method) -> str:
+def _get_field(method: Method) -> str:
     assert isinstance(method.settings, str), "what is searched for is in the config"
     return method.settings

@@ -17,7 +17,7 @@ from experiments.language.evaluation import evaluated
 from experiments.language.figures import sections
 from experiments.language.search_figures import search_sections
 from experiments.language.training import WIDE, adam_state, learning_curve, trained
-from experiments.language.tuning import searched, tune
+from experiments.language.tuning import make_search_config, tune
 from experiments.results import Record
 from mbpa.device import use_one_thread
 
@@ -64,7 +64,7 @@ EXPERIMENT = Experiment(
     of_the_search=("search",),
     run=run,
     sections=sections,
-    searched=searched,
+    searched=make_search_config,
     tune=tune,
     search_sections=search_sections,
 )

@@ -9,7 +9,7 @@ from typing import Literal
 
 import mbpa
 from experiments.language.network import Dropouts
-from experiments.tuned_settings import tuned
+from experiments.tuned_settings import apply_tuned_settings
 from mbpa.kernels import Kernel
 
 
@@ -196,26 +196,23 @@ class Search:
     """Budget of a search for settings."""
 
     tokens: int = 12_000
-    """Tokens of the validation text, evenly spaced, on which most settings are judged."""
-    dynamic_tokens: int = 10_000
-    """Tokens from the beginning of the validation text on which rates of dynamic evaluation are
-    judged. The best three, pulls at the best, and rates around it are then judged on four times as
-    many, if there is time.
+    """Tokens of the validation text, evenly spaced, on which the cache and MbPA are judged."""
+    dynamic_tokens: int = 40_000
+    """Tokens from the beginning of the validation text on which dynamic evaluation is judged."""
+    seconds: float = 600.0
+    """Seconds after which nothing more is tried. The trial that has begun is completed; training
+    does not count.
     """
-    seconds: float = 300.0
-    """Estimated seconds on one H200 that the search may take; settings that would exceed them are
-    skipped.
-    """
-    scoring_seconds: float = 150.0
-    """Estimated seconds on one H200 that MbPA may take to score both the validation and the test
-    text, with its own setting and, if different, the one beside the cache; slower settings are not
-    chosen.
+    max_neighbor_steps: int = 8_192
+    """Maximum number of neighbours times steps of MbPA. It bounds the time of the runs that follow:
+    settings beyond it are not tried.
     """
 
     def __post_init__(self) -> None:
-        if min(self.tokens, self.dynamic_tokens) < 1:
-            raise ValueError(f"tokens and dynamic_tokens must be at least 1, got {self}")
-        _check_finite(self, positive=("seconds", "scoring_seconds"))
+        for name in ("tokens", "dynamic_tokens", "max_neighbor_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _check_finite(self, positive=("seconds",))
 
 
 @dataclass(frozen=True)
@@ -270,11 +267,11 @@ class LanguageConfig:
             object.__setattr__(self, "corpus", "own")
 
 
-PAPER = tuned(
+PAPER = apply_tuned_settings(
     LanguageConfig(
         # docs/paper.md explains how these were found.
         training=Training(epochs=520, decay_to=0.25),
-        search=Search(seconds=430.0),
+        search=Search(seconds=900.0),
     ),
     "language",
     "paper",
@@ -289,7 +286,7 @@ PRESETS = {
         mbpa=Local(steps=5, k=20),
         combined=Local(steps=2, k=20),
         dynamic=Dynamic(decay=0.002, statistics=20, statistics_batch=10, mbpa=Local(steps=2, k=10)),
-        search=Search(tokens=20, dynamic_tokens=20, seconds=0.15, scoring_seconds=0.02),
+        search=Search(tokens=20, dynamic_tokens=20, seconds=30.0, max_neighbor_steps=640),
     ),
     "quick": LanguageConfig(
         corpus="wikitext-2",
@@ -307,10 +304,10 @@ PRESETS = {
         mbpa=Local(lr=0.5, steps=1, k=128),
         combined=Local(lr=0.5, steps=1, k=128),
         dynamic=Dynamic(decay=0.002, statistics=100, on_top=False),
-        search=Search(tokens=100, dynamic_tokens=500, seconds=0.8, scoring_seconds=0.1),
+        search=Search(tokens=100, dynamic_tokens=500, seconds=120.0, max_neighbor_steps=640),
     ),
     "paper": PAPER,
-    "paper-wikitext-2": tuned(
+    "paper-wikitext-2": apply_tuned_settings(
         LanguageConfig(
             corpus="wikitext-2",
             network=Network(hidden=1853, embedding=241),
@@ -323,7 +320,7 @@ PRESETS = {
             ),
             # The paper did not try Adam here either; MbPA on top would take ten minutes.
             dynamic=Dynamic(adam_lr=0.0, on_top=False),
-            search=Search(tokens=5_000, dynamic_tokens=5_000, seconds=250.0, scoring_seconds=210.0),
+            search=Search(tokens=5_000, dynamic_tokens=20_000, max_neighbor_steps=2_560),
         ),
         "language",
         "paper-wikitext-2",

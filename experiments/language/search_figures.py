@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from experiments.language.evaluation import ADAM, BOTH, DYNAMIC, LSTM, MBPA
 from experiments.language.figures import TITLES, Scores
-from experiments.language.ledger import BEGINNING, SPREAD
 from experiments.results import Record, Result, value_of
 from experiments.sections import Figure, Section, Table
 
@@ -16,21 +15,25 @@ if TYPE_CHECKING:
     import matplotlib.figure
     from matplotlib.axes import Axes
 
+SPREAD, BEGINNING = "spread", "beginning"
+"""Which tokens of the text the network alone was judged on, if not all, for comparison."""
+
 
 def search_sections(results: Sequence[Result]) -> list[Section]:
     """Return how much was tried, and the perplexity by rate and steps of the adaptation."""
     scores = Scores(results)
+    common = _describe_common_settings(scores)
     section = Section(
         title=f"The search, {TITLES[scores.corpus]}",
         text=[
             "Perplexity of the validation text, weights solved for. Most settings are judged by "
             "tokens spread over the text, dynamic evaluation by its beginning."
         ],
-        tables=[_tried(scores)],
+        tables=[_make_trials_table(scores)],
         figures=[
             Figure(
                 f"language-{scores.corpus}-search",
-                f"Perplexity by steps and rate of the adaptation, {_what_is_alike(scores)}; "
+                f"Perplexity by steps and rate of the adaptation, {common}; "
                 f"left: {MBPA}, right: with the cache as well.",
                 lambda canvas: _draw_search(canvas, scores),
             )
@@ -39,7 +42,7 @@ def search_sections(results: Sequence[Result]) -> list[Section]:
     return [section]
 
 
-def _tried(scores: Scores) -> Table:
+def _make_trials_table(scores: Scores) -> Table:
     rows = []
     for method in dict.fromkeys(str(record["method"]) for record in scores.found("perplexity")):
         mine = scores.found("perplexity", method=method)
@@ -49,21 +52,28 @@ def _tried(scores: Scores) -> Table:
         of = {"method": LSTM, "tokens": most}
         part = BEGINNING if method in (DYNAMIC, ADAM) else SPREAD
         alone = scores.values("perplexity", **of, part=part) or scores.values("perplexity", **of)
-        settings = {_without(record, "tokens", "part", "value") for record in mine}
-        told = [f"{alone[0]:.2f}" if alone else "", f"{best:.2f}"]
-        rows.append([method, str(len(settings)), f"{most:,}", *told])
+        settings = {_drop_fields(record, "tokens", "part", "value") for record in mine}
+        shown = [f"{alone[0]:.2f}" if alone else "", f"{best:.2f}"]
+        rows.append([method, str(len(settings)), f"{most:,}", *shown])
     columns = ["method", "settings", "tokens", f"{LSTM} alone", "best"]
     note = "By the most tokens that settings of a method were judged by."
+    cut = [
+        f"{r['stage']} ({r['value']})" for r in scores.found("settings_left_out") if "stage" in r
+    ]
+    if cut:
+        note += f" Not tried for lack of time: {', '.join(cut)}."
     return Table("Tried", columns, rows, note)
 
 
-def _without(record: Record, *names: str) -> tuple[object, ...]:
+def _drop_fields(record: Record, *names: str) -> tuple[object, ...]:
     """Return the other fields of a record, in a comparable form."""
     return tuple(sorted(((k, v) for k, v in record.items() if k not in names), key=str))
 
 
-def _what_is_alike(scores: Scores) -> str:
-    drawn = _most_alike([r for r in scores.found("perplexity", method=MBPA) if "steps" in r])
+def _describe_common_settings(scores: Scores) -> str:
+    drawn = _find_largest_group(
+        [r for r in scores.found("perplexity", method=MBPA) if "steps" in r]
+    )
     if not drawn:
         return "other settings alike"
     one = drawn[0]
@@ -75,19 +85,19 @@ def _draw_search(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
     panels = canvas.subplots(1, 2)
     for panel, method in zip(panels, (MBPA, BOTH), strict=True):
         records = [r for r in scores.found("perplexity", method=method) if "steps" in r]
-        _draw_rates(panel, _most_alike(records))
+        _draw_rates(panel, _find_largest_group(records))
         panel.set_title(method)
         panel.set_xlabel("rate")
     panels[0].set_ylabel("perplexity")
     panels[-1].legend(fontsize=8.5, title="steps")
 
 
-def _most_alike(records: list[Record]) -> list[Record]:
+def _find_largest_group(records: list[Record]) -> list[Record]:
     """Return the largest group of records that differ in rate and steps only."""
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
-        alike = _without(record, "lr", "steps", "value", "method")
-        groups.setdefault(alike, []).append(record)
+        common = _drop_fields(record, "lr", "steps", "value", "method")
+        groups.setdefault(common, []).append(record)
     return max(groups.values(), key=len, default=[])
 
 

@@ -2,44 +2,45 @@
 
 There is one pass of states, one retrieval per memory size, and for every setting the weights of its
 mixture are solved for. The cache comes first. Then comes MbPA: the paper's grid for one step, then
-more steps and larger rates, memory sizes, neighbours, kernels and the pull back, each starting from
-the best so far. Settings are judged on tokens spread evenly over the text, each with the memory it
-would have; expensive ones on a quarter of those, and the best ones on more of them. Of the settings
-that do as well as the best, the fastest is chosen. Last come dynamic evaluation, the optimum and
-the rest of the paper's grid. The cost of a setting is estimated beforehand, and settings that would
-exceed the allowance are left out, so that what is tried does not depend on the machine's current
-speed.
+more steps and larger rates, memory sizes, neighbours, kernels and the pull back, each stage
+starting from the best so far. All these are judged on the same tokens, spread evenly over the text,
+each with the memory that it would have. Then comes dynamic evaluation, judged on the beginning of
+the text. Last come the optimum and the rest of the paper's grid, for comparison only. Once the
+budget is used up, the remaining stages are cut, and the best of the settings tried is chosen.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from experiments.data import Corpus
-from experiments.errors import ExperimentError
 from experiments.experiment import BySeed, Context
-from experiments.language.config import LanguageConfig, Local, Search
+from experiments.language.config import Cache, Dynamic, LanguageConfig, Local
 from experiments.language.corpus import read_corpus
-from experiments.language.dynamic_tuning import DynamicTrials, beyond
+from experiments.language.dynamic import AdamUpdate, DynamicEvaluation, Params, RMSUpdate, Update
 from experiments.language.evaluation import (
+    ADAM,
     BOTH,
     CACHE,
+    DYNAMIC,
     LSTM,
     MBPA,
     first_word,
     kept_gradient_scale,
 )
-from experiments.language.ledger import SPREAD, Ledger, three_digits
+from experiments.language.grids import Grids
 from experiments.language.network import LanguageModel
 from experiments.language.passage import (
-    Passage,
     Retrieval,
     adapted_scores,
     cache_scores,
@@ -50,28 +51,74 @@ from experiments.language.passage import (
     retrieved,
     solved_weights,
 )
+from experiments.language.search_figures import BEGINNING, SPREAD
 from experiments.language.training import adam_state, trained
 from experiments.results import Record
+from experiments.search import Search
 
-# The paper's grid (appendix); mixture weights are solved for instead.
-PAPER_WINDOWS, PAPER_COUNTS, PAPER_STEPS = (500, 1000, 5000), (256, 512), (1, 5, 10)
-PAPER_RATES = (0.01, 0.1, 0.15, 0.2, 0.5, 1.0)
-# Beyond the paper's grid.
-WINDOWS = (500, 1000, 2000, 5000, 10_000, 20_000)
-SCALES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
-RATES, STEPS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0), (5, 10, 20, 40)
-ONE_STEP_RATES, COUNTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), (16, 32, 64, 256, 512)
-BANDWIDTHS, FACTORS, DECAYS = (0.5, 0.7, 1.0, 1.5), (0.05, 0.2), (0.01, 0.03, 0.1)
-OPTIMUM_COUNT, PRIORS = 32, (0.03, 0.1, 0.3)
-OPTIMUM_STEPS = 2000  # gradient steps that take as long as solving for the optimum
-FIRST = Local(lr=1.0, steps=20, k=128)
-AROUND = ((0.7, 1.0), (1.4, 1.0), (1.0, 0.5), (1.0, 1.5), (0.7, 1.5), (1.4, 0.75))
-"""Factors of the rate and of the steps."""
-FINALISTS = 3  # settings per mixture that are judged on more tokens, if possible all
-WORTH = 1e-3  # relative perplexity; a smaller gain does not justify a slower setting
-EXPLORING, FINISHING = 0.55, 0.75  # shares of the allowance spent by the end of each phase
-DEAREST, DEAREST_COMPARED = 0.04, 0.1  # maximum share of the allowance per setting
-CHEAP = 0.01  # seconds that any setting may take
+MAX_STEPS_ON_TOP, MAX_COUNT_ON_TOP = 5, 128
+"""Steps and neighbours that are fast enough on top of dynamic evaluation, every few tokens."""
+Setting = TypeVar("Setting")
+
+
+def make_search_config(config: LanguageConfig) -> LanguageConfig:
+    """Return the config of a search: one network, and the fields to choose at their defaults."""
+    fresh, dynamic = LanguageConfig(), config.dynamic
+    return replace(
+        config,
+        seeds=config.seeds[:1],
+        memory=fresh.memory,
+        cache=fresh.cache,
+        mbpa=fresh.mbpa,
+        combined=fresh.combined,
+        dynamic=replace(
+            dynamic,
+            lr=fresh.dynamic.lr,
+            decay=fresh.dynamic.decay,
+            epsilon=fresh.dynamic.epsilon,
+            adam_lr=fresh.dynamic.adam_lr if dynamic.adam_lr else 0.0,
+            mbpa=fresh.dynamic.mbpa,
+        ),
+    )
+
+
+def tune(config: LanguageConfig, context: Context) -> BySeed:
+    """Return records of all trials, and of the chosen settings."""
+    config = make_search_config(config)
+    return {None: search_settings(config, context, read_corpus(config, context))}
+
+
+def search_settings(
+    config: LanguageConfig,
+    context: Context,
+    corpus: Corpus,
+    grids: Grids | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Record]:
+    """Search stage by stage, with the network of the first seed; return all records.
+
+    Args:
+        grids: values to try; all by default.
+        clock: returns the current time in seconds, for the budget.
+    """
+    model = trained(config, corpus, context, config.seeds[0])
+    with Search(context, budget_s=config.search.seconds, clock=clock) as search:
+        language = LanguageSearch(config, context, corpus, model, search, grids or Grids())
+        language.choose_cache()
+        language.choose_mbpa()
+        language.choose_dynamic()
+        language.compare()
+    if search.left_out:
+        stages = ", ".join(f"{stage} ({number})" for stage, number in search.left_out.items())
+        print(
+            f"mbpa: the budget of {config.search.seconds:g} s is used up; settings not tried, by "
+            f"stage: {stages}",
+            file=sys.stderr,
+        )
+    return search.records + [
+        {"corpus": config.corpus, "stage": stage, "name": "settings_left_out", "value": number}
+        for stage, number in search.left_out.items()
+    ]
 
 
 class Trial(NamedTuple):
@@ -80,372 +127,267 @@ class Trial(NamedTuple):
     window: int
     local: Local
 
-
-class Judged(NamedTuple):
-    """Perplexities with mixture weights solved for."""
-
-    alone: float
-    """Perplexity of LSTM + MbPA."""
-    beside: float
-    """Perplexity of LSTM + MbPA + cache."""
+    def change(self, **changes: Any) -> Trial:
+        """Return the trial with other settings of the adaptation."""
+        return self._replace(local=replace(self.local, **changes))
 
 
-def searched(config: LanguageConfig) -> LanguageConfig:
-    """Return the config of a search: one network, and the fields to choose at their defaults."""
-    own, dynamic = LanguageConfig(), config.dynamic
-    return replace(
-        config,
-        seeds=config.seeds[:1],
-        memory=own.memory,
-        cache=own.cache,
-        mbpa=own.mbpa,
-        combined=own.combined,
-        dynamic=replace(
-            dynamic,
-            lr=own.dynamic.lr,
-            decay=own.dynamic.decay,
-            epsilon=own.dynamic.epsilon,
-            adam_lr=own.dynamic.adam_lr if dynamic.adam_lr else 0.0,
-            mbpa=own.dynamic.mbpa,
-        ),
-    )
+@dataclass(frozen=True, eq=False)
+class Trials(Generic[Setting]):
+    """Settings of one method that were tried, and the perplexities of its mixtures."""
+
+    search: Search
+    name: str
+    judge: Callable[[Setting], Sequence[float]]
+    is_allowed: Callable[[Setting], bool] = lambda setting: True
+    tried: dict[Setting, Sequence[float]] = field(default_factory=dict)
+
+    def try_new(self, stage: str, settings: Iterable[Setting]) -> None:
+        """Try settings that are allowed and were not tried yet."""
+        allowed = filter(self.is_allowed, dict.fromkeys(settings))
+        new = [setting for setting in allowed if setting not in self.tried]
+        self.tried.update(self.search.try_settings(f"{self.name}: {stage}", new, self.judge))
+
+    def vary(self, stage: str, list_options: Callable[[Setting], Iterable[Setting]]) -> None:
+        """Try variations of the best setting of each mixture."""
+        mixtures = range(min(map(len, self.tried.values()), default=0))
+        bests = [self.find_best(mixture) for mixture in mixtures]
+        self.try_new(stage, itertools.chain(*map(list_options, bests)))
+
+    def find_best(self, mixture: int = 0, among: Iterable[Setting] | None = None) -> Setting:
+        """Return the setting with the lowest perplexity; the first of equals."""
+        options = self.tried if among is None else among
+        return min(options, key=lambda setting: self.tried[setting][mixture])
 
 
-def tune(config: LanguageConfig, context: Context) -> BySeed:
-    """Return records of all trials, and of the chosen settings."""
-    config = searched(config)
-    return {None: search(config, context, read_corpus(config, context))}
-
-
-def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Record]:
-    """Search stage by stage, with the network of the first seed."""
-    _check_affordable(config.search, len(corpus.valid) + len(corpus.test), len(corpus.words))
-    model = trained(config, corpus, context, config.seeds[0])
-    moments = adam_state(config, corpus, context, config.seeds[0])
-    first, device, seconds = first_word(corpus), context.device, config.search.seconds
-    passage = read_passage(model, corpus.valid.to(device), first)
-    with context.bar(100, "search, of its allowance", "%") as bar:
-        ledger = Ledger(context, config.corpus, seconds, bar)
-        ledger.tried(LSTM, {"tokens": len(passage)}, perplexity(passage.own))
-        trials = Trials(config, model, passage, ledger, len(corpus.valid) + len(corpus.test))
-        trials.choose_cache()
-        trials.explore()
-        trials.choose_mbpa()
-        scale = kept_gradient_scale(config, context, model, corpus, "gradients")
-        DynamicTrials(config, model, passage, first, scale, moments, ledger).choose()
-        trials.compare()
-        ledger.save()
-    left_out: Record = {"name": "settings_left_out", "value": ledger.left_out}
-    return [*ledger.records, left_out]
-
-
-def _check_affordable(allowed: Search, scored: int, words: int) -> None:
-    """Refuse a search that could not choose anything, before a network is trained for it.
-
-    Raises:
-        ExperimentError: not even a single step is fast enough.
-    """
-    least = estimated_seconds(scored, FIRST.k, 1, words)
-    if least > allowed.scoring_seconds:
-        raise ExperimentError(
-            f"MbPA takes {least:.2g} estimated seconds at least for {scored:,} tokens, and may "
-            f"take {allowed.scoring_seconds:g}: pass --search.scoring-seconds {20 * least:.3g}"
-        )
-
-
-class Trials:
-    """Settings of the cache and of MbPA.
-
-    Args:
-        scored: number of tokens that will be scored with the chosen settings.
-    """
+class LanguageSearch:
+    """Chooses the settings of the cache, of MbPA and of dynamic evaluation."""
 
     def __init__(
         self,
         config: LanguageConfig,
+        context: Context,
+        corpus: Corpus,
         model: LanguageModel,
-        passage: Passage,
-        ledger: Ledger,
-        scored: int,
+        search: Search,
+        grids: Grids,
     ) -> None:
-        self.model, self.passage, self.ledger = model, passage, ledger
-        self._retrievals: dict[int, Retrieval] = {}
-        self._engine = engine_for(passage.keys.device)
-        self._tried: dict[Trial, Judged] = {}  # on the sample
-        self._judged: dict[tuple[Trial, range], Judged] = {}
-        self._cache = passage.own
-        self.all = range(len(passage))
-        self._alone = {self.all}  # tokens on which the network alone was judged
+        self.config, self.context, self.corpus = config, context, corpus
+        self.model, self.search, self.grids = model, search, grids
+        tokens = corpus.valid.to(context.device)
+        self.passage = passage = read_passage(model, tokens, first_word(corpus))
         step = max(1, len(passage) // config.search.tokens)
-        self.sample = range(step - 1, len(passage), step)
-        self.quarter = self.sample[::4]
-        self._ratios: Judged | None = None  # ratio of sample to quarter, for a good setting
-        windows = [window for window in WINDOWS if window <= len(passage)]
+        self.positions = range(step - 1, len(passage), step)
+        self.beginning = passage.targets[: config.search.dynamic_tokens]
+        windows = [window for window in grids.windows if window <= len(passage)]
         self.windows = windows or [len(passage)]
-        self._scored, self._scoring_seconds = range(scored), config.search.scoring_seconds
-        self._is_on_top = config.dynamic.on_top
-
-    # The cache
+        self.mbpa: Trials[Trial] = Trials(search, "MbPA", self._judge_mbpa, self._is_allowed)
+        self._own = passage.own[step - 1 :: step]
+        self._cache = self._own  # until one is chosen
+        self._engine = engine_for(passage.keys.device)
+        self._retrievals: dict[int, Retrieval] = {}
+        whole, beginning = len(passage), len(self.beginning)
+        self._record(LSTM, whole, {}, perplexity(passage.own))
+        if step > 1:
+            self._record(LSTM, len(self._own), {"part": SPREAD}, perplexity(self._own))
+        if beginning < whole:
+            value = perplexity(passage.own[:beginning])
+            self._record(LSTM, beginning, {"part": BEGINNING}, value)
 
     def choose_cache(self) -> None:
-        """Choose window and scale on all tokens; then try scales in between."""
-        found: dict[tuple[int, float], float] = {}
-        for window in self.windows:
-            found |= self._caches(window, SCALES)
-        window, scale = min(found, key=lambda pair: found[pair])
-        found |= self._caches(window, (0.8 * scale, 1.25 * scale))
-        window, scale = min(found, key=lambda pair: found[pair])
-        scale = three_digits(scale)
-        self._cache = cache_scores(self.passage, window, (scale,), self.all)[0]
-        self.ledger.chose("cache.scale", scale)
-        self.ledger.chose("cache.window", window)
-
-    def _caches(self, window: int, scales: tuple[float, ...]) -> dict[tuple[int, float], float]:
-        def compute() -> list[float]:
-            logs = cache_scores(self.passage, window, scales, self.all)
-            return [self._mixture(self.all, one) for one in logs]
-
-        values = self.ledger.known(("cache", window, scales), compute)
-        for scale, value in zip(scales, values, strict=True):
-            self.ledger.tried(
-                CACHE, {"window": window, "scale": scale, "tokens": len(self.all)}, value
-            )
-        pairs = [(window, scale) for scale in scales]
-        return dict(zip(pairs, values, strict=True))
-
-    def _mixture(self, positions: range, *parts: Tensor) -> float:
-        """Return the perplexity of the LSTM mixed with these components, with the best weights."""
-        rows = slice(positions.start, positions.stop, positions.step)
-        logs = torch.stack([self.passage.own[rows], *parts])
-        return perplexity(mixed(logs, solved_weights(logs)))
-
-    # MbPA
-
-    def explore(self) -> None:
-        """Go from stage to stage, each starting from the best so far, judged on some tokens."""
-        usual = [window for window in self.windows if window <= max(PAPER_WINDOWS)]
-        largest = max(usual or self.windows[:1])
-        paper = [window for window in PAPER_WINDOWS if window in self.windows] or [largest]
-        one_step = itertools.product(paper, PAPER_COUNTS, PAPER_RATES)
-        self._explore(Trial(w, Local(lr=lr, steps=1, k=k)) for w, k, lr in one_step)
-        wide = [(lr, 1) for lr in ONE_STEP_RATES] + list(itertools.product(RATES, STEPS))
-        self._explore(Trial(largest, replace(FIRST, lr=lr, steps=steps)) for lr, steps in wide)
-        self._vary(lambda t: [_with(t, lr=lr) for lr in beyond(t.local.lr, _rates(t.local))])
-        self._vary(lambda t: [t._replace(window=window) for window in self.windows])
-        self._vary(lambda t: [_with(t, k=k) for k in COUNTS])
-        self._vary(lambda t: [_with(t, **kernel) for kernel in self._kernels()])
-        self._vary(lambda t: [_near(t, lr, steps) for lr, steps in AROUND])
-        self._vary(lambda t: [_with(t, decay=decay) for decay in DECAYS if t.local.steps > 1])
+        """Choose window and scale."""
+        trials = Trials(self.search, "cache", self._judge_cache)
+        pairs = itertools.product(self.windows, self.grids.cache_scales)
+        trials.try_new("windows and scales", [Cache(scale, window) for window, scale in pairs])
+        if trials.tried:
+            best = trials.find_best()
+            self._cache = self._score_cache(best)
+            self._record_choices("cache.", asdict(best))
 
     def choose_mbpa(self) -> None:
-        """Choose settings for MbPA alone and beside the cache: the fastest of those as good as the
-        best.
+        """Choose a memory size, and settings of MbPA alone, beside the cache and on top of dynamic
+        evaluation.
         """
-        alone, beside = self._quickest(self._finalists())
-        self.ledger.chose("memory", alone.window)
-        chosen = {"mbpa": alone.local, "combined": beside.local}
-        if self._is_on_top and (on_top := self._best_on_top()) is not None:
-            chosen["dynamic.mbpa"] = on_top
-        for within, local in chosen.items():
-            for name, value in asdict(local).items():
-                self.ledger.chose(f"{within}.{name}", value)
+        self._explore_mbpa()
+        tried = self.mbpa.tried
+        if not tried:
+            return
+        bests = []  # by memory size, which both mixtures share
+        for window in sorted({trial.window for trial in tried}):
+            mine = [trial for trial in tried if trial.window == window]
+            bests.append([self.mbpa.find_best(mixture, mine) for mixture in (0, 1)])
+        alone, beside = min(bests, key=lambda pair: tried[pair[0]][0] * tried[pair[1]][1])
+        self._record_choices("", {"memory": alone.window})
+        self._record_choices("mbpa.", asdict(alone.local))
+        self._record_choices("combined.", asdict(beside.local))
+        fast = [trial for trial in tried if _is_fast(trial.local)]
+        if self.config.dynamic.on_top and fast:
+            self._record_choices("dynamic.mbpa.", asdict(self.mbpa.find_best(1, fast).local))
+
+    def choose_dynamic(self) -> None:
+        """Choose settings for the rule of Krause et al. and for Adam. If none was tried, the fields
+        keep their values.
+        """
+        grids, start = self.grids, self.config.dynamic
+        pulled = replace(start, decay=grids.dynamic_start_decay)
+        pairs = [(epsilon, lr) for epsilon, rates in grids.dynamic_rates.items() for lr in rates]
+        rms = Trials(self.search, DYNAMIC, partial(self._judge_dynamic, DYNAMIC))
+        rms.try_new("rates", [replace(pulled, epsilon=epsilon, lr=lr) for epsilon, lr in pairs])
+        rms.vary("pull", lambda best: [replace(best, decay=d) for d in grids.dynamic_decays])
+        factors = grids.dynamic_rate_factors
+        rms.vary(
+            "rates again", lambda best: [replace(best, lr=_round(f * best.lr)) for f in factors]
+        )
+        adam = Trials(self.search, ADAM, partial(self._judge_dynamic, ADAM))
+        if start.adam_lr:
+            adam.try_new("rates", [replace(start, adam_lr=rate) for rate in grids.adam_rates])
+        for trials in (rms, adam):
+            if trials.tried:
+                self._record_choices("dynamic.", _describe_dynamic(trials.name, trials.find_best()))
 
     def compare(self) -> None:
-        """Try what takes too long to be chosen: the optimum, and several steps with the paper's
-        numbers of neighbours and rates.
+        """Try what is not chosen from: the optimum, and several steps with the paper's numbers of
+        neighbours and rates.
         """
-        best = self._best(0)
-        optimum = _with(best, rule="map", k=OPTIMUM_COUNT)  # keeps rate and steps of best
-        self._try((_with(optimum, prior=prior) for prior in PRIORS), 1.0, DEAREST_COMPARED)
-        window = min(best.window, max(PAPER_WINDOWS))
-        grid = itertools.product(PAPER_STEPS[1:], PAPER_COUNTS, PAPER_RATES)
-        paper = (Trial(window, Local(lr=lr, steps=t, k=k)) for t, k, lr in grid)
-        self._try(paper, 1.0, DEAREST_COMPARED)
+        grids = self.grids
+        if not self.mbpa.tried:
+            return
+        best = self.mbpa.find_best()
+        optimum = best.change(rule="map", k=grids.optimum_count)  # keeps rate and steps of best
+        self.mbpa.try_new("optimum", [optimum.change(prior=prior) for prior in grids.priors])
+        window = min(best.window, max(grids.paper_windows))
+        grid = itertools.product(grids.paper_steps, grids.paper_counts, grids.paper_rates)
+        paper = [Trial(window, Local(lr=lr, steps=steps, k=k)) for steps, k, lr in grid]
+        self.mbpa.try_new("paper's grid for several steps", paper)
 
-    def judge(self, trial: Trial, positions: range) -> Judged:
-        """Judge one setting on these tokens, and record it the first time."""
-        if (trial, positions) in self._judged:
-            return self._judged[trial, positions]
+    def _explore_mbpa(self) -> None:
+        grids, windows = self.grids, self.windows
+        usual = [window for window in windows if window <= max(grids.paper_windows)]
+        largest = max(usual or windows[:1])
+        paper = [window for window in grids.paper_windows if window in windows] or [largest]
+        one_step = itertools.product(paper, grids.paper_counts, grids.paper_rates)
+        trials = [Trial(window, Local(lr=lr, steps=1, k=k)) for window, k, lr in one_step]
+        self.mbpa.try_new("paper's grid for one step", trials)
+        pairs = [(lr, 1) for lr in grids.one_step_rates]
+        pairs += itertools.product(grids.rates, grids.steps)
+        trials = [Trial(largest, replace(grids.start, lr=lr, steps=steps)) for lr, steps in pairs]
+        self.mbpa.try_new("rates and steps", trials)
+        self.mbpa.vary("memory sizes", lambda best: [best._replace(window=w) for w in windows])
+        self.mbpa.vary("neighbours", lambda best: [best.change(k=k) for k in grids.counts])
+        self.mbpa.vary("kernels", self._change_kernel)
+        self.mbpa.vary("rates and steps again", self._change_rate_and_steps)
+        self.mbpa.vary("pull back", self._change_decay)
 
-        def compute() -> list[float]:
-            predictor = trial.local.predictor(trial.window)
-            retrieval = self._retrieval(trial.window)
-            head = self.model.decoder
-            adapted = adapted_scores(head, retrieval, predictor, positions, self._engine)
-            cache = self._cache[positions.start : positions.stop : positions.step]
-            return [self._mixture(positions, adapted), self._mixture(positions, adapted, cache)]
+    def _is_allowed(self, trial: Trial) -> bool:
+        """Return whether a run with these settings would be fast enough."""
+        k = min(trial.local.k, trial.window)
+        return k * trial.local.steps <= self.config.search.max_neighbor_steps
 
-        if positions not in self._alone:
-            self._alone.add(positions)
-            setting = {"tokens": len(positions), "part": SPREAD}
-            self.ledger.tried(LSTM, setting, self._mixture(positions))
-        judged = Judged(*self.ledger.known((trial, positions), compute))
-        setting = {"window": trial.window, **asdict(trial.local), "tokens": len(positions)}
-        self.ledger.tried(MBPA, setting, judged.alone)
-        self.ledger.tried(BOTH, setting, judged.beside)
-        self._judged[trial, positions] = judged
-        return judged
+    def _change_kernel(self, best: Trial) -> list[Trial]:
+        def measure() -> float:
+            return float(self._retrieve(best.window).distances[1:, 0].sqrt().mean())
 
-    def _explore(self, trials: Iterable[Trial]) -> None:
-        """Try settings that may be chosen: those that would score both texts fast enough."""
-        for trial in trials:
-            if self._cost(trial, self._scored) <= self._scoring_seconds:
-                self._try([trial], EXPLORING, DEAREST)
-            else:
-                self.ledger.leave_out(trial)
-
-    def _try(self, trials: Iterable[Trial], share: float, dearest: float) -> None:
-        """Judge settings that are affordable and untried, on some tokens.
-
-        Args:
-            share: share of the allowance that may be spent by then.
-            dearest: maximum share of the allowance for one setting.
-        """
-        most = max(CHEAP, dearest * self.ledger.allowance)
-        for trial in trials:
-            if trial in self._tried:
-                continue
-            cost = self._cost(trial, self.sample)
-            is_dear = bool(self._tried) and (trial.local.rule == "map" or cost >= most)
-            if is_dear:
-                cost = self._cost(trial, self.quarter)
-                if self._ratios is None:
-                    cost += self._cost(self._best(0), self.quarter)
-            if self.ledger.affords(trial, cost, share if cost < most else 0):
-                judged = self._by_quarter(trial) if is_dear else self.judge(trial, self.sample)
-                self._tried[trial] = judged
-
-    def _by_quarter(self, trial: Trial) -> Judged:
-        """Estimate the scores on the whole sample from those on a quarter, with the ratio of a good
-        setting.
-        """
-        if self._ratios is None:
-            best = self._best(0)
-            whole, part = self._tried[best], self.judge(best, self.quarter)
-            self._ratios = Judged(whole.alone / part.alone, whole.beside / part.beside)
-        part = self.judge(trial, self.quarter)
-        return Judged(part.alone * self._ratios.alone, part.beside * self._ratios.beside)
-
-    def _vary(self, options: Callable[[Trial], list[Trial]]) -> None:
-        """Vary the best setting of either mixture in one respect."""
-        for best in (self._best(0), self._best(1)):
-            self._explore(options(best))
-
-    def _best(self, mixture: int) -> Trial:
-        """Return the setting with the lowest perplexity alone (0) or beside the cache (1)."""
-        if not self._tried:
-            raise ExperimentError(
-                "search.seconds and search.scoring_seconds must allow for a setting, got "
-                f"{self.ledger.allowance} and {self._scoring_seconds}"
-            )
-        return min(self._tried, key=lambda trial: self._tried[trial][mixture])
-
-    def _quickest(self, judged: dict[Trial, Judged]) -> tuple[Trial, Trial]:
-        """Return the fastest pair, one setting per mixture or one for both, among those as good as
-        the best; the better of equally fast ones. None takes too long to score both texts.
-        """
-
-        def seconds(pair: tuple[Trial, Trial]) -> float:
-            return sum(self._cost(trial, self._scored) for trial in set(pair))
-
-        def value(pair: tuple[Trial, Trial]) -> float:
-            return judged[pair[0]].alone * judged[pair[1]].beside
-
-        possible = itertools.product(judged, judged)
-        pairs = [pair for pair in possible if seconds(pair) <= self._scoring_seconds]
-        least = min(value(pair) for pair in pairs)
-        good = [pair for pair in pairs if value(pair) <= (1 + WORTH) ** 2 * least]
-        return min(good, key=lambda pair: (seconds(pair), value(pair)))
-
-    def _best_on_top(self) -> Local | None:
-        """Return the best setting beside the cache that is fast enough to run every few tokens, if
-        any.
-        """
-        quick = {
-            trial: judged.beside
-            for trial, judged in self._tried.items()
-            if trial.local.rule == "gradient" and trial.local.steps <= 5 and trial.local.k <= 128
-        }
-        return min(quick, key=lambda trial: quick[trial]).local if quick else None
-
-    def _finalists(self) -> dict[Trial, Judged]:
-        """Judge the best of either mixture with one memory size, on as many tokens as can be
-        afforded.
-        """
-        mine = min(self._by_window(), key=_least_of_both)
-        ranked = [sorted(mine, key=lambda t: mine[t][mixture])[:FINALISTS] for mixture in (0, 1)]
-        final = list(dict.fromkeys(itertools.chain(*ranked)))
-        usual = self.sample.step
-        for step in sorted({1, max(1, usual // 4), max(1, usual // 2), usual}):
-            positions = range(step - 1, len(self.all), step)
-            new = [trial for trial in final if (trial, positions) not in self._judged]
-            cost = sum(self._cost(trial, positions) for trial in new)
-            if self.ledger.affords(None, cost, FINISHING):
-                return {trial: self.judge(trial, positions) for trial in final}
-        return mine
-
-    def _by_window(self) -> list[dict[Trial, Judged]]:
-        """Return the trials grouped by memory size, which both mixtures share."""
-        windows = {trial.window for trial in self._tried}
-        return [{t: j for t, j in self._tried.items() if t.window == w} for w in sorted(windows)]
-
-    def _kernels(self) -> list[dict[str, Any]]:
-        distances = self._retrieval(self._best(0).window).distances[1:, 0]
-        near = float(distances.sqrt().mean())
-        widths = [three_digits(width * near) for width in BANDWIDTHS]
+        near = self.search.judge(("mean distance of the nearest", best.window), measure)
+        widths = [_round(width * near) for width in self.grids.bandwidths]
         return [
-            {"kernel": "uniform", "kernel_scale": 1.0},
-            *({"kernel": "gaussian", "kernel_scale": width} for width in widths),
-            *({"kernel": "exp_dot", "kernel_scale": factor} for factor in FACTORS),
+            best.change(kernel="uniform", kernel_scale=1.0),
+            *(best.change(kernel="gaussian", kernel_scale=width) for width in widths),
+            *(best.change(kernel="exp_dot", kernel_scale=f) for f in self.grids.dot_factors),
         ]
 
-    def _retrieval(self, window: int) -> Retrieval:
+    def _change_rate_and_steps(self, best: Trial) -> list[Trial]:
+        lr, steps = best.local.lr, best.local.steps
+        factors = itertools.product(self.grids.rate_factors, self.grids.step_factors)
+        return [best.change(lr=_round(a * lr), steps=max(1, round(b * steps))) for a, b in factors]
+
+    def _change_decay(self, best: Trial) -> list[Trial]:
+        decays = self.grids.decays if best.local.steps > 1 else ()
+        return [best.change(decay=decay) for decay in decays]
+
+    # Judgements: perplexities, which are also recorded
+
+    def _judge_cache(self, cache: Cache) -> list[float]:
+        found = self.search.judge(cache, lambda: [self._mix(self._score_cache(cache))])
+        setting = {"window": cache.window, "scale": cache.scale}
+        self._record(CACHE, len(self.positions), setting, found[0])
+        return found
+
+    def _judge_mbpa(self, trial: Trial) -> list[float]:
+        def compute() -> list[float]:
+            predictor = trial.local.predictor(trial.window)
+            retrieval, head = self._retrieve(trial.window), self.model.decoder
+            adapted = adapted_scores(head, retrieval, predictor, self.positions, self._engine)
+            return [self._mix(adapted), self._mix(adapted, self._cache)]
+
+        found = self.search.judge(trial, compute)
+        for method, value in zip((MBPA, BOTH), found, strict=True):
+            setting = {"window": trial.window, **asdict(trial.local)}
+            self._record(method, len(self.positions), setting, value)
+        return found
+
+    def _judge_dynamic(self, method: str, settings: Dynamic) -> list[float]:
+        training, text = self.config.training, self.beginning
+
+        def make_update(params: Params) -> Update:
+            if method == DYNAMIC:
+                return RMSUpdate(params, self._gradient_scale, settings)
+            betas = training.beta1, training.beta2
+            return AdamUpdate(params, settings.adam_lr, self._moments, *betas)
+
+        def compute() -> list[float]:
+            inputs = functional.pad(text[:-1], (1, 0), value=first_word(self.corpus))
+            network = DynamicEvaluation(self.model, make_update, settings)
+            return [perplexity(network.read(inputs, text).own)]
+
+        found = self.search.judge((method, settings), compute)
+        self._record(method, len(text), _describe_dynamic(method, settings), found[0])
+        return found
+
+    def _mix(self, *parts: Tensor) -> float:
+        """Return the perplexity of the LSTM mixed with these components, with the best weights."""
+        logs = torch.stack([self._own, *parts])
+        return perplexity(mixed(logs, solved_weights(logs)))
+
+    def _score_cache(self, cache: Cache) -> Tensor:
+        return cache_scores(self.passage, cache.window, (cache.scale,), self.positions)[0]
+
+    def _retrieve(self, window: int) -> Retrieval:
         if window not in self._retrievals:
-            most = max(*COUNTS, *PAPER_COUNTS)
+            most = max(*self.grids.counts, *self.grids.paper_counts)
             self._retrievals[window] = retrieved(self.passage, window, most)
         return self._retrievals[window]
 
-    def _cost(self, trial: Trial, positions: range) -> float:
-        local, words = trial.local, self.model.decoder.out_features
-        steps = OPTIMUM_STEPS if local.rule == "map" else local.steps
-        k, decays = min(local.k, trial.window), local.rule == "gradient" and local.decay > 0
-        return estimated_seconds(len(positions), k, steps, words, decays)
+    @cached_property
+    def _gradient_scale(self) -> list[Tensor]:
+        return kept_gradient_scale(self.config, self.context, self.model, self.corpus, "gradients")
+
+    @cached_property
+    def _moments(self) -> dict[str, Any] | None:
+        return adam_state(self.config, self.corpus, self.context, self.config.seeds[0])
+
+    # Records
+
+    def _record(self, method: str, tokens: int, setting: dict[str, Any], value: float) -> None:
+        what: Record = {"method": method, "corpus": self.config.corpus, "split": "valid"}
+        what |= {**setting, "tokens": tokens}
+        self.search.record_trial(what, [{**what, "name": "perplexity", "value": value}])
+
+    def _record_choices(self, prefix: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self.search.record_choice(f"{prefix}{name}", value, corpus=self.config.corpus)
 
 
-def _least_of_both(judged: dict[Trial, Judged]) -> float:
-    """Return how well a group of settings does, each mixture with its best setting."""
-    return min(each.alone for each in judged.values()) * min(
-        each.beside for each in judged.values()
-    )
+def _describe_dynamic(method: str, settings: Dynamic) -> dict[str, float]:
+    """Return the fields that are chosen for a method."""
+    if method == ADAM:
+        return {"adam_lr": settings.adam_lr}
+    return {"lr": settings.lr, "epsilon": settings.epsilon, "decay": settings.decay}
 
 
-def estimated_seconds(tokens: int, k: int, steps: int, words: int, decays: bool = False) -> float:
-    """Return the estimated seconds on one H200 for adapting to `k` neighbours, for this many
-    tokens.
-
-    Measured with 10,000 words: 1.2 µs per token at 128 neighbours and one step, 107 µs at twenty
-    steps, 430 µs at sixty with a decay; forty steps take 1.6 ms at 256 neighbours and 10 ms at 512,
-    since beyond 128 a Gram matrix no longer fits into one program. Ten steps take 53 µs at 128
-    neighbours, 24 µs at 64 and 12 µs at 32, numbers in between as long as the next power of two;
-    and 172 µs at 128 with 33,278 words.
-    """
-    near, vocabulary = k / 128, words / 10_000
-    each = 1.2e-6 * near
-    if steps > 1:
-        near = 2.0 ** math.ceil(math.log2(max(k, 16))) / 128 if near < 1 else near
-        each = 5.4e-6 * steps * (near**2.8 if near > 1 else near) * (1.35 if decays else 1)
-    return 0.005 + 1.2 * tokens * vocabulary * each
+def _is_fast(local: Local) -> bool:
+    return local.steps <= MAX_STEPS_ON_TOP and local.k <= MAX_COUNT_ON_TOP
 
 
-def _rates(local: Local) -> tuple[float, ...]:
-    """Return the grid that a rate comes from."""
-    return ONE_STEP_RATES if local.steps == 1 else RATES
-
-
-def _with(trial: Trial, **changes: Any) -> Trial:
-    return trial._replace(local=replace(trial.local, **changes))
-
-
-def _near(trial: Trial, lr: float, steps: float) -> Trial:
-    rate = three_digits(lr * trial.local.lr)
-    return _with(trial, lr=rate, steps=max(1, round(trial.local.steps * steps)))
+def _round(number: float) -> float:
+    """Round to three significant digits, as settings are recorded."""
+    return float(f"{number:.3g}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import mbpa
-from experiments.tuned_settings import tuned
+from experiments.tuned_settings import apply_tuned_settings
 
 POOL = 50_000
 """Training images that tasks draw from; the following 10,000 are for choosing settings."""
@@ -208,7 +208,7 @@ def _with_sizes(config: PermutedMnistConfig, sizes: tuple[int, ...]) -> Permuted
     return replace(config, memory_per_task=sizes, **changes)
 
 
-PAPER = tuned(PermutedMnistConfig(), "permuted-mnist", "paper")
+PAPER = apply_tuned_settings(PermutedMnistConfig(), "permuted-mnist", "paper")
 PRESETS = {
     "smoke": PermutedMnistConfig(
         seeds=(0,),

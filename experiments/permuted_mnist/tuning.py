@@ -10,14 +10,12 @@ best of these, the cheapest is chosen.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import mbpa
 from experiments import data
@@ -35,39 +33,93 @@ from experiments.permuted_mnist.scoring import memory_of, random_neighbors
 from experiments.permuted_mnist.stream import CLASSES, PIXELS, generator
 from experiments.permuted_mnist.training import Group, Network, Training
 from experiments.results import Record
+from experiments.search import Search
 
-STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4)
-ALPHAS, BETAS = (0.03, 0.1, 0.3, 1.0), (0.1, 0.25, 0.5, 1.0)
-RATES, STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0), (1, 2, 5, 10, 20)
-COUNTS, BANDWIDTHS = (5, 10, 20, 32, 64), (0.0, 1.0, 1.5, 2.0, 3.0, 5.0)
-DECAYS, LAYERS = (0.0, 0.02, 0.1, 0.3), (1, 2, 3)
-FIRST = {"k": 10, "bandwidth": 0.0, "decay": 0.0, "layers": 3}
-TOLERANCE = 0.003  # in accuracy; below the standard error of the measurements
-MOST_WORK = 320  # neighbours times steps; more would be too expensive
-SAVE_EVERY = 10.0  # seconds
-IMAGES = 250  # per task
+ACCURACY_TOLERANCE = 0.003
+"""Accuracy that a cheaper setting may lack; below the standard error of the measurements."""
+MAX_NEIGHBOR_STEPS = 320
+"""Maximum number of neighbours times steps; more would be too expensive."""
+IMAGES_PER_TASK = 250
 
 Setting = dict[str, float]
+START: Setting = {"k": 10, "bandwidth": 0.0, "decay": 0.0, "layers": 3}
+"""The adaptation with which rates and steps are first compared."""
 
 
-def tune(config: PermutedMnistConfig, context: Context) -> BySeed:
-    """Return records of all trials, and of the chosen settings."""
+@dataclass(frozen=True)
+class Grids:
+    """Values that the search tries."""
+
+    ewc_strengths: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4)
+    der_alphas: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0)
+    der_betas: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0)
+    rates: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+    steps: tuple[int, ...] = (1, 2, 5, 10, 20)
+    counts: tuple[int, ...] = (5, 10, 20, 32, 64)
+    """Numbers of neighbours."""
+    bandwidths: tuple[float, ...] = (0.0, 1.0, 1.5, 2.0, 3.0, 5.0)
+    decays: tuple[float, ...] = (0.0, 0.02, 0.1, 0.3)
+    layers: tuple[int, ...] = (1, 2, 3)
+
+    def pair_rates_with_steps(self, k: float) -> list[Setting]:
+        """Return the rates and steps worth trying with this many neighbours."""
+        pairs = itertools.product(self.rates, self.steps)
+        return [{"lr": lr, "steps": steps} for lr, steps in pairs if _is_affordable(k, steps)]
+
+    def pair_counts_with_kernels(self, steps: float) -> list[Setting]:
+        """Return the numbers of neighbours and kernels worth trying with this many steps."""
+        pairs = itertools.product(self.counts, self.bandwidths)
+        return [{"k": k, "bandwidth": width} for k, width in pairs if _is_affordable(k, steps)]
+
+    def pair_decays_with_layers(self) -> list[Setting]:
+        """Return the pulls back and the numbers of layers that adapt."""
+        pairs = itertools.product(self.decays, self.layers)
+        return [{"decay": decay, "layers": layers} for decay, layers in pairs]
+
+    def pair_der_weights(self) -> list[Setting]:
+        """Return the weights of DER++."""
+        pairs = itertools.product(self.der_alphas, self.der_betas)
+        return [{"der_alpha": alpha, "der_beta": beta} for alpha, beta in pairs]
+
+    def pair_vote_settings(self) -> list[Setting]:
+        """Return the numbers of neighbours and kernels of the vote."""
+        pairs = itertools.product((1, *self.counts), self.bandwidths)
+        return [{"vote_k": k, "vote_bandwidth": width} for k, width in pairs]
+
+    def count_settings(self, sizes: int) -> int:
+        """Return the maximum number of settings to try with this many memory sizes."""
+        steps, kernels = len(self.rates) * len(self.steps), len(self.counts) * len(self.bandwidths)
+        adaptation = 2 * steps + kernels + len(self.pair_decays_with_layers())
+        others = len(self.pair_der_weights()) + len(self.pair_vote_settings()) + steps
+        return len(self.ewc_strengths) + sizes * (4 * adaptation + others)
+
+
+def _is_affordable(k: float, steps: float) -> bool:
+    return k * steps <= MAX_NEIGHBOR_STEPS
+
+
+def tune(config: PermutedMnistConfig, context: Context, grids: Grids | None = None) -> BySeed:
+    """Return records of all trials, and of the chosen settings.
+
+    Args:
+        grids: values to try, by default those of the committed search.
+    """
     data.require("mnist", context.data_dir)
-    config = searched(config)
-    training = Training(config, context, groups=_candidates(config, context))
+    config, grids = searched(config), grids or Grids()
+    training = Training(config, context, groups=_make_candidates(config, context, grids))
     training.resume()
     with context.bar(config.tasks, "training candidates", "tasks", initial=training.done) as bar:
         while not training.is_over:
             training.learn_next()
             training.save(keep_all=True)
             bar.update()
-    with context.bar(_evaluations(config), "search", "settings") as bar:
-        search = Search(config, context, bar)
-        _search_all(search, training)
+    expected = grids.count_settings(len(config.memory_per_task))
+    with Search(context, expected_settings=expected) as search:
+        MnistSearch(config, search, grids, training).choose_all()
     return {None: search.records}
 
 
-def _candidates(config: PermutedMnistConfig, context: Context) -> list[Group]:
+def _make_candidates(config: PermutedMnistConfig, context: Context, grids: Grids) -> list[Group]:
     """Return one network for every setting of a baseline."""
     sizes = range(len(config.memory_per_task))
     shape = PIXELS, config.hidden, config.hidden, CLASSES
@@ -78,91 +130,27 @@ def _candidates(config: PermutedMnistConfig, context: Context) -> list[Group]:
     def tensor(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=context.device)
 
-    grid = [(size, *weights) for size in sizes for weights in itertools.product(ALPHAS, BETAS)]
+    strengths = grids.ewc_strengths
+    weights = [weights for _ in sizes for weights in grids.pair_der_weights()]
     der = DERPlusPlus(
-        stack(len(grid)),
+        stack(len(weights)),
         config.lr,
-        tensor([alpha for _, alpha, _ in grid]),
-        tensor([beta for *_, beta in grid]),
+        tensor([each["der_alpha"] for each in weights]),
+        tensor([each["der_beta"] for each in weights]),
     )
+    der_networks = [Network(0, size) for size in sizes for _ in grids.pair_der_weights()]
     length = config.tasks * config.examples
-    seen = torch.zeros(len(grid), length, CLASSES, device=context.device)
+    seen = torch.zeros(len(weights), length, CLASSES, device=context.device)
     return [
         Group("MLP", [Network(0)], Learner(stack(1), config.lr)),
         Group(
             "EWC",
-            [Network(0)] * len(STRENGTHS),
-            EWC(stack(len(STRENGTHS)), config.lr, tensor(STRENGTHS)),
+            [Network(0)] * len(strengths),
+            EWC(stack(len(strengths)), config.lr, tensor(strengths)),
         ),
         Group("replay", [Network(0, s) for s in sizes], Replay(stack(len(sizes)), config.lr)),
-        Group("DER++", [Network(0, size) for size, *_ in grid], der, seen),
+        Group("DER++", der_networks, der, seen),
     ]
-
-
-class Search:
-    """The trials so far; nothing is tried twice, even if a run is resumed."""
-
-    def __init__(self, config: PermutedMnistConfig, context: Context, bar: tqdm) -> None:
-        self.config, self.context, self.bar = config, context, bar
-        self.records: list[Record] = []
-        state = context.workspace.load("search")
-        self._known: dict[str, float] = {} if state is None else state["known"]
-        self._tried: dict[tuple[str, int | None, tuple[tuple[str, float], ...]], float] = {}
-        self._written: set[object] = set()
-        self._saved = time.monotonic()
-
-    def best(
-        self,
-        method: str,
-        size: int | None,
-        settings: Sequence[Setting],
-        accuracy: Callable[[Setting], float],
-    ) -> Setting:
-        """Try all settings and return the best; the first of equals."""
-        n = None if size is None else self.config.memory_per_task[size]
-        found = []
-        for setting in settings:
-            identity = method, n, tuple(sorted(setting.items()))
-            key = repr(identity)
-            if key not in self._known:
-                self._known[key] = accuracy(setting)
-            self._tried[identity] = self._known[key]
-            found.append(self._known[key])
-            record: Record = {"method": method, "memory_per_task": n, **setting}
-            if identity not in self._written:
-                self._written.add(identity)
-                self.records.append({**record, "name": "mean_accuracy", "value": found[-1]})
-            self.bar.update()
-            self.save()
-        return settings[max(range(len(found)), key=lambda i: found[i])]
-
-    def cheapest(self, method: str, size: int | None) -> Setting:
-        """Return the cheapest of the adaptations tried that are as good as the best."""
-        n = None if size is None else self.config.memory_per_task[size]
-        tried = [
-            (accuracy, dict(setting))
-            for (other, m, setting), accuracy in self._tried.items()
-            if (other, m) == (method, n)
-        ]
-        enough = max(accuracy for accuracy, _ in tried) - TOLERANCE
-        _, best = min(
-            (pair for pair in tried if pair[0] >= enough),
-            key=lambda pair: (pair[1]["k"] * pair[1]["steps"], pair[1]["layers"], -pair[0]),
-        )
-        return best
-
-    def choose(self, best: Setting, size: int | None, within: str = "") -> None:
-        """Record the chosen values of fields of the config, or of a part of it."""
-        n = None if size is None else self.config.memory_per_task[size]
-        for name, value in best.items():
-            chosen: Record = {"memory_per_task": n, "setting": within + name}
-            self.records.append({**chosen, "name": "chosen", "value": value})
-
-    def save(self) -> None:
-        """Save the results from time to time."""
-        if time.monotonic() - self._saved > SAVE_EVERY:
-            self.context.workspace.save("search", {"known": self._known})
-            self._saved = time.monotonic()
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +164,7 @@ class Questions:
     drawn: mbpa.Neighbors
     """Neighbours drawn at random."""
 
-    def accuracy(
+    def measure_accuracy(
         self, head: nn.Module, predictor: mbpa.Predictor, at_random: bool = False
     ) -> float:
         """Return a predictor's accuracy, the mean over tasks since all have equally many images."""
@@ -185,116 +173,148 @@ class Questions:
         return float((found.argmax(1) == self.answers).double().mean())
 
 
-def _search_all(search: Search, training: Training) -> None:
-    """Search the baselines, then MbPA on each of them."""
-    config, images = search.config, min(IMAGES, search.config.test_images)
-    parts = [training.streams.queries(0, task, images) for task in range(config.tasks)]
-    queries = torch.cat([part[0] for part in parts])
-    answers = torch.cat([part[1] for part in parts])
-    stacks = {group.method: group.learner.stack for group in training.groups}
+class MnistSearch:
+    """Chooses the settings of the baselines, then those of MbPA on each of them."""
 
-    def chosen(
-        method: str, size: int | None, fields: tuple[str, ...], grid: Sequence[tuple[float, ...]]
+    def __init__(
+        self, config: PermutedMnistConfig, search: Search, grids: Grids, training: Training
+    ) -> None:
+        self.config, self.search, self.grids, self.training = config, search, grids, training
+        images = min(IMAGES_PER_TASK, config.test_images)
+        parts = [training.streams.queries(0, task, images) for task in range(config.tasks)]
+        self.queries = torch.cat([part[0] for part in parts])
+        self.answers = torch.cat([part[1] for part in parts])
+        self._stacks = {group.method: group.learner.stack for group in training.groups}
+
+    def choose_all(self) -> None:
+        """Choose all settings, one memory size after the other."""
+        strengths: list[Setting] = [{"ewc_strength": value} for value in self.grids.ewc_strengths]
+        ewc = self._choose_network("EWC", None, strengths)
+        for size in range(len(self.config.memory_per_task)):
+            heads = {
+                "alone": self._stacks["MLP"].network(0),
+                "on_ewc": ewc,
+                "on_replay": self._stacks["replay"].network(size),
+                "on_der": self._choose_network("DER++", size, self.grids.pair_der_weights()),
+            }
+            self._choose_for_memory(size, heads)
+
+    def _choose_network(
+        self, method: str, size: int | None, settings: Sequence[Setting]
     ) -> nn.Sequential:
         """Return the network with the best setting; networks are ordered by memory size."""
-        networks = [stacks[method].network((size or 0) * len(grid) + i) for i in range(len(grid))]
-        settings = [dict(zip(fields, values, strict=True)) for values in grid]
+        first = (size or 0) * len(settings)
+        networks = [self._stacks[method].network(first + i) for i in range(len(settings))]
 
-        def accuracy(setting: Setting) -> float:
-            right = networks[settings.index(setting)](queries).argmax(1) == answers
+        def measure(setting: Setting) -> float:
+            right = networks[settings.index(setting)](self.queries).argmax(1) == self.answers
             return float(right.double().mean())
 
-        best = search.best(method, size, settings, accuracy)
-        search.choose(best, size)
+        best = _find_best(self._try(method, size, settings, measure))
+        self._record_choice(best, size)
         return networks[settings.index(best)]
 
-    ewc = chosen("EWC", None, ("ewc_strength",), [(strength,) for strength in STRENGTHS])
-    weights = list(itertools.product(ALPHAS, BETAS))
-    for size in range(len(config.memory_per_task)):
-        heads = {
-            "alone": stacks["MLP"].network(0),
-            "on_ewc": ewc,
-            "on_replay": stacks["replay"].network(size),
-            "on_der": chosen("DER++", size, ("der_alpha", "der_beta"), weights),
+    def _choose_for_memory(self, size: int, heads: dict[str, nn.Sequential]) -> None:
+        """Choose vote and adaptation, with the memory of one size."""
+        questions = self._read_memory(size)
+
+        def vote(setting: Setting) -> float:
+            kernel = kernel_of(setting["vote_bandwidth"])
+            voting = mbpa.NeighborVote(kernel, k=int(setting["vote_k"]))
+            return questions.measure_accuracy(heads["alone"], voting)
+
+        votes = self._try("kernel vote", size, self.grids.pair_vote_settings(), vote)
+        self._record_choice(_find_best(votes), size)
+        chosen = {
+            name: self._choose_adaptation(questions, name, size, head)
+            for name, head in heads.items()
         }
-        memory = memory_of(training, 0, size)
-        count = min(max(COUNTS), len(memory))
-        drawn = random_neighbors(
-            memory, queries, count, generator(SEARCH_SEED, "random memories", size)
-        )
-        nearest = memory.read(queries, count)
-        _search_memory(search, Questions(queries, answers, memory, nearest, drawn), size, heads)
-
-
-def _search_memory(
-    search: Search, questions: Questions, size: int, heads: dict[str, nn.Sequential]
-) -> None:
-    """Search vote and adaptation, with the memory of one size."""
-
-    def vote(setting: Setting) -> float:
-        kernel = kernel_of(setting["vote_bandwidth"])
-        voting = mbpa.NeighborVote(kernel, k=int(setting["vote_k"]))
-        return questions.accuracy(heads["alone"], voting)
-
-    votes = [
-        {"vote_k": k, "vote_bandwidth": width}
-        for k, width in itertools.product((1, *COUNTS), BANDWIDTHS)
-    ]
-    search.choose(search.best("kernel vote", size, votes, vote), size)
-    found = {name: _adapted(search, questions, name, size, head) for name, head in heads.items()}
-    for name, best in found.items():
-        search.choose(best, size, f"{name}.")
-    best = found["alone"]
-    settings = [best | {"lr": lr, "steps": steps} for lr, steps in _steps(int(best["k"]))]
-    search.choose(
-        search.best(
+        for name, best in chosen.items():
+            self._record_choice(best, size, f"{name}.")
+        best = chosen["alone"]
+        steps = self.grids.pair_rates_with_steps(best["k"])
+        tried = self._try(
             "random memories",
             size,
-            settings,
-            lambda setting: questions.accuracy(heads["alone"], adapted(**setting), at_random=True),
-        ),
-        size,
-        "random.",
+            [best | setting for setting in steps],
+            lambda setting: questions.measure_accuracy(
+                heads["alone"], adapted(**setting), at_random=True
+            ),
+        )
+        self._record_choice(_find_best(tried), size, "random.")
+
+    def _read_memory(self, size: int) -> Questions:
+        """Read as many neighbours as any setting needs."""
+        memory = memory_of(self.training, 0, size)
+        count = min(max(self.grids.counts), len(memory))
+        draws = generator(SEARCH_SEED, "random memories", size)
+        drawn = random_neighbors(memory, self.queries, count, draws)
+        nearest = memory.read(self.queries, count)
+        return Questions(self.queries, self.answers, memory, nearest, drawn)
+
+    def _choose_adaptation(
+        self, questions: Questions, name: str, size: int, head: nn.Sequential
+    ) -> Setting:
+        """Return the cheapest of the adaptations tried that are as good as the best."""
+        method = {"alone": "MbPA", "on_ewc": "MbPA + EWC", "on_replay": "MbPA + replay"}.get(
+            name, "MbPA + DER++"
+        )
+        grids, best = self.grids, START
+        tried: list[tuple[Setting, float]] = []
+        stages: tuple[Callable[[], list[Setting]], ...] = (
+            lambda: grids.pair_rates_with_steps(best["k"]),
+            lambda: grids.pair_counts_with_kernels(best["steps"]),
+            lambda: grids.pair_rates_with_steps(best["k"]),
+            grids.pair_decays_with_layers,
+        )
+        for list_settings in stages:
+            found = self._try(
+                method,
+                size,
+                [best | setting for setting in list_settings()],
+                lambda setting: questions.measure_accuracy(head, adapted(**setting)),
+            )
+            best = _find_best(found)
+            tried += found
+        return _find_cheapest(tried)
+
+    def _try(
+        self,
+        method: str,
+        size: int | None,
+        settings: Sequence[Setting],
+        measure: Callable[[Setting], float],
+    ) -> list[tuple[Setting, float]]:
+        """Return the accuracy of each setting, and record it."""
+        n = None if size is None else self.config.memory_per_task[size]
+
+        def judge(setting: Setting) -> float:
+            identity = method, n, tuple(sorted(setting.items()))
+            accuracy = self.search.judge(identity, lambda: measure(setting))
+            record: Record = {"method": method, "memory_per_task": n, **setting}
+            record |= {"name": "mean_accuracy", "value": accuracy}
+            self.search.record_trial(identity, [record])
+            return accuracy
+
+        return self.search.try_settings(method, settings, judge)
+
+    def _record_choice(self, best: Setting, size: int | None, within: str = "") -> None:
+        """Record the chosen values of fields of the config, or of a part of it."""
+        n = None if size is None else self.config.memory_per_task[size]
+        for name, value in best.items():
+            self.search.record_choice(within + name, value, memory_per_task=n)
+
+
+def _find_best(tried: Sequence[tuple[Setting, float]]) -> Setting:
+    """Return the most accurate setting; the first of equals."""
+    return max(tried, key=lambda pair: pair[1])[0]
+
+
+def _find_cheapest(tried: Sequence[tuple[Setting, float]]) -> Setting:
+    """Return the cheapest of the settings that are about as accurate as the best."""
+    enough = max(accuracy for _, accuracy in tried) - ACCURACY_TOLERANCE
+    best, _ = min(
+        (pair for pair in tried if pair[1] >= enough),
+        key=lambda pair: (pair[0]["k"] * pair[0]["steps"], pair[0]["layers"], -pair[1]),
     )
-
-
-def _adapted(
-    search: Search, questions: Questions, name: str, size: int, head: nn.Sequential
-) -> Setting:
-    """Search rate and steps, neighbours and kernel, rate and steps again, pull and layers."""
-    method = {"alone": "MbPA", "on_ewc": "MbPA + EWC", "on_replay": "MbPA + replay"}.get(
-        name, "MbPA + DER++"
-    )
-    best: Setting = dict(FIRST)
-
-    def accuracy(setting: Setting) -> float:
-        return questions.accuracy(head, adapted(**setting))
-
-    for stage in ("steps", "neighbours", "steps", "layers"):
-        if stage == "steps":
-            settings = [best | {"lr": lr, "steps": steps} for lr, steps in _steps(int(best["k"]))]
-        elif stage == "neighbours":
-            settings = [
-                best | {"k": k, "bandwidth": width}
-                for k, width in itertools.product(COUNTS, BANDWIDTHS)
-                if k * best["steps"] <= MOST_WORK
-            ]
-        else:
-            pairs = itertools.product(DECAYS, LAYERS)
-            settings = [best | {"decay": decay, "layers": layers} for decay, layers in pairs]
-        best = search.best(method, size, settings, accuracy)
-    return search.cheapest(method, size)
-
-
-def _steps(k: int) -> list[tuple[float, int]]:
-    """Return the rates and steps worth trying with this many neighbours."""
-    return [pair for pair in itertools.product(RATES, STEPS) if k * pair[1] <= MOST_WORK]
-
-
-def _evaluations(config: PermutedMnistConfig) -> int:
-    """Return the maximum number of settings to try."""
-    each = 2 * len(RATES) * len(STEPS) + len(COUNTS) * len(BANDWIDTHS)
-    each += len(DECAYS) * len(LAYERS)
-    votes = (1 + len(COUNTS)) * len(BANDWIDTHS)
-    a_size = len(ALPHAS) * len(BETAS) + votes + 4 * each + len(RATES) * len(STEPS)
-    return len(STRENGTHS) + len(config.memory_per_task) * a_size
+    return dict(sorted(best.items()))

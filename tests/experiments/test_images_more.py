@@ -26,7 +26,6 @@ from experiments.images import (
     UNBALANCED,
     neighbourhoods,
     sensitivity,
-    tune,
     tuning,
 )
 from experiments.images import task as task_module
@@ -81,7 +80,7 @@ def context(tmp_path: Path) -> Context:
 @pytest.fixture
 def _given(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a network would be trained, there is the task."""
-    for module in (tuning, sensitivity, neighbourhoods):
+    for module in (sensitivity, neighbourhoods):
         monkeypatch.setattr(module, "make_task", lambda config, context, seed: task)
 
 
@@ -120,26 +119,39 @@ FEW = {
 SEARCHED = replace(SMOKE, scored=40, rmsprop=Local("rmsprop", steps=2, k=8))
 
 
-@pytest.fixture
-def _small_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "WITH_SETTINGS", FEW)
-    monkeypatch.setattr(tuning, "LAYER_RATES", (0.03, 0.3))
-    monkeypatch.setattr(tuning, "POINTS", (0.2, 0.4))
-    monkeypatch.setattr(tuning, "AIMED", 0.2)
+TARGET_EPOCHS = 0.2
 
 
-@pytest.mark.usefixtures("_given", "_small_search")
+def search_in(
+    context: Context,
+    task: Task,
+    points: tuple[float, ...] = (0.2, 0.4),
+    scored_images: int = tuning.SCORED_IMAGES,
+) -> list[Record]:
+    """Search few settings, judged at these points of the stream."""
+    return tuning.search_settings(
+        task,
+        replace(tuning.make_search_config(SEARCHED), points=points),
+        context,
+        methods=FEW,
+        layer_rates=(0.03, 0.3),
+        target_epochs=TARGET_EPOCHS,
+        scored_images=scored_images,
+    )
+
+
 def test_the_search_takes_what_did_best_on_images_that_were_held_out(
     task: Task, context: Context
 ) -> None:
-    records = tune(SEARCHED, context)[None]
+    records = search_in(context, task)
     settled = {str(r["setting"]): r["value"] for r in of(records, name="chosen")}
     assert {"lr", "vote.k", "mixture.weight", "rmsprop.initial_square", "gradient.steps"} <= set(
         settled
     )
     assert "gradient.initial_square" not in settled  # nothing was tried
     assert {r["initial_square"] for r in of(records, method="MbPA (RMSprop)")} == {0.0, 1.0}
-    config = replace(tuning.searched(SEARCHED), lr=float(settled["lr"] or 0))
+    config = tuning.make_search_config(SEARCHED)
+    config = replace(config, lr=float(settled["lr"] or 0), points=(0.2, 0.4))
     rows = torch.randperm(len(task.validation), generator=torch.Generator().manual_seed(0))
     queries, truth = task.validation[rows[: config.scored]], task.validation_labels[rows]
     for method, kind, names in (
@@ -158,11 +170,9 @@ def test_the_search_takes_what_did_best_on_images_that_were_held_out(
         assert best["value"] == pytest.approx(sum(values) / len(values))
 
 
-@pytest.mark.usefixtures("_given", "_small_search")
 def test_a_search_that_is_interrupted_anywhere_ends_with_the_same_records(
-    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: Task, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "POINTS", (0.2,))
     judged, left = [0], [-1]
     real = tuning.Snapshot.score
 
@@ -174,36 +184,33 @@ def test_a_search_that_is_interrupted_anywhere_ends_with_the_same_records(
         return real(snapshot, settings)
 
     monkeypatch.setattr(tuning.Snapshot, "score", score)
-    expected = tune(SEARCHED, context)[None]
+    expected = search_in(context, task, points=(0.2,))
     total = judged[0]
     for stop in (*random.sample(range(total), 3), total - 2):  # the last of them are of kept
         folder = tmp_path / f"interrupted-{stop}"
         left[0] = stop
+        own = replace(context, workspace=Workspace(folder))
         with pytest.raises(KeyboardInterrupt):
-            tune(SEARCHED, replace(context, workspace=Workspace(folder)))
+            search_in(own, task, points=(0.2,))
         judged[0], left[0] = 0, -1
-        assert tune(SEARCHED, replace(context, workspace=Workspace(folder)))[None] == expected
-        assert total - stop <= judged[0] <= total
-        assert stop < 2 or judged[0] < total  # the layer's rates at least were kept
+        assert search_in(own, task, points=(0.2,)) == expected
+        assert judged[0] == total - stop  # nothing is judged twice
 
 
-@pytest.mark.usefixtures("_given", "_small_search")
 @pytest.mark.parametrize("is_layer_good", [True, False])
 def test_what_is_to_keep_the_old_classes_is_judged_by_new_ones_unless_it_loses_too_much(
-    is_layer_good: bool, task: Task, context: Context, monkeypatch: pytest.MonkeyPatch
+    is_layer_good: bool, task: Task, context: Context
 ) -> None:
-    monkeypatch.setattr(tuning, "SCORED", 30)  # not where it is aimed at
     if not is_layer_good:  # then vote or mixture sets the floor
         task = replace(task, weight=torch.zeros_like(task.weight))
-        monkeypatch.setattr(tuning, "make_task", lambda config, context, seed: task)
-    records = tune(SEARCHED, context)[None]
+    records = search_in(context, task, scored_images=30)  # fewer than for those that keep the old
     settled = {str(r["setting"]): r["value"] for r in of(records, name="chosen")}
     tried = {
         (r["k"], r["offset"]): (str(r["name"]), str(r["subset"]), float(r["value"] or 0))
         for r in of(records, method="MbPA (kept)")
     }
     lr = float(settled["lr"] or 0)
-    config = replace(tuning.searched(SEARCHED), lr=lr, points=(tuning.AIMED,))
+    config = replace(tuning.make_search_config(SEARCHED), lr=lr, points=(TARGET_EPOCHS,))
     rows = torch.randperm(len(task.validation), generator=torch.Generator().manual_seed(0))[:40]
     queries, truth = task.validation[rows], task.validation_labels[rows]
     vote = Vote(int(settled["vote.k"] or 0), float(settled["vote.bandwidth"] or 0))
@@ -217,7 +224,7 @@ def test_what_is_to_keep_the_old_classes_is_judged_by_new_ones_unless_it_loses_t
     is_old = truth < task.old
     old = {name: 100 * float(hits[is_old].double().mean()) for name, hits in right.items()}
     new = {name: 100 * float(hits[~is_old].double().mean()) for name, hits in right.items()}
-    floor = max(old["vote"], old["mixture"], old["layer"]) - tuning.MOST_LOST
+    floor = max(old["vote"], old["mixture"], old["layer"]) - tuning.MAX_LOST_POINTS
     lacking = {each for each in tried if old[each] < floor}
     assert len(lacking) not in (0, len(tried)) or not is_layer_good
     for each, (name, subset, value) in tried.items():
@@ -234,8 +241,8 @@ def test_what_is_to_keep_the_old_classes_is_judged_by_new_ones_unless_it_loses_t
 def test_the_search_says_what_it_ran_with_and_forgets_what_was_chosen_before() -> None:
     tuned = replace(PAPER, lr=0.7, gradient=Local(lr=9.0), seeds=(3,))
     asked = Run(INCREMENTAL, "paper", tuned, Path("results"), "tune").settings
-    assert asked == tuning.searched(PAPER) == tuning.searched(asked)
-    assert (asked.part, asked.seeds, asked.points) == ("validation", (0,), tuning.POINTS)
+    assert asked == tuning.make_search_config(PAPER) == tuning.make_search_config(asked)
+    assert (asked.part, asked.seeds, asked.points) == ("validation", (0,), tuning.POINTS_EPOCHS)
     assert asked.gradient == ImagesConfig().gradient
 
 
@@ -277,7 +284,7 @@ def test_images_that_are_stored_twice_do_not_change_the_scale(task: Task) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.usefixtures("_given", "_small_search")
+@pytest.mark.usefixtures("_given")
 def test_all_of_it_runs_on_a_gpu_and_says_the_same(
     task: Task, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,11 +292,10 @@ def test_all_of_it_runs_on_a_gpu_and_says_the_same(
         where = torch.device(device)
         told = {n: v.to(where) if isinstance(v, Tensor) else v for n, v in vars(task).items()}
         there, place = Task(**told), Workspace(tmp_path / device)
-        for module in (tuning, neighbourhoods):
-            monkeypatch.setattr(module, "make_task", lambda config, context, seed: there)
+        monkeypatch.setattr(neighbourhoods, "make_task", lambda config, context, seed: there)
         monkeypatch.setattr(neighbourhoods, "class_names", lambda config, context: NAMES)
         own = replace(context, device=where, workspace=place)
-        found = [tune(SEARCHED, own)[None], run_split(there, SMOKE, 1)]
+        found = [search_in(own, there), run_split(there, SMOKE, 1)]
         return [*found, Study(there, SENSITIVE, 1).stream(), neighbourhoods.run(SHOWN, own)[1]]
 
     for ours, theirs in zip(on("cuda"), on("cpu"), strict=True):

@@ -662,43 +662,40 @@ def test_an_interrupted_run_goes_on_where_it_was(
 # The search
 
 
-@pytest.fixture
-def small_search(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    grids = {
-        "retrained head": ({"lr": (0.003, 0.05)},),
-        "nearest class mean": ({"sharpness": (5.0, 20.0)},),
-        "MbPA on the retrained head": ({"lr": (1.0, 3.0), "k": (3, 5)},),
-        "rows alone": ({"offset": (-30.0, -3.0, 0.0, 20.0)},),
-    }
-    some = {name: replace(METHODS[name], stages=stages) for name, stages in grids.items()}
-    monkeypatch.setattr(tuning, "SEARCHED", some)
-    return some
+FEW_SETTINGS = {
+    "retrained head": ({"lr": (0.003, 0.05)},),
+    "nearest class mean": ({"sharpness": (5.0, 20.0)},),
+    "MbPA on the retrained head": ({"lr": (1.0, 3.0), "k": (3, 5)},),
+    "rows alone": ({"offset": (-30.0, -3.0, 0.0, 20.0)},),
+}
+FEW_METHODS = {name: replace(METHODS[name], stages=stages) for name, stages in FEW_SETTINGS.items()}
 
 
 def test_nothing_of_the_test_part_is_used_in_the_search(
-    corpus_of_our_own: Callable[..., None], small_search: dict[str, Any], tmp_path: Path
+    corpus_of_our_own: Callable[..., None], tmp_path: Path
 ) -> None:
     found = []
     for seed in (1, 3):
         corpus_of_our_own(test_seed=seed)
-        found.append(tuning.tune(SMALL, context_in(tmp_path / str(seed)))[None])
+        found.append(tuning.tune(SMALL, context_in(tmp_path / str(seed)), FEW_METHODS)[None])
     assert made_up(1).test.texts != made_up(3).test.texts
     assert found[0] == found[1]
 
 
 def test_the_search_has_a_split_of_its_own_and_forgets_what_was_chosen_before() -> None:
-    asked = tuning.searched(replace(PRESETS["paper"], local=Local(lr=7.0)))
-    assert asked == tuning.searched(PRESETS["paper"]) == tuning.searched(asked)
+    make = tuning.make_search_config
+    asked = make(replace(PRESETS["paper"], local=Local(lr=7.0)))
+    assert asked == make(PRESETS["paper"]) == make(asked)
     assert (asked.part, asked.seeds) == ("validation", (0,))
     assert not set(asked.seeds) & set(PRESETS["paper"].seeds)
     assert (asked.local, asked.local_rows) == (Local(), LocalRows())
 
 
 def test_the_search_chooses_the_best_and_what_keeps_the_old_intents(
-    corpus_of_our_own: Callable[..., None], small_search: dict[str, Any], tmp_path: Path
+    corpus_of_our_own: Callable[..., None], tmp_path: Path
 ) -> None:
     corpus_of_our_own()
-    records = tuning.tune(SMALL, context_in(tmp_path))[None]
+    records = tuning.tune(SMALL, context_in(tmp_path), FEW_METHODS)[None]
     chosen = {r["setting"]: r["value"] for r in of(records, name="chosen")}
     assert set(chosen) == {
         "retrained.lr",
@@ -723,19 +720,16 @@ def test_the_search_chooses_the_best_and_what_keeps_the_old_intents(
 
 
 def test_an_interrupted_search_tries_only_the_rest(
-    corpus_of_our_own: Callable[..., None],
-    small_search: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    corpus_of_our_own: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus_of_our_own()
-    first = tuning.tune(SMALL, context_in(tmp_path))
+    first = tuning.tune(SMALL, context_in(tmp_path), FEW_METHODS)
 
     def fail(*_: object) -> None:
         raise AssertionError("tried again")
 
     monkeypatch.setattr(tuning.Situation, "scores", fail)
-    assert tuning.tune(SMALL, context_in(tmp_path)) == first
+    assert tuning.tune(SMALL, context_in(tmp_path), FEW_METHODS) == first
 
 
 # What is committed

@@ -12,9 +12,7 @@ import itertools
 import json
 import math
 import os
-import re
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +24,10 @@ from torch import Tensor, nn
 import mbpa
 from experiments import running
 from experiments.data import Corpus
-from experiments.errors import ExperimentError
 from experiments.experiment import Context, find
 from experiments.language import (
-    dynamic_tuning,
     evaluation,
     figures,
-    ledger,
     passage,
     recording,
     tuning,
@@ -56,6 +51,7 @@ from experiments.language.dynamic import (
 )
 from experiments.language.evaluation import METHODS, Text, evaluated, first_word, loop_scores
 from experiments.language.figures import sections
+from experiments.language.grids import Grids
 from experiments.language.network import LanguageModel
 from experiments.language.passage import (
     Passage,
@@ -71,14 +67,12 @@ from experiments.language.passage import (
 from experiments.language.training import trained
 from experiments.language.words import examples, improvements
 from experiments.report import drawn, shown
-from experiments.results import Record, Result
+from experiments.results import Record, Result, value_of
+from experiments.tuned_settings import apply_settings
 from experiments.workspace import Workspace
 from tests.oracle import adapt_one
 
 ROOT = Path(__file__).parents[2]
-DYNAMIC_GRIDS = {
-    name: getattr(dynamic_tuning, name) for name in ("RATES", "DECAYS", "AROUND", "ADAM_RATES")
-}
 WINDOW, TOKENS = 40, 130
 CONFIG = replace(
     PRESETS["smoke"],
@@ -639,212 +633,192 @@ def test_examples_are_the_largest_gains_with_memories_from_before(
 # The search
 
 
-SEARCHED = replace(CONFIG, search=Search(tokens=12, dynamic_tokens=15, seconds=0.6))
-
-
-@pytest.fixture(scope="module")
-def small_grids() -> Iterator[None]:
-    grids = {
-        "WINDOWS": (30, 60),
-        "PAPER_WINDOWS": (30, 60),
-        "PAPER_COUNTS": (16,),
-        "PAPER_RATES": (0.1, 1.0),
-        "SCALES": (0.1, 0.5),
-        "RATES": (0.5, 2.0),
-        "STEPS": (3,),
-        "ONE_STEP_RATES": (0.5, 2.0),
-        "COUNTS": (4, 20),
-        "OPTIMUM_COUNT": 4,
-        "PRIORS": (0.1,),
-        "BANDWIDTHS": (1.0,),
-        "FACTORS": (0.2,),
-        "DECAYS": (0.05,),
-        "AROUND": ((0.7, 1.0), (1.0, 1.5)),
-        "FIRST": Local(lr=1.0, steps=3, k=8),
-    }
-    dynamic_grids = {
-        "RATES": {2e-3: (5e-4, 1e-3), 2e-4: (6e-5,)},
-        "DECAYS": (0.0,),
-        "AROUND": (2.0,),
-        "ADAM_RATES": (1e-4,),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for module, values in ((tuning, grids), (dynamic_tuning, dynamic_grids)):
-            for name, grid in values.items():
-                patch.setattr(module, name, grid)
-        yield
-
-
-def searched_records(config: LanguageConfig, corpus: Corpus, context: Context) -> list[Record]:
-    with context.workspace.alone():
-        return tuning.search(tuning.searched(config), context, corpus)
-
-
-@pytest.fixture(scope="module")
-def whole(corpus: Corpus, folder: Path, small_grids: None) -> list[Record]:
-    return searched_records(SEARCHED, corpus, context_in(folder, "search"))
-
-
-def test_a_search_tries_everything_once_and_chooses_fields_that_there_are(
-    model: LanguageModel,
-    corpus: Corpus,
-    text: Passage,
-    folder: Path,
-    whole: list[Record],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Fragile, "every", 12)
-    monkeypatch.setattr(ledger, "SAVE_EVERY", 0.0)
-    killed, deaths = until_it_ends(
-        lambda: searched_records(SEARCHED, corpus, context_in(folder, "killed search", Fragile))
-    )
-    assert deaths > 1
-    assert killed == whole
-
-    tried = [r for r in whole if r["name"] == "perplexity"]
-    told = [tuple((key, r[key]) for key in r if key != "value") for r in tried]
-    assert len(set(told)) == len(told)
-    assert {r["split"] for r in tried} == {"valid"}
-    assert {r.get("rule") for r in tried} == {None, "gradient", "map"}
-    chosen = {str(r["setting"]): r["value"] for r in whole if r["name"] == "chosen"}
-    parts: dict[str, dict[str, Any]] = {}
-    fields: dict[str, Any] = {}
-    for setting, value in chosen.items():
-        within, _, name = setting.rpartition(".")
-        (parts.setdefault(within, {}) if within else fields)[name] = value
-    on_top = replace(SEARCHED.dynamic.mbpa, **parts.pop("dynamic.mbpa"))
-    parts["dynamic"]["mbpa"] = on_top
-    for within, values in parts.items():
-        fields[within] = replace(getattr(SEARCHED, within), **values)
-    settled = replace(SEARCHED, **fields)
-    assert settled.mbpa != SEARCHED.mbpa
-
-    best = min(r["value"] for r in tried if r["method"] == "LSTM + MbPA" and r["tokens"] == TOKENS)
-    predictor = settled.mbpa.predictor(settled.memory)
-    retrieval = retrieved(text, settled.memory, settled.mbpa.k)
-    adapted = adapted_scores(model.decoder, retrieval, predictor, range(TOKENS), mbpa.Engine())
-    logs = torch.stack([text.own, adapted])
-    assert perplexity(mixed(logs, solved_weights(logs))) == pytest.approx(best, rel=1e-4)
-    assert {r["tokens"] for r in tried if r.get("rule") == "map"} <= {4, TOKENS}  # of 13, or all
-    assert any(r["tokens"] == 4 and r["rule"] == "map" for r in tried if "rule" in r)
-    order = [str(r.get("setting", r.get("rule"))) for r in whole]
-    assert order.index("mbpa.k") < order.index("map")  # which is for comparison alone
-
-
-def test_rates_and_pulls_of_dynamic_evaluation_are_compared_on_the_longer_text(
-    whole: list[Record],
-) -> None:
-    tried = [r for r in whole if r["name"] == "perplexity"]
-    dynamic = [r for r in tried if "epsilon" in r]
-    by = {
-        n: {(r["lr"], r["epsilon"], r["decay"]): r["value"] for r in dynamic if r["tokens"] == n}
-        for n in (15, 60)
-    }
-    assert len(by[15]) == 4
-    wanted = sorted(by[15], key=by[15].__getitem__)[:3]
-    best = min(wanted, key=by[60].__getitem__)
-    wanted.append((*best[:2], 0.0))
-    lr, epsilon, decay = min((best, wanted[-1]), key=by[60].__getitem__)
-    wanted.append((2 * lr, epsilon, decay))  # around the best, with the best pull
-    assert {setting[2] for setting in wanted} == {0.0, dynamic_tuning.DECAY}
-    assert set(by[60]) == set(wanted)
-    assert {r["adam_lr"] for r in tried if "adam_lr" in r and r["tokens"] == 60} == {1e-4}
-    chosen = {r["setting"]: r["value"] for r in whole if r["name"] == "chosen"}
-    found = tuple(chosen[f"dynamic.{name}"] for name in ("lr", "epsilon", "decay"))
-    assert found == min(by[60], key=by[60].__getitem__)
-    alone = {r["tokens"]: r["value"] for r in tried if r["method"] == "LSTM"}
-    assert {15, 60, TOKENS} < set(alone)
-
-
-@pytest.mark.parametrize(
-    ("affords", "rate", "left_out"),
-    [("all", 5e-4, 0), ("not the rates around", 5e-4, 1), ("none", 4e-3, 0)],
+SEARCHED = tuning.make_search_config(
+    replace(CONFIG, search=Search(tokens=12, dynamic_tokens=40, max_neighbor_steps=60))
 )
-def test_a_rate_that_helps_at_first_and_leads_astray_is_not_chosen(
-    model: LanguageModel,
-    text: Passage,
-    folder: Path,
-    small_grids: None,
-    monkeypatch: pytest.MonkeyPatch,
-    affords: str,
-    rate: float,
-    left_out: int,
+GRIDS = Grids(
+    windows=(30, 60),
+    cache_scales=(0.1, 0.5),
+    paper_windows=(30, 60),
+    paper_counts=(16,),
+    paper_rates=(0.1, 1.0),
+    paper_steps=(3,),
+    start=Local(lr=1.0, steps=3, k=8),
+    one_step_rates=(0.5, 2.0),
+    rates=(0.5, 2.0),
+    steps=(3,),
+    counts=(4, 20, 30),
+    bandwidths=(1.0,),
+    dot_factors=(0.2,),
+    rate_factors=(0.7, 1.0),
+    step_factors=(1.0, 1.5),
+    decays=(0.05,),
+    optimum_count=4,
+    priors=(0.1,),
+    dynamic_rates={2e-3: (5e-4, 1e-3), 2e-4: (6e-5,)},
+    dynamic_decays=(0.0,),
+    dynamic_rate_factors=(2.0,),
+    adam_rates=(3e-5, 1e-4),
+)
+
+
+class Ticking:
+    """A clock by which every judgement takes one second; it may interrupt the search."""
+
+    def __init__(self, stop_after: int = -1) -> None:
+        self.calls, self.stop_after = 0, stop_after
+
+    def __call__(self) -> float:
+        if self.calls == self.stop_after:
+            raise KeyboardInterrupt
+        self.calls += 1
+        return float(self.calls)
+
+
+def search_in(
+    context: Context, corpus: Corpus, clock: Ticking, config: LanguageConfig = SEARCHED
+) -> list[Record]:
+    with context.workspace.alone():
+        return tuning.search_settings(config, context, corpus, GRIDS, clock)
+
+
+@pytest.fixture(scope="module")
+def whole(model: LanguageModel, corpus: Corpus, folder: Path) -> list[Record]:
+    return search_in(context_in(folder, "search"), corpus, Ticking())
+
+
+def perplexities(records: list[Record], method: str) -> list[Record]:
+    return [r for r in records if (r["name"], r.get("method")) == ("perplexity", method)]
+
+
+def choices(records: list[Record]) -> dict[str, Any]:
+    return {str(r["setting"]): r["value"] for r in records if r["name"] == "chosen"}
+
+
+def test_an_interrupted_search_goes_on_and_ends_with_the_same_records(
+    corpus: Corpus, folder: Path, whole: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a table in place of readings: the higher the better, on the shorter text alone."""
-    if left_out:  # what the search has not met otherwise
-        monkeypatch.setattr(dynamic_tuning, "AROUND", (3.0,))
-    read: list[tuple[float, int]] = []
+    context, computed = context_in(folder, "interrupted search"), [0]
+    real = tuning.adapted_scores
 
-    def table(self: object, method: str, settings: Dynamic, tokens: int) -> tuple[float]:
-        read.append((settings.lr, tokens))
-        astray = settings.lr > 5e-4 and tokens > 15
-        return (math.inf if astray else 100 - 1e4 * settings.lr + 10 * settings.decay,)
+    def count(*arguments: Any) -> Tensor:
+        computed[0] += 1
+        return real(*arguments)
 
-    monkeypatch.setattr(dynamic_tuning.DynamicTrials, "_read", table)
-    config = replace(SEARCHED, dynamic=replace(SEARCHED.dynamic, adam_lr=0.0))
-    context = context_in(folder, f"astray {affords}")
-    with context.workspace.alone(), context.bar(1, "", "") as bar:
-        books = ledger.Ledger(context, "ptb", 1e3, bar)
-        trials = dynamic_tuning.DynamicTrials(config, model, text, 0, [], None, books)
-        short, long = (trials._cost(config.dynamic, tokens) for tokens in (15, 60))
-        most = {"not the rates around": 4 * short + 4.75 * long, "none": 4 * short + 1.5 * long}
-        books.allowance = most.get(affords, books.allowance)
-        trials.choose()
-    chosen = {r["setting"]: r["value"] for r in books.records if r["name"] == "chosen"}
-    assert chosen["dynamic.decay"] == 0.0
-    assert chosen["dynamic.lr"] == rate
-    assert {tokens for _, tokens in read} == ({15} if affords == "none" else {15, 60})
-    assert books.left_out == left_out
-    assert len(set(map(str, books.records))) == len(books.records)
+    monkeypatch.setattr(tuning, "adapted_scores", count)
+    for calls in (20, 60):
+        with pytest.raises(KeyboardInterrupt):
+            search_in(context, corpus, Ticking(calls))
+    assert search_in(context, corpus, Ticking()) == whole
+    assert computed[0] <= len(perplexities(whole, evaluation.MBPA)) + 2  # those interrupted
+    monkeypatch.setattr(tuning, "adapted_scores", lambda *_: pytest.fail("it was done"))
+    assert search_in(context, corpus, Ticking()) == whole
 
 
-@pytest.mark.parametrize(("preset", "priors"), [("paper", 3), ("paper-wikitext-2", 1)])
-def test_after_mbpa_there_is_time_for_all_that_dynamic_evaluation_is_to_try(
-    preset: str, priors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And for so many optima. With costs of the real networks; by a table in place of readings."""
-    config = PRESETS[preset]
-    words = {"ptb": 10_000, "wikitext-2": 33_278}[config.corpus]
-    with torch.device("meta"):
-        model = LanguageModel(words, **vars(config.network))
-    tokens = torch.zeros(200_000, dtype=torch.long)
-    text = Passage(torch.zeros(len(tokens), 1), tokens, torch.zeros(len(tokens)))
-    read: list[tuple[str, Dynamic, int]] = []
-
-    def table(self: object, *key: Any) -> tuple[float]:
-        read.append(key)
-        return (key[1].decay - key[1].lr,)  # so that a rate beyond the grid is tried
-
-    for name, grid in DYNAMIC_GRIDS.items():  # which `small_grids` changed
-        monkeypatch.setattr(dynamic_tuning, name, grid)
-    monkeypatch.setattr(dynamic_tuning.DynamicTrials, "_read", table)
-    context = context_in(tmp_path, "costs")
-    with context.workspace.alone(), context.bar(1, "", "") as bar:
-        books = ledger.Ledger(context, config.corpus, config.search.seconds, bar)
-        assert books.affords(None, tuning.FINISHING * books.allowance)
-        searched = tuning.searched(config)
-        dynamic_tuning.DynamicTrials(searched, model, text, 0, [], None, books).choose()
-    assert books.left_out == 0
-    long = [key[0] for key in read if key[2] == 4 * config.search.dynamic_tokens]
-    assert long.count("LSTM + dynamic evaluation") == 9  # rates, pulls, and rates around the best
-    assert long.count("LSTM + dynamic evaluation (Adam)") == (3 if config.dynamic.adam_lr else 0)
-    optimum = tuning.estimated_seconds(
-        config.search.tokens // 4, 32, tuning.OPTIMUM_STEPS, len(model.decoder.bias)
+def test_a_search_tries_everything_once_in_a_fixed_order(whole: list[Record]) -> None:
+    tried = [r for r in whole if r["name"] == "perplexity"]
+    named = [tuple((key, r[key]) for key in r if key != "value") for r in tried]
+    assert len(set(named)) == len(named)
+    assert {r["split"] for r in tried} == {"valid"}
+    assert all(r["name"] in ("perplexity", "chosen") for r in whole)  # nothing was left out
+    order = [str(r.get("setting", r.get("rule", r.get("method")))) for r in whole]
+    places = [order.index(name) for name in ("cache.scale", "mbpa.k", "dynamic.lr", "map")]
+    assert places == sorted(places)  # the optimum is for comparison only
+    assert {r["tokens"] for r in tried if "rule" in r or "scale" in r} == {13}
+    mbpa = perplexities(whole, evaluation.MBPA)
+    assert {r["kernel"] for r in mbpa} == {"inverse_distance", "uniform", "gaussian", "exp_dot"}
+    assert {r["decay"] for r in mbpa} == {0.0, 0.05} or all(
+        choices(whole)[f"{part}.steps"] == 1 for part in ("mbpa", "combined")
     )
-    assert books.affords(None, priors * optimum)
+    assert all(int(str(r["k"])) * int(str(r["steps"])) <= 60 for r in mbpa)
 
 
-def test_a_search_that_would_end_in_nothing_is_refused_before_a_network_is_trained(
-    corpus: Corpus, tmp_path: Path
+def test_the_chosen_settings_are_those_that_did_best(
+    model: LanguageModel, text: Passage, whole: list[Record]
 ) -> None:
-    config = replace(SEARCHED, search=replace(SEARCHED.search, scoring_seconds=1e-3))
-    context = context_in(tmp_path, "refused")
-    scored, words = len(corpus.valid) + len(corpus.test), len(corpus.words)
-    enough = 20 * tuning.estimated_seconds(scored, tuning.FIRST.k, 1, words)
-    wanted = f"and may take 0.001: pass --search.scoring-seconds {enough:.3g}"
-    with pytest.raises(ExperimentError, match=re.escape(wanted) + "$"):
-        searched_records(config, corpus, context)
-    assert not context.cache.exists()
+    chosen = choices(whole)
+    settled = apply_settings(SEARCHED, chosen)
+    assert settled.mbpa != SEARCHED.mbpa
+    assert settled.dynamic.mbpa.steps <= 5
+    cache = min(perplexities(whole, evaluation.CACHE), key=value_of)
+    assert (settled.cache.window, settled.cache.scale) == (cache["window"], cache["scale"])
+    positions = range(9, TOKENS, 10)
+    for method, local in ((evaluation.MBPA, settled.mbpa), (evaluation.BOTH, settled.combined)):
+        tried = [r for r in perplexities(whole, method) if r["rule"] == "gradient"]
+        best = min((r for r in tried if r["window"] == settled.memory), key=value_of)
+        assert {name: best[name] for name in vars(local)} == vars(local)
+        predictor = local.predictor(settled.memory)
+        retrieval = retrieved(text, settled.memory, local.k)
+        parts = [adapted_scores(model.decoder, retrieval, predictor, positions, mbpa.Engine())]
+        if method == evaluation.BOTH:
+            window, scales = settled.cache.window, (settled.cache.scale,)
+            parts.append(cache_scores(text, window, scales, positions)[0])
+        logs = torch.stack([text.own[9::10], *parts])
+        found = perplexity(mixed(logs, solved_weights(logs)))
+        assert found == pytest.approx(value_of(best), rel=1e-4)
+
+
+def test_the_memory_is_the_one_with_which_both_mixtures_do_best(whole: list[Record]) -> None:
+    products = {}
+    for window in (30, 60):
+        products[window] = math.prod(
+            min(
+                value_of(r)
+                for r in perplexities(whole, method)
+                if (r["window"], r["rule"]) == (window, "gradient")
+            )
+            for method in (evaluation.MBPA, evaluation.BOTH)
+        )
+    assert choices(whole)["memory"] == min(products, key=lambda window: products[window])
+
+
+def test_dynamic_evaluation_tries_pulls_and_then_rates_around_the_best(
+    whole: list[Record],
+) -> None:
+    tried = {
+        (r["lr"], r["epsilon"], r["decay"]): value_of(r)
+        for r in perplexities(whole, evaluation.DYNAMIC)
+    }
+    first = [(5e-4, 2e-3, 0.002), (1e-3, 2e-3, 0.002), (6e-5, 2e-4, 0.002)]
+    assert list(tried)[:3] == first
+    lr, epsilon, _ = min(first, key=lambda each: tried[each])
+    assert list(tried)[3] == (lr, epsilon, 0.0)
+    lr, epsilon, decay = min(list(tried)[:4], key=lambda each: tried[each])
+    assert list(tried)[4:] == [(2 * lr, epsilon, decay)]
+    chosen = choices(whole)
+    names = ("lr", "epsilon", "decay")
+    best = min(tried, key=lambda each: tried[each])
+    assert tuple(chosen[f"dynamic.{name}"] for name in names) == best
+    adam = perplexities(whole, evaluation.ADAM)
+    assert [r["adam_lr"] for r in adam] == [3e-5, 1e-4]
+    assert chosen["dynamic.adam_lr"] == min(adam, key=value_of)["adam_lr"]
+    alone = {r["tokens"]: r.get("part") for r in perplexities(whole, evaluation.LSTM)}
+    assert alone == {TOKENS: None, 13: "spread", 40: "beginning"}
+
+
+@pytest.mark.parametrize("seconds", [0.5, 4.0, 9.0])
+def test_a_search_that_runs_out_of_time_chooses_from_what_it_tried(
+    seconds: float,
+    corpus: Corpus,
+    folder: Path,
+    whole: list[Record],
+    capsys: pytest.CaptureFixture,
+) -> None:
+    config = replace(SEARCHED, search=replace(SEARCHED.search, seconds=seconds))
+    context = context_in(folder, f"search of {seconds} s")
+    few = search_in(context, corpus, Ticking(), config)
+    tried = [r for r in few if "window" in r and r.get("method") != evaluation.BOTH]
+    assert len(tried) == math.ceil(seconds)  # one second each
+    assert [r for r in whole if r in tried] == tried
+    chosen = choices(few)
+    assert ("memory" in chosen) == (seconds > 4)  # the cache comes first
+    assert {"cache.window", "cache.scale"} <= set(chosen)
+    assert not any(name.startswith("dynamic.l") for name in chosen)
+    left_out = {r["stage"]: r["value"] for r in few if r["name"] == "settings_left_out"}
+    assert left_out["LSTM + dynamic evaluation: rates"] == 3
+    error = capsys.readouterr().err
+    assert f"mbpa: the budget of {seconds:g} s is used up" in error
+    assert all(f"{stage} ({number})" in error for stage, number in left_out.items())
 
 
 def test_what_only_a_search_depends_on_makes_no_other_run() -> None:
@@ -853,170 +827,21 @@ def test_what_only_a_search_depends_on_makes_no_other_run() -> None:
     assert running.Run(experiment, "smoke", other, ROOT).label == "smoke"
     assert "custom" in running.Run(experiment, "smoke", other, ROOT, "tune").label
     assert "custom" in running.Run(experiment, "smoke", replace(other, memory=7), ROOT).label
-    for preset in ("paper", "paper-wikitext-2"):  # their searches have had less time
+    for preset in ("paper", "paper-wikitext-2"):  # their searches had other budgets
         run = running.Run(experiment, preset, PRESETS[preset], ROOT / "results")
         assert list(running._present(run)) == [0]
 
 
-def test_a_search_that_can_afford_little_chooses_only_what_it_tried(
-    corpus: Corpus, folder: Path, whole: list[Record]
-) -> None:
-    dynamic = replace(SEARCHED.dynamic, segment=1)
-    allowance = Search(tokens=12, dynamic_tokens=TOKENS, seconds=0.06)
-    less = replace(SEARCHED, search=allowance, dynamic=dynamic)
-    few = searched_records(less, corpus, context_in(folder, "small search"))
-    assert len(few) < len(whole)
-    left_out = next(r["value"] for r in few if r["name"] == "settings_left_out")
-    tried = {
-        tuple(r[key] for key in r if key not in ("value", "tokens", "name"))
-        for r in (*whole, *few)
-        if r["name"] == "perplexity" and r["method"] != "LSTM + MbPA + cache"
-    }
-    assert 0 < float(left_out) < len(tried)
-    assert not any("dynamic" in str(r.get("method")) for r in few)
-    chosen = {str(r["setting"]) for r in few if r["name"] == "chosen"}
-    assert {"memory", "mbpa.lr", "cache.scale"} < chosen
-    assert not chosen & {"dynamic.lr", "dynamic.decay", "dynamic.epsilon", "dynamic.adam_lr"}
-
-
-def test_a_setting_is_left_out_once_and_no_more_when_it_is_tried_later(folder: Path) -> None:
-    context = context_in(folder, "books")
-    with context.workspace.alone(), context.bar(1, "", "") as bar:
-        books = ledger.Ledger(context, "ptb", 1.0, bar)
-        for _ in range(2):
-            assert not books.affords("dear", 0.7, 0.6)
-            assert not books.affords("dearer", 2.0)
-        assert not books.affords(None, 3.0)
-        assert books.left_out == 2
-        assert books.affords("dear", 0.7)
-        assert books.left_out == 1
-
-
-def test_a_rate_at_the_edge_of_its_grid_is_gone_beyond() -> None:
-    grid = (0.1, 0.25, 1.0, 4.0)
-    assert dynamic_tuning.beyond(0.1, grid) == [0.04]
-    assert dynamic_tuning.beyond(4.0, grid) == [16.0]
-    assert [dynamic_tuning.beyond(rate, grid) for rate in (0.25, 7.0)] == [[], []]
-    assert dynamic_tuning.beyond(1.0, (1.0,)) == []
-
-
-@pytest.fixture
-def make_trials(
-    model: LanguageModel, text: Passage, tmp_path: Path
-) -> Iterator[Callable[..., tuning.Trials]]:
-    """Of a search that may spend a hundred seconds and has not begun."""
-    context = context_in(tmp_path, "trials")
-
-    def make(**search: float) -> tuning.Trials:
-        config = replace(SEARCHED, search=replace(SEARCHED.search, **search))
-        books = ledger.Ledger(context, "ptb", 100.0, bar)
-        return tuning.Trials(config, model, text, books, 2 * TOKENS)
-
-    with context.workspace.alone(), context.bar(1, "", "") as bar:
-        yield make
-
-
-def test_what_is_judged_by_a_quarter_is_compared_by_the_same_tokens(
-    make_trials: Callable[..., tuning.Trials],
-) -> None:
-    trials = make_trials()
-    good, dear = (tuning.Trial(60, Local(lr=lr, steps=2, k=4)) for lr in (0.5, 1.0))
-    trials._try([good], 1.0, 1.0)
-    found = trials._by_quarter(dear)
-    whole, *parts = (
-        trials.judge(good, trials.sample),
-        trials.judge(dear, trials.quarter),
-        trials.judge(good, trials.quarter),
-    )
-    assert list(trials.quarter) == list(trials.sample)[::4]
-    for mixture in (0, 1):
-        ratio = parts[0][mixture] / parts[1][mixture]
-        assert found[mixture] == pytest.approx(whole[mixture] * ratio)
-
-
-def test_of_what_does_as_well_the_quickest_is_chosen_and_nothing_that_takes_too_long(
-    model: LanguageModel,
-    make_trials: Callable[..., tuning.Trials],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slow, quick, worse = (
-        tuning.Trial(60, Local(steps=steps, k=k)) for steps, k in ((40, 60), (20, 60), (5, 8))
-    )
-    most = tuning.estimated_seconds(2 * TOKENS, 60, 20, model.decoder.out_features)
-    trials = make_trials(scoring_seconds=1.01 * most)
-    trials._explore([slow, quick, worse])
-    trials._vary(lambda best: [slow])
-    assert set(trials._tried) == {quick, worse}
-    assert trials.ledger.left_out == 1
-    trials._try([slow], 1.0, 1.0)  # for comparison
-    assert slow in trials._tried
-
-    other = quick._replace(local=replace(quick.local, lr=0.5))  # as quick, and a little better
-    trials = make_trials(scoring_seconds=1.01 * most)
-    final = {quick: tuning.Judged(50.0, 40.0), other: tuning.Judged(50.02, 39.9)}
-    assert trials._quickest(final) == (other, other)
-    assert trials._quickest(dict(reversed(final.items()))) == (other, other)
-
-    s, q, w = (trials._cost(trial, trials._scored) for trial in (slow, quick, worse))
-    for of_slow, of_quick, of_worse, seconds, alone, beside in (
-        ((50.0, 40.0), (50.04, 41.0), (51.0, 42.0), s + q, slow, slow),  # sooner than two
-        ((50.0, 40.0), (50.04, 40.03), (51.0, 42.0), s + q, quick, quick),  # does as well
-        ((50.0, 40.0), (50.04, 41.0), (51.0, 42.0), q, quick, quick),  # slow takes too long
-        ((70.0, 70.0), (50.0, 45.0), (60.0, 40.0), q + w, quick, worse),
-        ((70.0, 70.0), (50.0, 45.0), (60.0, 40.0), 0.98 * (q + w), quick, quick),
-        ((70.0, 70.0), (50.0, 44.0), (50.5, 43.0), 0.98 * (q + w), worse, worse),
-    ):
-        final = {slow: of_slow, quick: of_quick, worse: of_worse}
-        judged = {trial: tuning.Judged(*final[trial]) for trial in final}
-        trials = make_trials(scoring_seconds=1.01 * seconds)
-        monkeypatch.setattr(trials, "_finalists", lambda judged=judged: judged)
-        trials.choose_mbpa()
-        chosen = {str(r["setting"]): r["value"] for r in trials.ledger.records}
-        assert chosen["mbpa.steps"] == alone.local.steps
-        assert chosen["combined.steps"] == beside.local.steps
-
-
-def test_the_memory_is_the_one_with_which_both_mixtures_do_best(
-    make_trials: Callable[..., tuning.Trials],
-) -> None:
-    trials = make_trials()
-    small, *large = (
-        tuning.Trial(window, Local(steps=1, k=4, lr=lr))
-        for window, lr in ((30, 1.0), (60, 1.0), (60, 2.0))
-    )
-    trials._tried = {
-        small: tuning.Judged(50.0, 40.0),
-        large[0]: tuning.Judged(50.5, 45.0),
-        large[1]: tuning.Judged(60.0, 39.0),
-    }
-    assert set(trials._finalists()) == set(large)  # 50.5 × 39 is less than 50 × 40
-
-
 def test_a_search_looks_at_nothing_that_it_is_to_choose() -> None:
+    make = tuning.make_search_config
     changed = replace(CONFIG, memory=7, mbpa=Local(lr=3.0), cache=Cache(scale=9.0))
     changed = replace(changed, dynamic=replace(CONFIG.dynamic, lr=0.5, mbpa=Local(k=3)))
-    assert tuning.searched(changed) == tuning.searched(CONFIG)
-    assert tuning.searched(tuning.searched(changed)) == tuning.searched(changed)
+    assert make(changed) == make(CONFIG) == make(make(changed))
     for kept in ({"segment": 7}, {"on_top": False}, {"statistics": 9}, {"adam_lr": 0.0}):
         dynamic = replace(CONFIG.dynamic, **kept)
-        found = dataclasses.asdict(tuning.searched(replace(CONFIG, dynamic=dynamic)).dynamic)
+        found = dataclasses.asdict(make(replace(CONFIG, dynamic=dynamic)).dynamic)
         assert kept.items() <= found.items()
-    assert tuning.searched(changed).network == CONFIG.network
-
-
-def test_the_whole_search_of_a_corpus_is_meant_to_take_minutes() -> None:
-    one = tuning.estimated_seconds(12_000, 128, 1, 10_000)
-    many = tuning.estimated_seconds(12_000, 128, 20, 10_000)
-    assert one < 0.05
-    assert 1.2 < many < 2  # as measured: 1.2 µs and 107 µs a token
-    assert tuning.estimated_seconds(12_000, 128, 20, 40_000) == pytest.approx(4 * many, rel=0.01)
-    for k, share in ((100, 1.0), (64, 0.5), (33, 0.5), (5, 0.125)):
-        found = tuning.estimated_seconds(12_000, k, 20, 10_000)
-        assert found == pytest.approx(share * many, rel=0.03)
-    assert tuning.estimated_seconds(12_000, 128, 20, 10_000, True) > 1.3 * many
-    # Measured: 20 and 120 seconds.
-    assert 20 < tuning.estimated_seconds(12_293, 256, 40, 10_000) < 30
-    assert 120 < tuning.estimated_seconds(12_293, 512, 40, 10_000) < 180
+    assert make(changed).network == CONFIG.network
 
 
 # The report
@@ -1089,22 +914,22 @@ def test_the_loop_is_timed_for_gradients_where_mbpa_solves_for_the_optimum(
 
 def test_the_report_of_a_search_draws_rates_and_steps(whole: list[Record]) -> None:
     config = told_of(SEARCHED)
-    assert any(r["name"] == "settings_left_out" and r["value"] == 0 for r in whole)
-    more: Record = {"name": "settings_left_out", "value": 3}
-    dynamic = next(r for r in whole if "epsilon" in r and r["tokens"] == 60)
-    diverged: Record = {**dynamic, "value": None}
-    records = [more, diverged, *whole]
+    dynamic = perplexities(whole, evaluation.DYNAMIC)
+    more: Record = {"stage": "MbPA: kernels", "name": "settings_left_out", "value": 3}
+    older: Record = {"name": "settings_left_out", "value": 4}  # as searches used to write it
+    diverged: Record = {**dynamic[0], "value": None}
+    records = [more, older, diverged, *whole]
     result = Result("language", "tune-smoke", None, config, {}, 1.0, "mbpa", records)
     first, section = shown(find("language"), [result])
     assert first.tables[0].title == "Chosen settings"
-    assert first.tables[0].note == "Settings that were not tried, as too dear: 3."
+    assert first.tables[0].note == "Settings that were not tried, for lack of time: 7."
+    assert section.tables[0].note.endswith("Not tried for lack of time: MbPA: kernels (3).")
     rows = {row[0]: row[1:] for row in section.tables[0].rows}
     assert {"LSTM", "LSTM + cache", "LSTM + MbPA"} < set(rows)
     settings, tokens, alone, best = rows["LSTM + dynamic evaluation"]
-    assert (settings, tokens) == ("6", "60")  # four rates, a pull, a rate near the best
-    long = [r for r in whole if r.get("method") == "LSTM + dynamic evaluation" if r["tokens"] == 60]
-    assert best == f"{min(float(str(r['value'])) for r in long):.2f}"
-    (own,) = (r["value"] for r in whole if r.get("part") == "beginning" and r["tokens"] == 60)
+    assert (settings, tokens) == ("5", "40")  # three rates, a pull, a rate near the best
+    assert best == f"{min(map(value_of, dynamic)):.2f}"
+    (own,) = (r["value"] for r in whole if r.get("part") == "beginning")
     assert alone == f"{own:.2f}"
     assert drawn(section.figures[0])["svg"].startswith(b"<?xml")
 
@@ -1116,6 +941,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         (lambda: Local(prior=0.0), "prior"),
         (lambda: Dynamic(segment=0), "segment"),
         (lambda: Search(seconds=0.0), "seconds"),
+        (lambda: Search(max_neighbor_steps=0), "max_neighbor_steps must be at least 1, got 0"),
         (lambda: Search(seconds=math.inf), "seconds must be finite and positive, got inf"),
         (lambda: Local(prior=math.inf), "prior must be finite and positive, got inf"),
         (lambda: Local(decay=math.nan), "decay must be finite and not negative, got nan"),

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import counting
 import pytest
 
 from experiments import cli, tuned_settings
 from experiments.errors import ExperimentError
 from experiments.results import Result, read_result
-from experiments.tuned_settings import adopt, chosen
+from experiments.tuned_settings import adopt, collect_choices
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,19 +49,19 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tuned_settings, "FILE", tmp_path / "tuned.json")
     readers = {("made-up", "paper"), ("another", "paper"), *tuned_settings._READERS}
     monkeypatch.setattr(tuned_settings, "_READERS", readers)
-    tuned_settings._adopted.cache_clear()
+    tuned_settings._load_adopted.cache_clear()
     yield tmp_path / "tuned.json"
-    tuned_settings._adopted.cache_clear()
+    tuned_settings._load_adopted.cache_clear()
 
 
 def test_what_was_adopted_is_what_the_preset_has(file: Path) -> None:
-    assert tuned_settings.tuned(Config(), "made-up", "paper") == Config()
+    assert tuned_settings.apply_tuned_settings(Config(), "made-up", "paper") == Config()
     adopt(result())
-    tuned_settings._adopted.cache_clear()
+    tuned_settings._load_adopted.cache_clear()
     expected = Config(3.0, "gaussian", Part((0.5, 0.25), 7))
-    assert tuned_settings.tuned(Config(), "made-up", "paper") == expected
-    assert tuned_settings.tuned(Config(), "made-up", "quick") == Config()
-    assert tuned_settings.tuned(Config(), "another", "paper") == Config()
+    assert tuned_settings.apply_tuned_settings(Config(), "made-up", "paper") == expected
+    assert tuned_settings.apply_tuned_settings(Config(), "made-up", "quick") == Config()
+    assert tuned_settings.apply_tuned_settings(Config(), "another", "paper") == Config()
 
 
 def test_adopting_again_replaces_and_leaves_others_alone(file: Path) -> None:
@@ -69,7 +70,7 @@ def test_adopting_again_replaces_and_leaves_others_alone(file: Path) -> None:
     adopt(replace(result(), metrics=result().metrics[:2]))
     found = json.loads(file.read_text())
     assert found["made-up"] == {"paper": {"strength": 3.0}}
-    assert found["another"] == {"paper": chosen(result())}
+    assert found["another"] == {"paper": collect_choices(result())}
     assert '   "alone.lr": [0.5, 0.25],\n' in file.read_text()  # a setting a line
 
 
@@ -90,14 +91,15 @@ def test_a_file_that_cannot_be_written_is_one_line(
 
 
 def test_the_command_adopts(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    tuned_settings._READERS.add(("illustration", "smoke"))
-    words = ["tune", "illustration", "--preset", "smoke", "--out", str(tmp_path / "out")]
+    tuned_settings._READERS.add((counting.NAME, "smoke"))
+    words = ["tune", counting.NAME, "--preset", "smoke", "--out", str(tmp_path / "out")]
     assert cli.main([*words, "--no-progress"]) == 0
     assert not file.exists()
     assert cli.main([*words, "--adopt"]) == 0
     assert f"adopted in {file}" in capsys.readouterr().out
-    search = read_result(tmp_path / "out" / "illustration" / "tune-smoke.json")
-    assert json.loads(file.read_text())["illustration"]["smoke"] == chosen(search)
+    search = read_result(tmp_path / "out" / "counting" / "tune-smoke.json")
+    adopted = json.loads(file.read_text())["counting"]["smoke"]
+    assert adopted == collect_choices(search) == {"units": 7}
 
 
 def test_what_cannot_be_adopted_is_refused_before_the_search(
@@ -117,4 +119,4 @@ def test_what_is_adopted_is_what_the_committed_searches_chose() -> None:
     for experiment, presets in adopted.items():
         for preset, settings in presets.items():
             path = ROOT / "results" / experiment / f"tune-{preset}.json"
-            assert settings == chosen(read_result(path)), f"tune {experiment} --adopt"
+            assert settings == collect_choices(read_result(path)), f"tune {experiment} --adopt"
