@@ -25,6 +25,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from mbpa import files
+from mbpa.serve.heap import return_free_memory
 
 _APPLICATION = 0x6D627061  # "mbpa", in the header of the file
 _LOG_BYTES = 4 << 20  # a longer log is copied into the database
@@ -192,7 +193,7 @@ class Database:
     def give_back_free_pages(self) -> None:
         """Shorten the file by its free pages, and return freed memory to the system."""
         self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` frees only one page
-        _trim_heap()
+        return_free_memory()  # else glibc keeps as much as the journal is long
 
     def shorten_log(self) -> None:
         """Copy a long log into the database. Called after a write that is durable either way."""
@@ -442,16 +443,6 @@ def _abandon_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
-
-
-def _trim_heap() -> None:
-    """Return freed memory to the system, where the C library would keep it.
-
-    After the rows of a journal are copied, glibc keeps as much memory as the journal is long.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _keep_for_ever(connection: sqlite3.Connection) -> None:

@@ -15,6 +15,7 @@ import torch
 from mbpa.device import choose_device
 from mbpa.errors import MissingExtraError, RunError
 from mbpa.serve.classifier import Classifier
+from mbpa.serve.heap import return_large_blocks
 from mbpa.serve.journal import JournalError
 from mbpa.serve.run_info import RunInfo
 
@@ -55,6 +56,7 @@ def serve(
             device.
     """
     settings = settings or Settings()
+    return_large_blocks()
     if "OMP_NUM_THREADS" not in os.environ:  # keep one core for reading and answering requests
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     if threshold is not None and not 0 <= threshold <= 1:

@@ -1,0 +1,29 @@
+"""Keep the memory of a long-running process steady, where the C library is glibc.
+
+By default glibc keeps large blocks that were freed, in the hope of using them again. Small blocks
+allocated above them then keep them from ever being returned, so the process seems to grow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+LARGE_BLOCK_BYTES = 1 << 22
+_M_MMAP_THRESHOLD = -3  # parameter of `mallopt`
+
+
+def return_large_blocks() -> None:
+    """From now on, return blocks of 4 MiB and more to the system as soon as they are freed."""
+    if hasattr(_C_LIBRARY, "mallopt"):
+        _C_LIBRARY.mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def return_free_memory() -> None:
+    """Return all memory that was freed to the system, once."""
+    if hasattr(_C_LIBRARY, "malloc_trim"):
+        _C_LIBRARY.malloc_trim(0)
+
+
+_C_LIBRARY: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
