@@ -23,7 +23,15 @@ from experiments.sections import Figure, Section, Table
 from mbpa.errors import MissingExtraError
 from mbpa.files import write_durably
 
-__all__ = ["Figure", "Section", "Table", "chosen", "drawn", "shown", "write_report"]
+__all__ = [
+    "Figure",
+    "Section",
+    "Table",
+    "draw_figure",
+    "make_sections",
+    "tabulate_chosen",
+    "write_report",
+]
 
 
 def write_report(
@@ -42,7 +50,7 @@ def write_report(
     chapters = [
         _chapter(find(name), found)
         for name in EXPERIMENTS
-        if (found := _wanted(read_results(results_folder, name), presets))
+        if (found := _select_presets(read_results(results_folder, name), presets))
     ]
     if not chapters:
         wanted = f" of {', '.join(presets)}" if presets else ""
@@ -70,7 +78,7 @@ def write_report(
     return out / "index.html"
 
 
-def chosen(results: Sequence[Result]) -> Table:
+def tabulate_chosen(results: Sequence[Result]) -> Table:
     """Return a table of the settings that searches chose."""
     metrics = [record for result in results for record in result.metrics]
     records = [record for record in metrics if record["name"] == "chosen"]
@@ -83,12 +91,12 @@ def chosen(results: Sequence[Result]) -> Table:
     return Table("Chosen settings", columns, rows, note)
 
 
-def shown(experiment: Experiment[Any], results: Sequence[Result]) -> list[Section]:
+def make_sections(experiment: Experiment[Any], results: Sequence[Result]) -> list[Section]:
     """Return the sections for the results of one preset, or of a search for its settings."""
     if not results[0].preset.startswith(TUNED):
         return experiment.sections(results)
     more = experiment.search_sections
-    section = Section("How the settings were chosen", tables=[chosen(results)])
+    section = Section("How the settings were chosen", tables=[tabulate_chosen(results)])
     return [section, *(more(results) if more is not None else ())]
 
 
@@ -114,7 +122,7 @@ class _Chapter:
     parts: Sequence[_Part]
 
 
-def _wanted(results: Sequence[Result], presets: Sequence[str]) -> list[Result]:
+def _select_presets(results: Sequence[Result], presets: Sequence[str]) -> list[Result]:
     return [r for r in results if not presets or r.preset.removeprefix(TUNED) in presets]
 
 
@@ -126,7 +134,7 @@ def _chapter(experiment: Experiment[Any], results: Sequence[Result]) -> _Chapter
     for label in dict.fromkeys(labels):
         mine = [result for result in results if result.preset == label]
         if mine:
-            parts.append(_Part(label, mine, shown(experiment, mine)))
+            parts.append(_Part(label, mine, make_sections(experiment, mine)))
     return _Chapter(experiment, parts)
 
 
@@ -237,7 +245,7 @@ def _figure_html(figure: Figure, label: str, files: dict[str, bytes]) -> str:
     name = f"{figure.name}-{label}" if is_taken else figure.name
     if f"{name}.svg" in files:
         raise ValueError(f"two figures are called {name!r}")
-    pictures = drawn(figure)
+    pictures = draw_figure(figure)
     files.update({f"{name}.{ending}": content for ending, content in pictures.items()})
     image = base64.b64encode(pictures["svg"]).decode()
     return f"""<figure>
@@ -285,10 +293,19 @@ STYLE: dict[str, Any] = {
     "savefig.dpi": 150,
     "svg.hashsalt": "mbpa",  # makes the bytes reproducible
 }
-COLORS = ("#b2182b", "#2166ac", "#e08214", "#35978f", "#762a83", "#8c8c8c", "#1b7837", "#c51b7d")
+COLOR_CYCLE = (
+    "#b2182b",
+    "#2166ac",
+    "#e08214",
+    "#35978f",
+    "#762a83",
+    "#8c8c8c",
+    "#1b7837",
+    "#c51b7d",
+)
 
 
-def drawn(figure: Figure, told: Mapping[str, str] | None = None) -> dict[str, bytes]:
+def draw_figure(figure: Figure, told: Mapping[str, str] | None = None) -> dict[str, bytes]:
     """Return the figure as `svg` and as `png`.
 
     Args:
@@ -301,7 +318,7 @@ def drawn(figure: Figure, told: Mapping[str, str] | None = None) -> dict[str, by
     except ImportError as error:
         raise MissingExtraError("matplotlib", "experiments") from error
     files: dict[str, bytes] = {}
-    style: Any = {**STYLE, "axes.prop_cycle": cycler(color=COLORS)}
+    style: Any = {**STYLE, "axes.prop_cycle": cycler(color=COLOR_CYCLE)}
     with matplotlib.rc_context(style):
         canvas = Canvas(figsize=figure.size, layout="constrained")
         figure.draw(canvas)

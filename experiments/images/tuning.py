@@ -28,20 +28,21 @@ import mbpa
 from experiments.experiment import BySeed, Context
 from experiments.images.config import ImagesConfig
 from experiments.images.incremental import (
-    compared,
+    compare_models,
     moments,
-    scored_part,
+    select_scored,
     situation_of,
 )
 from experiments.images.methods import (
     WITH_SETTINGS,
-    Kept,
+    ImageMethodSettings,
     Model,
-    Settings,
+    PreservingAdaptation,
     Situation,
-    Vote,
+    make_model,
 )
-from experiments.images.task import Task, make_task
+from experiments.images.task import ImageTask, make_image_task
+from experiments.methods import Vote
 from experiments.results import Record
 from experiments.search import Notebook, best_of, count
 
@@ -68,7 +69,7 @@ def searched(config: ImagesConfig) -> ImagesConfig:
 def tune(config: ImagesConfig, context: Context) -> BySeed:
     """Return records of all trials, and of the chosen settings."""
     config = searched(config)
-    task = make_task(config, context, SPLIT)
+    task = make_image_task(config, context, SPLIT)
     grids = [grid for method in WITH_SETTINGS.values() for grid in method.stages]
     with context.bar(len(LAYER_RATES) + count(grids), "search", "settings") as bar:
         search = Search(task, config, context, bar)
@@ -95,23 +96,23 @@ class Snapshot:
     truth: Int[Tensor, "Q"]
     k: int
     """Maximum number of neighbours that a setting may need."""
-    _last: list[tuple[Settings | None, Tensor]] = field(default_factory=list)
+    _last: list[tuple[ImageMethodSettings | None, Tensor]] = field(default_factory=list)
     _read: dict[mbpa.Memory, mbpa.Neighbors] = field(default_factory=dict)
 
-    def score(self, settings: Settings | None) -> Score:
+    def score(self, settings: ImageMethodSettings | None) -> Score:
         """Score a method; without settings, the layer alone."""
-        if isinstance(settings, Kept):  # offsets only shift the outputs
+        if isinstance(settings, PreservingAdaptation):  # offsets only shift the outputs
             said = self._said(replace(settings, offset=0.0))
-            said = said - settings.held_back(self.situation)
+            said = said - settings.margins(self.situation)
         else:
             said = self._said(settings)
         right, is_old = said.argmax(1) == self.truth, self.truth < self.situation.old
         return Score(*(100 * float(right[m].double().mean()) for m in (~is_old, is_old, ...)))
 
-    def _said(self, settings: Settings | None) -> Float[Tensor, "Q C"]:
+    def _said(self, settings: ImageMethodSettings | None) -> Float[Tensor, "Q C"]:
         """Return the outputs of the model with these settings; the last model's are cached."""
         if not self._last or self._last[0][0] != settings:
-            model = _model(settings, self.situation)
+            model = make_model(settings, self.situation)
             neighbors = self._neighbors(model) if model.predictor.k else None
             self._last[:] = [(settings, model(self.queries, neighbors=neighbors))]
         return self._last[0][1]
@@ -125,19 +126,12 @@ class Snapshot:
         return self._read[memory]
 
 
-def _model(settings: Settings | None, at: Situation) -> Model:
-    """Return the model with these settings; without settings, the layer alone."""
-    if settings is None:
-        return mbpa.MbPA(head=at.head, memory=at.memory, predictor=mbpa.Parametric())
-    return settings.model(at)
-
-
 class Search:
     """A search that judges settings and records the outcome; nothing is judged twice."""
 
-    def __init__(self, task: Task, config: ImagesConfig, context: Context, bar: tqdm) -> None:
+    def __init__(self, task: ImageTask, config: ImagesConfig, context: Context, bar: tqdm) -> None:
         self.task, self.config, self.bar = task, config, bar
-        self.queries, self.answers = scored_part(task, config)
+        self.queries, self.answers = select_scored(task, config)
         self.notebook = Notebook(context)
         self._snapshots: list[Snapshot] = []
         self._snapshots_lr = math.nan
@@ -160,7 +154,7 @@ class Search:
         """Choose the settings of a method, stage by stage."""
         field, stages = WITH_SETTINGS[method].settings, WITH_SETTINGS[method].stages
 
-        def judge(settings: Settings) -> float:
+        def judge(settings: ImageMethodSettings) -> float:
             return fmean(score.all for score in self._scores(self.config.lr, settings))
 
         judged = self._aimed_at if WITH_SETTINGS[method].keeps_old else judge
@@ -187,7 +181,7 @@ class Search:
         self.bar.update()
         return worth
 
-    def _aimed_at(self, settings: Settings) -> float:
+    def _aimed_at(self, settings: ImageMethodSettings) -> float:
         """Return the accuracy on new classes or, if old classes suffer too much, minus the
         shortfall.
         """
@@ -210,13 +204,13 @@ class Search:
         tried = [self.config.settings(method) for method in WITH_SETTINGS]
         votes = [None, *(settings for settings in tried if isinstance(settings, Vote))]
         at = self._aimed
-        models = dict(enumerate(_model(each, at.situation) for each in votes))
-        right = compared(models, at.queries, at.truth)
+        models = dict(enumerate(make_model(each, at.situation) for each in votes))
+        right = compare_models(models, at.queries, at.truth)
         is_old = at.truth < self.task.old
         best = max(float(hits[is_old].double().mean()) for hits in right.values())
         return 100 * best - MOST_LOST
 
-    def _scores(self, lr: float, settings: Settings | None) -> list[Score]:
+    def _scores(self, lr: float, settings: ImageMethodSettings | None) -> list[Score]:
         """Return the scores at each point."""
         if lr != self._snapshots_lr:
             self._snapshots = []  # frees the old ones before the new ones are made

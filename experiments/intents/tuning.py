@@ -21,20 +21,22 @@ from tqdm import tqdm
 
 import mbpa
 from experiments.experiment import BySeed, Context
-from experiments.intents.comparison import METHODS, Method
+from experiments.intents.comparison import METHODS, IntentMethod
 from experiments.intents.config import IntentsConfig
-from experiments.intents.incremental import confidences, start_of, taught
-from experiments.intents.measures import calibration_error, subsets, top1
+from experiments.intents.incremental import confidences, start_of, teach
 from experiments.intents.methods import (
-    OnRetrained,
-    Parametric,
-    Recalling,
-    Settings,
+    DeployedHead,
+    HeadTraining,
+    IntentMethodSettings,
+    RetrainedClassifier,
     Start,
-    Trained,
-    filled_memory,
+    make_classifier,
+    make_memory,
+    make_memory_classifier,
 )
-from experiments.intents.task import Task, make_task, read_corpus, require_corpora
+from experiments.intents.task import IntentTask, embed_corpus, make_intent_task, require_corpora
+from experiments.measures import calibration_error, percent, split_labels
+from experiments.methods import PredictorSettings
 from experiments.results import Record
 from experiments.search import Notebook, best_of, count
 from mbpa.encoders import text
@@ -63,8 +65,8 @@ def tune(config: IntentsConfig, context: Context) -> BySeed:
     encoder = text.encoder(config.encoder, device=context.device)
     situations = []
     for name in config.corpora:
-        corpus = read_corpus(name, config.part, config.size, encoder, context)
-        situations.append(Situation(make_task(corpus, SPLIT), config))
+        corpus = embed_corpus(name, config.part, config.size, encoder, context)
+        situations.append(Situation(make_intent_task(corpus, SPLIT), config))
     grids = [grid for method in SEARCHED.values() for grid in method.stages]
     with context.bar(count(grids), "search", "settings") as bar:
         search = Search(situations, config, context, bar)
@@ -86,7 +88,7 @@ class Score(NamedTuple):
 class Situation:
     """One corpus. One reading of the memory per number of examples serves all settings."""
 
-    task: Task
+    task: IntentTask
     config: IntentsConfig
 
     @cached_property
@@ -97,8 +99,7 @@ class Situation:
     def memories(self) -> list[mbpa.Memory]:
         """Memories, by number of examples."""
         return [
-            filled_memory(self.task.known + self.task.examples(count))
-            for count in self.config.shots
+            make_memory(self.task.known + self.task.examples(count)) for count in self.config.shots
         ]
 
     @cached_property
@@ -109,26 +110,26 @@ class Situation:
         queries = self.task.scored.keys
         return [memory.read(queries, min(most, len(memory))) for memory in self.memories]
 
-    def scores(self, settings: Settings) -> list[Score]:
+    def scores(self, settings: IntentMethodSettings) -> list[Score]:
         """Return the scores after each number of examples."""
         task, shots = self.task, self.config.shots
-        if not isinstance(settings, Recalling):
-            found = taught(settings.classifier(self.start), task, shots)
+        if not isinstance(settings, PredictorSettings):
+            found = teach(make_classifier(settings, self.start), task, shots)
             return [self._score(classifier.log_probs(task.scored)) for _, classifier in found]
         scores = []
         for place, memory in enumerate(self.memories):
-            classifier = settings.classifier(self.start, memory)
-            if isinstance(classifier, OnRetrained):
+            classifier = make_memory_classifier(settings, self.start, memory)
+            if isinstance(classifier, RetrainedClassifier):
                 classifier.use(self._retrained(classifier.settings.retraining, place))
             neighbors = self.neighbors[place] if classifier.model.predictor.k else None
             scores.append(self._score(classifier.log_probs(task.scored, neighbors)))
         return scores
 
     @cached_property
-    def _heads(self) -> dict[tuple[Trained, int], nn.Linear]:
+    def _heads(self) -> dict[tuple[HeadTraining, int], nn.Linear]:
         return {}
 
-    def _retrained(self, settings: Trained, place: int) -> nn.Linear:
+    def _retrained(self, settings: HeadTraining, place: int) -> nn.Linear:
         if (settings, place) not in self._heads:
             new = self.task.examples(self.config.shots[place])
             self._heads[settings, place] = settings.head(self.start, new)
@@ -137,7 +138,9 @@ class Situation:
     def _score(self, found: Float[Tensor, "Q C"]) -> Score:
         labels = self.task.scored.labels
         right = found.argmax(1) == labels
-        of = {name: top1(right[rows]) for name, rows in subsets(labels, self.task.old).items()}
+        of = {
+            name: percent(right[rows]) for name, rows in split_labels(labels, self.task.old).items()
+        }
         error = calibration_error(confidences(found), right)
         return Score(of["novel"], of["pre-trained"], of["all"], error)
 
@@ -157,13 +160,13 @@ class Search:
         best = best_of(self.config.settings(method), stages, partial(self._worth, method))
         changed: dict[str, Any] = {field: best}
         self.notebook.note_all_chosen(field, best, stages)
-        if isinstance(best, Trained) and best.on == "everything":
+        if isinstance(best, HeadTraining) and best.on == "everything":
             changed["on_retrained"] = replace(self.config.on_retrained, retraining=best)
             self.notebook.note_chosen("on_retrained.retraining.lr", best.lr)
         self.config = replace(self.config, **changed)
         self.notebook.save()
 
-    def _worth(self, method: str, settings: Settings) -> tuple[float, float]:
+    def _worth(self, method: str, settings: IntentMethodSettings) -> tuple[float, float]:
         scores = self._scores(method, settings)
         self.bar.update()
         error = fmean(score.calibration_error for score in scores)
@@ -177,7 +180,7 @@ class Search:
         told: Record = {
             f.name: getattr(settings, f.name)
             for f in fields(settings)
-            if not isinstance(getattr(settings, f.name), Trained)
+            if not isinstance(getattr(settings, f.name), HeadTraining)
         }
         tried: list[Record] = [
             {"method": method, **told, "name": what, "value": number}
@@ -188,11 +191,11 @@ class Search:
 
     def _lost(self, scores: list[Score]) -> float:
         """Return the points lost on old intents, on the corpus where the loss is largest."""
-        before, each = self._scores("parametric", Parametric()), len(self.config.shots)
+        before, each = self._scores("parametric", DeployedHead()), len(self.config.shots)
         lost = [was.old - score.old for was, score in zip(before, scores, strict=True)]
         return max(fmean(lost[place : place + each]) for place in range(0, len(lost), each))
 
-    def _scores(self, method: str, settings: Settings) -> list[Score]:
+    def _scores(self, method: str, settings: IntentMethodSettings) -> list[Score]:
         """Return the scores on each corpus, after each number of examples."""
 
         def judge() -> list[list[float]]:
@@ -202,6 +205,6 @@ class Search:
         return [Score(*score) for score in found]
 
 
-def _field(method: Method) -> str:
-    assert isinstance(method.settings, str), "what is searched for is in the config"
+def _field(method: IntentMethod) -> str:
+    assert method.settings, "what is searched for is in the config"
     return method.settings

@@ -25,7 +25,7 @@ from torch import Tensor
 from experiments.data import Corpus
 from experiments.errors import ExperimentError
 from experiments.experiment import BySeed, Context
-from experiments.language.config import LanguageConfig, Local, Search
+from experiments.language.config import LanguageConfig, SearchBudget, SoftmaxAdaptation
 from experiments.language.corpus import read_corpus
 from experiments.language.dynamic_tuning import DynamicTrials, beyond
 from experiments.language.evaluation import (
@@ -34,23 +34,23 @@ from experiments.language.evaluation import (
     LSTM,
     MBPA,
     first_word,
-    kept_gradient_scale,
+    load_gradient_scale,
 )
 from experiments.language.ledger import SPREAD, Ledger, three_digits
 from experiments.language.network import LanguageModel
 from experiments.language.passage import (
     Passage,
     Retrieval,
-    adapted_scores,
-    cache_scores,
     engine_for,
-    mixed,
+    mix,
     perplexity,
     read_passage,
-    retrieved,
-    solved_weights,
+    retrieve,
+    score_adapted,
+    score_cache,
+    solve_weights,
 )
-from experiments.language.training import adam_state, trained
+from experiments.language.training import adam_state, train_or_load
 from experiments.results import Record
 
 # The paper's grid (appendix); mixture weights are solved for instead.
@@ -64,7 +64,7 @@ ONE_STEP_RATES, COUNTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), (16, 32, 64, 256, 512)
 BANDWIDTHS, FACTORS, DECAYS = (0.5, 0.7, 1.0, 1.5), (0.05, 0.2), (0.01, 0.03, 0.1)
 OPTIMUM_COUNT, PRIORS = 32, (0.03, 0.1, 0.3)
 OPTIMUM_STEPS = 2000  # gradient steps that take as long as solving for the optimum
-FIRST = Local(lr=1.0, steps=20, k=128)
+FIRST = SoftmaxAdaptation(lr=1.0, steps=20, k=128)
 AROUND = ((0.7, 1.0), (1.4, 1.0), (1.0, 0.5), (1.0, 1.5), (0.7, 1.5), (1.4, 0.75))
 """Factors of the rate and of the steps."""
 FINALISTS = 3  # settings per mixture that are judged on more tokens, if possible all
@@ -78,7 +78,7 @@ class Trial(NamedTuple):
     """A memory size and a way to adapt."""
 
     window: int
-    local: Local
+    local: SoftmaxAdaptation
 
 
 class Judged(NamedTuple):
@@ -120,7 +120,7 @@ def tune(config: LanguageConfig, context: Context) -> BySeed:
 def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Record]:
     """Search stage by stage, with the network of the first seed."""
     _check_affordable(config.search, len(corpus.valid) + len(corpus.test), len(corpus.words))
-    model = trained(config, corpus, context, config.seeds[0])
+    model = train_or_load(config, corpus, context, config.seeds[0])
     moments = adam_state(config, corpus, context, config.seeds[0])
     first, device, seconds = first_word(corpus), context.device, config.search.seconds
     passage = read_passage(model, corpus.valid.to(device), first)
@@ -131,7 +131,7 @@ def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Rec
         trials.choose_cache()
         trials.explore()
         trials.choose_mbpa()
-        scale = kept_gradient_scale(config, context, model, corpus, "gradients")
+        scale = load_gradient_scale(config, context, model, corpus, "gradients")
         DynamicTrials(config, model, passage, first, scale, moments, ledger).choose()
         trials.compare()
         ledger.save()
@@ -139,7 +139,7 @@ def search(config: LanguageConfig, context: Context, corpus: Corpus) -> list[Rec
     return [*ledger.records, left_out]
 
 
-def _check_affordable(allowed: Search, scored: int, words: int) -> None:
+def _check_affordable(allowed: SearchBudget, scored: int, words: int) -> None:
     """Refuse a search that could not choose anything, before a network is trained for it.
 
     Raises:
@@ -196,13 +196,13 @@ class Trials:
         found |= self._caches(window, (0.8 * scale, 1.25 * scale))
         window, scale = min(found, key=lambda pair: found[pair])
         scale = three_digits(scale)
-        self._cache = cache_scores(self.passage, window, (scale,), self.all)[0]
+        self._cache = score_cache(self.passage, window, (scale,), self.all)[0]
         self.ledger.chose("cache.scale", scale)
         self.ledger.chose("cache.window", window)
 
     def _caches(self, window: int, scales: tuple[float, ...]) -> dict[tuple[int, float], float]:
         def compute() -> list[float]:
-            logs = cache_scores(self.passage, window, scales, self.all)
+            logs = score_cache(self.passage, window, scales, self.all)
             return [self._mixture(self.all, one) for one in logs]
 
         values = self.ledger.known(("cache", window, scales), compute)
@@ -217,7 +217,7 @@ class Trials:
         """Return the perplexity of the LSTM mixed with these components, with the best weights."""
         rows = slice(positions.start, positions.stop, positions.step)
         logs = torch.stack([self.passage.own[rows], *parts])
-        return perplexity(mixed(logs, solved_weights(logs)))
+        return perplexity(mix(logs, solve_weights(logs)))
 
     # MbPA
 
@@ -227,7 +227,7 @@ class Trials:
         largest = max(usual or self.windows[:1])
         paper = [window for window in PAPER_WINDOWS if window in self.windows] or [largest]
         one_step = itertools.product(paper, PAPER_COUNTS, PAPER_RATES)
-        self._explore(Trial(w, Local(lr=lr, steps=1, k=k)) for w, k, lr in one_step)
+        self._explore(Trial(w, SoftmaxAdaptation(lr=lr, steps=1, k=k)) for w, k, lr in one_step)
         wide = [(lr, 1) for lr in ONE_STEP_RATES] + list(itertools.product(RATES, STEPS))
         self._explore(Trial(largest, replace(FIRST, lr=lr, steps=steps)) for lr, steps in wide)
         self._vary(lambda t: [_with(t, lr=lr) for lr in beyond(t.local.lr, _rates(t.local))])
@@ -259,7 +259,7 @@ class Trials:
         self._try((_with(optimum, prior=prior) for prior in PRIORS), 1.0, DEAREST_COMPARED)
         window = min(best.window, max(PAPER_WINDOWS))
         grid = itertools.product(PAPER_STEPS[1:], PAPER_COUNTS, PAPER_RATES)
-        paper = (Trial(window, Local(lr=lr, steps=t, k=k)) for t, k, lr in grid)
+        paper = (Trial(window, SoftmaxAdaptation(lr=lr, steps=t, k=k)) for t, k, lr in grid)
         self._try(paper, 1.0, DEAREST_COMPARED)
 
     def judge(self, trial: Trial, positions: range) -> Judged:
@@ -271,7 +271,7 @@ class Trials:
             predictor = trial.local.predictor(trial.window)
             retrieval = self._retrieval(trial.window)
             head = self.model.decoder
-            adapted = adapted_scores(head, retrieval, predictor, positions, self._engine)
+            adapted = score_adapted(head, retrieval, predictor, positions, self._engine)
             cache = self._cache[positions.start : positions.stop : positions.step]
             return [self._mixture(positions, adapted), self._mixture(positions, adapted, cache)]
 
@@ -357,7 +357,7 @@ class Trials:
         good = [pair for pair in pairs if value(pair) <= (1 + WORTH) ** 2 * least]
         return min(good, key=lambda pair: (seconds(pair), value(pair)))
 
-    def _best_on_top(self) -> Local | None:
+    def _best_on_top(self) -> SoftmaxAdaptation | None:
         """Return the best setting beside the cache that is fast enough to run every few tokens, if
         any.
         """
@@ -402,7 +402,7 @@ class Trials:
     def _retrieval(self, window: int) -> Retrieval:
         if window not in self._retrievals:
             most = max(*COUNTS, *PAPER_COUNTS)
-            self._retrievals[window] = retrieved(self.passage, window, most)
+            self._retrievals[window] = retrieve(self.passage, window, most)
         return self._retrievals[window]
 
     def _cost(self, trial: Trial, positions: range) -> float:
@@ -437,7 +437,7 @@ def estimated_seconds(tokens: int, k: int, steps: int, words: int, decays: bool 
     return 0.005 + 1.2 * tokens * vocabulary * each
 
 
-def _rates(local: Local) -> tuple[float, ...]:
+def _rates(local: SoftmaxAdaptation) -> tuple[float, ...]:
     """Return the grid that a rate comes from."""
     return ONE_STEP_RATES if local.steps == 1 else RATES
 

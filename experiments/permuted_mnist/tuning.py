@@ -23,17 +23,17 @@ import mbpa
 from experiments import data
 from experiments.baselines import EWC, DERPlusPlus, Learner, Replay
 from experiments.experiment import BySeed, Context
+from experiments.methods import make_kernel
 from experiments.networks import Stack
 from experiments.permuted_mnist.config import (
     SEARCH_SEED,
     PermutedMnistConfig,
-    adapted,
-    kernel_of,
+    make_adapted,
     searched,
 )
 from experiments.permuted_mnist.scoring import memory_of, random_neighbors
 from experiments.permuted_mnist.stream import CLASSES, PIXELS, generator
-from experiments.permuted_mnist.training import Group, Network, Training
+from experiments.permuted_mnist.training import Group, StackedNetwork, Training
 from experiments.results import Record
 
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4)
@@ -88,14 +88,16 @@ def _candidates(config: PermutedMnistConfig, context: Context) -> list[Group]:
     length = config.tasks * config.examples
     seen = torch.zeros(len(grid), length, CLASSES, device=context.device)
     return [
-        Group("MLP", [Network(0)], Learner(stack(1), config.lr)),
+        Group("MLP", [StackedNetwork(0)], Learner(stack(1), config.lr)),
         Group(
             "EWC",
-            [Network(0)] * len(STRENGTHS),
+            [StackedNetwork(0)] * len(STRENGTHS),
             EWC(stack(len(STRENGTHS)), config.lr, tensor(STRENGTHS)),
         ),
-        Group("replay", [Network(0, s) for s in sizes], Replay(stack(len(sizes)), config.lr)),
-        Group("DER++", [Network(0, size) for size, *_ in grid], der, seen),
+        Group(
+            "replay", [StackedNetwork(0, s) for s in sizes], Replay(stack(len(sizes)), config.lr)
+        ),
+        Group("DER++", [StackedNetwork(0, size) for size, *_ in grid], der, seen),
     ]
 
 
@@ -232,7 +234,7 @@ def _search_memory(
     """Search vote and adaptation, with the memory of one size."""
 
     def vote(setting: Setting) -> float:
-        kernel = kernel_of(setting["vote_bandwidth"])
+        kernel = make_kernel(setting["vote_bandwidth"])
         voting = mbpa.NeighborVote(kernel, k=int(setting["vote_k"]))
         return questions.accuracy(heads["alone"], voting)
 
@@ -251,7 +253,9 @@ def _search_memory(
             "random memories",
             size,
             settings,
-            lambda setting: questions.accuracy(heads["alone"], adapted(**setting), at_random=True),
+            lambda setting: questions.accuracy(
+                heads["alone"], make_adapted(**setting), at_random=True
+            ),
         ),
         size,
         "random.",
@@ -268,7 +272,7 @@ def _adapted(
     best: Setting = dict(FIRST)
 
     def accuracy(setting: Setting) -> float:
-        return questions.accuracy(head, adapted(**setting))
+        return questions.accuracy(head, make_adapted(**setting))
 
     for stage in ("steps", "neighbours", "steps", "layers"):
         if stage == "steps":
