@@ -121,14 +121,16 @@ def pretrain(
     seed: int,
     context: Context,
     name: str,
+    save_every_s: float = EPOCH_SAVE_EVERY_S,
 ) -> ResNet:
     """Return a network trained on these pictures, resuming from the last save of an interrupted
     run.
 
     Args:
         name: name under which its state is saved.
+        save_every_s: seconds between saves; the state is saved at the end of an epoch.
     """
-    job = _Job(settings, pictures, classes, seed, context, name)
+    job = _Job(settings, pictures, classes, seed, context, name, save_every_s)
     if settings.devices > 1:
         kept = context.workspace.load(name)
         if (kept["epochs"] if kept else 0) < settings.epochs:
@@ -152,6 +154,7 @@ class _Job:
     seed: int
     context: Context
     name: str
+    save_every_s: float
 
 
 def launch(work: Callable[[Any], None], devices: int, kind: str) -> None:
@@ -207,7 +210,7 @@ def _train(job: _Job, fabric: Any = None) -> ResNet:
                 recorded = size
             _epoch(learner, settings, job.pictures, job.seed, epoch)
             bar.update()
-            due = epoch + 1 == settings.epochs or time.monotonic() - last_kept > EPOCH_SAVE_EVERY_S
+            due = epoch + 1 == settings.epochs or time.monotonic() - last_kept > job.save_every_s
             if learner.share.rank == 0 and due:
                 context.workspace.save(name, learner.state(epoch + 1))
                 last_kept = time.monotonic()

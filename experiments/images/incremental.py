@@ -17,7 +17,7 @@ import mbpa
 from experiments.errors import ExperimentError
 from experiments.images.config import ImagesConfig
 from experiments.images.methods import METHODS, Model, Situation
-from experiments.images.roots import Known, translate_layer
+from experiments.images.roots import KnownLayer, translate_layer
 from experiments.images.spacing import measure_spacing
 from experiments.images.task import ImageTask
 from experiments.measures import percent, split_labels
@@ -225,7 +225,7 @@ def situation_of(moment: Moment, task: ImageTask) -> Situation:
     return Situation(moment.head, moment.memory, scale, task.old, fit_known_layer(task), copies)
 
 
-def fit_known_layer(task: ImageTask) -> Known:
+def fit_known_layer(task: ImageTask) -> KnownLayer:
     """Return the known classes as a layer of square roots, fitted to what the network was trained
     on.
     """
@@ -235,7 +235,7 @@ def fit_known_layer(task: ImageTask) -> Known:
     return _KNOWN[task]
 
 
-_KNOWN: WeakKeyDictionary[ImageTask, Known] = WeakKeyDictionary()  # freed with their task
+_KNOWN: WeakKeyDictionary[ImageTask, KnownLayer] = WeakKeyDictionary()  # freed with their task
 
 
 def key_length(task: ImageTask) -> float:

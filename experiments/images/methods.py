@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
-from experiments.images.roots import Known, Roots, roots_of
+from experiments.images.roots import KnownLayer, Roots, roots_of
 from experiments.methods import (
     UNSCALED,
     VOTE_WEIGHTS,
@@ -38,7 +38,7 @@ class Situation:
     scale: Scale
     old: int
     """Number of classes that the network knows; their labels are below this."""
-    known: Known
+    known: KnownLayer
     """The layer of square roots as it was before anything new arrived."""
     copies: int
     """How often one image may be in the memory."""

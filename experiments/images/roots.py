@@ -25,7 +25,7 @@ RIDGE_SHARE = 0.03  # share of the roots' mean variance, in the translation
 RETRAINING_TOLERANCE = 3e-5  # of the balanced regression; accuracies no longer change
 
 
-class Known(NamedTuple):
+class KnownLayer(NamedTuple):
     """A layer of square roots before anything new arrives."""
 
     layer: nn.Linear
@@ -38,13 +38,20 @@ def roots_of(features: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
     return features.clamp(min=0).sqrt()
 
 
-def translate_layer(layer: nn.Linear, features: Float[Tensor, "N D"]) -> Known:
+def translate_layer(
+    layer: nn.Linear,
+    features: Float[Tensor, "N D"],
+    images_per_chunk: int = IMAGES_PER_CHUNK,
+) -> KnownLayer:
     """Return the layer of square roots whose outputs on these features are closest to those of
     `layer`: least squares with a small ridge.
+
+    Args:
+        images_per_chunk: number of images whose roots are in double precision at a time.
     """
 
     def parts() -> Iterator[tuple[Tensor, Tensor]]:
-        for part in features.split(IMAGES_PER_CHUNK):
+        for part in features.split(images_per_chunk):
             yield roots_of(part).double(), layer(part).double()
 
     with torch.no_grad():
@@ -64,7 +71,7 @@ def translate_layer(layer: nn.Linear, features: Float[Tensor, "N D"]) -> Known:
         found = nn.Linear(size, len(answer), device=key.device)
         found.weight.copy_(weight)
         found.bias.copy_(answer - weight @ key)
-    return Known(found, length)
+    return KnownLayer(found, length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +85,7 @@ class Roots:
     _retrained: dict[float, nn.Linear] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, memory: mbpa.Memory, known: Known, copies: int) -> Self:
+    def of(cls, memory: mbpa.Memory, known: KnownLayer, copies: int) -> Self:
         """Return the same entries as square roots, with the network's original layer.
 
         Args:

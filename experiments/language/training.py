@@ -50,7 +50,7 @@ NETWORK_SAVE_EVERY_S = 20.0  # seconds
 CURVE_POINTS = 50  # of the learning curve
 STREAMS = 32  # positions at which the curve's text is read in parallel
 MAX_STREAM_TOKENS = 2_300  # tokens between two of them, or there are more positions
-LOGITS_PER_CHUNK = 1024  # tokens whose logits are held at a time
+SCORED_TOKENS_PER_CHUNK = 1024  # tokens whose logits are held at a time
 LSTM_THREADING_UNITS = 400  # units from which a second thread helps, even on a busy machine
 WIDTH_MULTIPLE = 8  # widths are padded to a multiple of this
 
@@ -140,7 +140,7 @@ def measure_perplexity(
         tokens[start : start + scored].to(device).view(streams, -1) for start in (0, 1)
     )
     state, total = model.initial_state(streams), torch.zeros((), dtype=torch.float64, device=device)
-    columns = max(1, LOGITS_PER_CHUNK // streams)
+    columns = max(1, SCORED_TOKENS_PER_CHUNK // streams)
     for words, following in zip(inputs.split(columns, 1), targets.split(columns, 1), strict=True):
         logits, state = model(words, state)
         losses = functional.cross_entropy(

@@ -18,7 +18,6 @@ from torch.nn import functional
 import mbpa
 from experiments.experiment import Context
 from experiments.images import INCREMENTAL, NEIGHBOURHOODS, SENSITIVITY, UNBALANCED, run
-from experiments.images import roots as roots_module
 from experiments.images import task as task_module
 from experiments.images.incremental import (
     area,
@@ -41,7 +40,7 @@ from experiments.images.methods import (
     make_model,
 )
 from experiments.images.presets import PRESETS
-from experiments.images.roots import RIDGE_SHARE, Known, translate_layer
+from experiments.images.roots import RIDGE_SHARE, KnownLayer, translate_layer
 from experiments.images.spacing import measure_spacing
 from experiments.images.task import ImageTask, make_image_task
 from experiments.methods import Scale, Vote, VoteMixture
@@ -345,7 +344,7 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     assert rule.lr == pytest.approx(0.2)
     config = replace(SMOKE, vote=Vote(7, 0.5), mixture=VoteMixture(9, 0.25, weight=0.3))
     head = nn.Linear(3, 6)
-    known = Known(head, 10.0)
+    known = KnownLayer(head, 10.0)
     situation = Situation(head, mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3, known, 1)
     situation.memory.write(torch.ones(1, 3), [4])
     found = {name: model.predictor for name, model in config.models(situation).items()}
@@ -356,12 +355,11 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
 
 
 def test_a_layer_of_roots_says_what_the_layer_of_features_said(
-    task: ImageTask, monkeypatch: pytest.MonkeyPatch
+    task: ImageTask,
 ) -> None:
-    monkeypatch.setattr(roots_module, "IMAGES_PER_CHUNK", 700)  # of 1,500
     features = task.train[task.train_labels < task.old]
     layer = make_head(task)
-    found, length = translate_layer(layer, features)
+    found, length = translate_layer(layer, features, images_per_chunk=700)  # of 1,500
     roots = features.sqrt()
     assert length == pytest.approx(float(roots.square().sum(1).mean()))
     with torch.no_grad():

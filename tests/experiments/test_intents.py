@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -91,30 +92,30 @@ def made_up(test_seed: int = 1, has_valid: bool = True) -> data.IntentSet:
     )
 
 
+def use_made_up(patch: pytest.MonkeyPatch, **of: Any) -> None:
+    """Put a corpus in place of CLINC150, with an encoder that takes no time."""
+    patch.setattr(task_module, "CORPORA", {"clinc150": (2 / 3, lambda _: made_up(**of))})
+    patch.setattr(text, "encoder", lambda *_, **__: Bag())
+
+
 @pytest.fixture
 def corpus_of_our_own(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """In place of CLINC150, with an encoder that takes no time."""
-
-    def use(**of: Any) -> None:
-        known = {"clinc150": (2 / 3, lambda _: made_up(**of))}
-        monkeypatch.setattr(task_module, "CORPORA", known)
-        monkeypatch.setattr(text, "encoder", lambda *_, **__: Bag())
-
-    return use
+    return functools.partial(use_made_up, monkeypatch)
 
 
 def context_in(folder: Path, data_dir: Path | None = None) -> Context:
     return Context(CPU, data_dir, Workspace(folder / "work"), False, folder / "cache")
 
 
-@pytest.fixture
-def task(corpus_of_our_own: Callable[..., None], tmp_path: Path) -> IntentTask:
-    corpus_of_our_own()
-    corpus = embed_corpus("clinc150", "test", Size(), Bag(), context_in(tmp_path))
-    return make_intent_task(corpus, 1)
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> IntentTask:
+    with pytest.MonkeyPatch.context() as patch:
+        use_made_up(patch)
+        context = context_in(tmp_path_factory.mktemp("task"))
+        return make_intent_task(embed_corpus("clinc150", "test", Size(), Bag(), context), 1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def start(task: IntentTask) -> Start:
     return start_of(task, SMALL, 1)
 
@@ -221,16 +222,19 @@ def test_one_epoch_of_one_batch_is_one_step_of_adam(task: IntentTask, start: Sta
 
 
 def test_on_new_examples_alone_an_epoch_is_one_step_however_many_there_are(
-    task: IntentTask, start: Start, monkeypatch: pytest.MonkeyPatch
+    task: IntentTask, start: Start
 ) -> None:
     new, settings = task.examples(3), HeadTraining("new", epochs=4, lr=0.1)
-    together = settings.head(start, new)
-    monkeypatch.setattr(heads, "BATCH_EXAMPLES", 2)  # of which they would fill five
-    assert torch.equal(settings.head(start, new).weight, together.weight)
-    in_five = heads.train_head(
-        heads.grow_head(start.head, 9), new.keys, new.labels, epochs=4, lr=0.1, seed=1, batch=2
+    while len(new) <= heads.BATCH_EXAMPLES:
+        new += new
+    found = settings.head(start, new)
+    given = heads.grow_head(start.head, 9), new.keys, new.labels
+    together, in_batches = (
+        heads.train_head(*given, epochs=4, lr=0.1, seed=1, batch=batch)
+        for batch in (len(new), heads.BATCH_EXAMPLES)
     )
-    assert (in_five.weight - together.weight).abs().max() > 0.1
+    assert torch.equal(found.weight, together.weight)
+    assert (found.weight - in_batches.weight).abs().max() > 0.01
 
 
 def test_retraining_begins_with_the_deployed_head_and_sees_everything(
@@ -251,10 +255,9 @@ def test_retraining_begins_with_the_deployed_head_and_sees_everything(
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_logistic_regression_is_that_of_scikit_learn(
-    task: IntentTask, start: Start, balanced: bool, monkeypatch: pytest.MonkeyPatch
+    task: IntentTask, start: Start, balanced: bool
 ) -> None:
     linear_model = pytest.importorskip("sklearn.linear_model")
-    monkeypatch.setattr(logistic, "EXAMPLES_PER_CHUNK", 7)  # several parts
     classifier = make_classifier(LogisticRegression(penalty=0.5, balanced=balanced), start)
     classifier.learn(task.examples(1))
     classifier.learn(task.examples(2, skipped=1))
@@ -265,6 +268,16 @@ def test_logistic_regression_is_that_of_scikit_learn(
     expected = torch.from_numpy(model.predict_log_proba(task.scored.keys.double().numpy()))
     found = classifier.log_probs(task.scored).double()
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+
+
+def test_a_regression_does_not_depend_on_how_many_examples_are_held_at_a_time(
+    start: Start,
+) -> None:
+    given = start.known.keys, start.known.labels
+    settings: dict[str, Any] = {"penalty": 0.5, "balanced": True, "tolerance": 1e-7}
+    whole = logistic.fit_logistic(start.head, *given, **settings)
+    parts = logistic.fit_logistic(start.head, *given, **settings, examples_per_chunk=7)
+    torch.testing.assert_close(parts.weight, whole.weight, atol=1e-4, rtol=0)
 
 
 def test_a_regression_comes_to_its_end_also_where_keys_are_nearly_alike() -> None:

@@ -246,7 +246,7 @@ def test_settings_of_products_are_put_back() -> None:
 
 
 def test_perplexity_is_that_of_a_loop_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "LOGITS_PER_CHUNK", 10)
+    monkeypatch.setattr(training, "SCORED_TOKENS_PER_CHUNK", 10)
     model, tokens = a_model(), torch.randint(11, (37,))
     state, total = model.initial_state(1), 0.0
     for word, following in itertools.pairwise(tokens):

@@ -32,6 +32,7 @@ from mbpa.errors import MissingExtraError
 
 PLAIN: dict[str, Any] = {"smallest_crop": 1.0, "colour": 0.0, "cutmix": 0.0, "weight_decay": 5e-4}
 TINY = Pretraining(width=4, epochs=4, batch=16, lr=0.05, **PLAIN)
+FIVE_EPOCHS = replace(TINY, epochs=5)
 
 
 def context(folder: Path) -> Context:
@@ -305,16 +306,24 @@ def test_it_learns_on_a_gpu_in_half_precision_and_goes_on(tmp_path: Path) -> Non
         assert (network.fc(found).argmax(1) == test.labels).float().mean() > 0.9
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> ResNet:
+    """A network whose training was never interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    return pretrain(FIVE_EPOCHS, pictures(), 2, 3, context(folder), "split")
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(-1.0, [0, 1, 2, 3, 3, 4]), (1e9, [0, 1, 2, 3, 0, 1, 2, 3, 4])]
 )
 def test_training_goes_on_where_it_was_last_saved(
-    seconds: float, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float,
+    expected: list[int],
+    whole: ResNet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = replace(TINY, epochs=5)
-    whole = pretrain(settings, pictures(), 2, 3, context(tmp_path / "whole"), "split")
     epochs: list[int] = []
-    monkeypatch.setattr(pretraining, "EPOCH_SAVE_EVERY_S", seconds)
     real = pretraining._epoch
 
     def watched(*arguments: object) -> None:
@@ -326,8 +335,8 @@ def test_training_goes_on_where_it_was_last_saved(
 
     monkeypatch.setattr(pretraining, "_epoch", watched)
     with pytest.raises(KeyboardInterrupt):
-        pretrain(settings, pictures(), 2, 3, context(tmp_path / "cut"), "split")
-    resumed = pretrain(settings, pictures(), 2, 3, context(tmp_path / "cut"), "split")
+        pretrain(FIVE_EPOCHS, pictures(), 2, 3, context(tmp_path / "cut"), "split", seconds)
+    resumed = pretrain(FIVE_EPOCHS, pictures(), 2, 3, context(tmp_path / "cut"), "split", seconds)
     assert epochs == expected
     for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, theirs)
