@@ -46,13 +46,13 @@ def main() -> int:
     name = f"{chosen.type}-part" if arguments.only else chosen.type
     out = arguments.out or Path("results/benchmarks") / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"machine": machine(chosen), "parts": {}}
+    report: dict[str, Any] = {"machine": describe_machine(chosen), "parts": {}}
     failed = False
     for name, result in parts(chosen, arguments):
         failed |= name == "failed"
         report["parts"].setdefault(name, []).append(result)
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(line(name, result), flush=True)
+        print(format_result(name, result), flush=True)
     print(f"written to {out}")
     return int(failed)
 
@@ -69,14 +69,17 @@ def names(device: torch.device) -> list[str]:
 def measurements(device: torch.device, budget: float) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield all measurements with their names; the first word names the part of the report."""
     is_gpu = device.type == "cuda"
-    for case in adaptation.CASES[device.type]:
-        yield f"adaptation {case.name}", partial(adaptation.measure, case, device, budget)
+    for case in adaptation.ADAPTATION_CASES[device.type]:
+        yield (
+            f"adaptation {case.name}",
+            partial(adaptation.measure_adaptation, case, device, budget),
+        )
     for kind in retrieval.KINDS:
         entries = 400_000 if is_gpu else 20_000
         for batch in (1, 64, 1024) if is_gpu else (1, 64):
             yield (
                 f"retrieval {kind}",
-                partial(retrieval.measure, kind, entries, 512, 50, batch, device, budget),
+                partial(retrieval.measure_retrieval, kind, entries, 512, 50, batch, device, budget),
             )
         if is_gpu:
             yield (
@@ -101,7 +104,7 @@ def parts(device: torch.device, arguments: argparse.Namespace) -> Iterator[tuple
         yield "curves", adaptation.curves(device, arguments.seconds / 2)
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     rates = measure_throughput(device)
     known = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -113,7 +116,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {**known, "measured": {"operations": rates.operations, "bytes": rates.bytes}}
 
 
-def line(part: str, result: dict[str, Any]) -> str:
+def format_result(part: str, result: dict[str, Any]) -> str:
     """Return a result in one line."""
     if part == "curves":
         return "curves of " + ", ".join(result)

@@ -18,7 +18,7 @@ from torch import nn
 
 import mbpa
 from benchmarks.oracle import adapt_one
-from benchmarks.timing import seconds
+from benchmarks.timing import time_in_turns
 from mbpa.adaptation import Problem
 from mbpa.adaptation.engine import SOLVERS
 from mbpa.adaptation.per_query import functional
@@ -55,7 +55,7 @@ class Case:
 
 GRADIENT = mbpa.Gradient(0.1, 10)
 LINEAR = Case("linear, 10 steps", GRADIENT)
-CASES = {
+ADAPTATION_CASES = {
     "cuda": [
         LINEAR,
         replace(LINEAR, name="linear, 1 step", rule=mbpa.Gradient(0.1, 1)),
@@ -85,7 +85,7 @@ CASES = {
 }
 
 
-def measure(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
+def measure_adaptation(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
     """Check and time a case; times are in microseconds per query."""
     runs = _Runs(case, device)
     with own_precision(runs.queries):
@@ -93,7 +93,7 @@ def measure(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
         if not error <= tolerance:
             raise AssertionError(f"{case.name}: off by {error:.1e}, more than {tolerance:.1e}")
         batch = case.batch
-        engine = seconds(
+        engine = time_in_turns(
             {
                 "adaptation": runs.solver(path),
                 "engine": runs.engine,
@@ -103,9 +103,10 @@ def measure(case: Case, device: torch.device, budget: float) -> dict[str, Any]:
             device,
             budget,
         )
-        slow = seconds({"loop": runs.loop}, device, budget)
+        slow = time_in_turns({"loop": runs.loop}, device, budget)
         chunked = {
-            chunk: seconds({"": lambda c=chunk: runs.functional(c)}, device, budget / 4)[""] / chunk
+            chunk: time_in_turns({"": lambda c=chunk: runs.functional(c)}, device, budget / 4)[""]
+            / chunk
             for chunk in (1, 4, 16, 64, 128, 256, 512, 1024, 2048)
             if chunk <= batch
         }
@@ -271,7 +272,7 @@ CURVES = {
 }
 
 
-def varied(case: Case, axis: str, value: int) -> Case:
+def vary_case(case: Case, axis: str, value: int) -> Case:
     """Return the case with one of its sizes changed."""
     if axis == "k":
         return replace(case, k=value)
@@ -286,17 +287,19 @@ def varied(case: Case, axis: str, value: int) -> Case:
 
 def curves(device: torch.device, budget: float) -> dict[str, dict[str, list[float]]]:
     """Return microseconds per query as a function of each size, the others as in the first case."""
-    base = CASES[device.type][0]
+    base = ADAPTATION_CASES[device.type][0]
     found: dict[str, dict[str, list[float]]] = {}
     for axis, values in CURVES.items():
         points = {"values": [], "engine": [], "torch.func": []}
         for value in values:
-            runs = _Runs(varied(base, axis, value), device)
+            runs = _Runs(vary_case(base, axis, value), device)
             batch = runs.case.batch
             chunk = min(batch, 64 if device.type == "cuda" else 8)
             with own_precision(runs.queries):
-                took = seconds({"engine": runs.engine}, device, budget)
-                slow = seconds({"": lambda r=runs, c=chunk: r.functional(c)}, device, budget / 4)
+                took = time_in_turns({"engine": runs.engine}, device, budget)
+                slow = time_in_turns(
+                    {"": lambda r=runs, c=chunk: r.functional(c)}, device, budget / 4
+                )
             points["values"].append(value)
             points["engine"].append(1e6 * took["engine"] / batch)
             points["torch.func"].append(1e6 * slow[""] / chunk)

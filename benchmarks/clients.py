@@ -25,7 +25,7 @@ from mbpa.serve.run_info import RunInfo, write_run
 
 EXAMPLES, LABELS, DIM = 15_000, 150, 384
 PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=10.0, steps=20), k=20)
-BODIES = 500  # distinct requests
+DISTINCT_REQUESTS = 500  # distinct requests
 
 # The run and its server
 
@@ -74,7 +74,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(run: Path) -> Iterator[Server]:
+def start_server(run: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "mbpa.cli", "serve", str(run), "--port", "0"]
     # In a session of its own, so that an interrupt of the client does not reach the server.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -128,10 +128,12 @@ def request(path: str, content: Any) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def predictions() -> list[bytes]:
+def make_prediction_requests() -> list[bytes]:
     generator = torch.Generator().manual_seed(1)
-    places = torch.nn.functional.normalize(torch.randn(BODIES, DIM, generator=generator), dim=1)
-    return [request("/predict", {"embeddings": [row]}) for row in _rounded(places)]
+    places = torch.nn.functional.normalize(
+        torch.randn(DISTINCT_REQUESTS, DIM, generator=generator), dim=1
+    )
+    return [request("/predict", {"embeddings": [row]}) for row in _round_keys(places)]
 
 
 def lessons() -> Iterator[bytes]:
@@ -141,11 +143,12 @@ def lessons() -> Iterator[bytes]:
         keys = torch.nn.functional.normalize(torch.randn(3, DIM, generator=generator), dim=1)
         label = f"label {number % LABELS:03}" if number % 2 else f"new {number % 20}"
         yield request(
-            "/learn", {"examples": [{"label": label, "embedding": row} for row in _rounded(keys)]}
+            "/learn",
+            {"examples": [{"label": label, "embedding": row} for row in _round_keys(keys)]},
         )
 
 
-def _rounded(keys: torch.Tensor) -> list[list[float]]:
+def _round_keys(keys: torch.Tensor) -> list[list[float]]:
     return [[round(number, 7) for number in row] for row in keys.tolist()]
 
 

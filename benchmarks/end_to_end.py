@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
-from benchmarks.timing import seconds
+from benchmarks.timing import time_in_turns
+from experiments.measures import wait_for_device
 
 
 def measure_prediction(batch: int, device: torch.device, budget: float) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def measure_prediction(batch: int, device: torch.device, budget: float) -> dict[
     def predict(name: str) -> Callable[[], Tensor]:
         return lambda: models[name](keys=batches[next(turns[name]) % len(batches)])
 
-    took = seconds({name: predict(name) for name in models}, device, budget)
+    took = time_in_turns({name: predict(name) for name in models}, device, budget)
     return {
         "case": f"whole prediction, batch {batch}",
         "milliseconds": {name: 1e3 * each for name, each in took.items()},
@@ -49,7 +50,7 @@ def measure_prediction(batch: int, device: torch.device, budget: float) -> dict[
 
 def measure_stream(device: torch.device, block: int) -> dict[str, Any]:
     """Measure all words of the PTB test set, N 5,000, K 256, T 1, states given, in seconds."""
-    words, source = _words()
+    words, source = _load_words()
     classes, size = 10_000, 268
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(classes, size, generator=generator)
@@ -65,7 +66,7 @@ def measure_stream(device: torch.device, block: int) -> dict[str, Any]:
             memory=mbpa.ExactMemory(5_000, size, device=device),
             predictor=mbpa.Adapted(mbpa.Gradient(1.0), k=256),
         )
-        _wait(device)
+        wait_for_device(device)
         start = time.perf_counter()
         scores = mbpa.score_stream(model, states, targets, block=block)
         total = float(scores.mean())
@@ -80,7 +81,7 @@ def measure_stream(device: torch.device, block: int) -> dict[str, Any]:
     }
 
 
-def _words() -> tuple[Tensor, str]:
+def _load_words() -> tuple[Tensor, str]:
     path = Path(os.environ.get("MBPA_DATA") or ".") / "ptb" / "ptb.test.txt.xz"
     if not path.is_file():
         generator = torch.Generator().manual_seed(0)
@@ -100,8 +101,3 @@ def _states(vectors: Tensor, words: Tensor) -> Tensor:
         state = 0.6 * state + 0.4 * vector
         states.append(state)
     return torch.stack(states)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

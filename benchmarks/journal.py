@@ -21,12 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import markdown, replaced, write
+from benchmarks.tables import DocumentTable, format_rows
 from mbpa.serve.journal import Journal
 
-NAME = "journal"
 TEXT, KEY = "a sentence of some forty characters, or so", bytes(4 * 384)
-CASES = {
+JOURNAL_CALLS = {
     "one text": [("label", TEXT, None)],
     "one text and its key of 384 numbers": [("label", TEXT, KEY)],
     "100 texts": [("label", TEXT, None)] * 100,
@@ -44,23 +43,25 @@ def main() -> int:
     parser.add_argument("--document", type=Path, default=Path("docs/serving.md"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        report = measured(Path(folder), arguments.seconds)
-    print(table(report))
-    write(report, arguments.out, arguments.document, refreshed)
+        report = measure_journal(Path(folder), arguments.seconds)
+    print(format_journal(report))
+    JOURNAL_TABLE.publish(report, arguments.out, arguments.document)
     return 0
 
 
-def measured(folder: Path, seconds: float) -> dict[str, Any]:
+def measure_journal(folder: Path, seconds: float) -> dict[str, Any]:
     report: dict[str, Any] = {
         "machine": {"sqlite": sqlite3.sqlite_version, "python": platform.python_version()},
-        "flush_ms": flushing(folder / "flushed", seconds),
-        "left_behind": [left_behind(folder / f"deleted {seed}", seed) for seed in range(DATABASES)],
+        "flush_ms": time_flush(folder / "flushed", seconds),
+        "left_behind": [
+            count_left_behind(folder / f"deleted {seed}", seed) for seed in range(DATABASES)
+        ],
         "calls": {},
     }
-    for name, call in CASES.items():
+    for name, call in JOURNAL_CALLS.items():
         print(f"{name} …", file=sys.stderr, flush=True)
         with Journal(folder / name) as journal:
-            report["calls"][name] = _repeated(lambda j=journal, c=call: j.learn(c), seconds)
+            report["calls"][name] = _repeat(lambda j=journal, c=call: j.learn(c), seconds)
     print(f"{MANY} examples …", file=sys.stderr, flush=True)
     with Journal(folder / "many") as journal:
         journal.learn([("label", TEXT, KEY)] * MANY)
@@ -69,7 +70,7 @@ def measured(folder: Path, seconds: float) -> dict[str, Any]:
         assert len(list(journal.examples())) == MANY
         report["opening_seconds"] = time.perf_counter() - start
         ids = itertools.count(1)
-        report["calls"]["forget one"] = _repeated(lambda: journal.forget([next(ids)]), seconds)
+        report["calls"]["forget one"] = _repeat(lambda: journal.forget([next(ids)]), seconds)
         start = time.perf_counter()
         journal.forget(label="label")
         report["forgetting_seconds"] = time.perf_counter() - start
@@ -77,7 +78,7 @@ def measured(folder: Path, seconds: float) -> dict[str, Any]:
     return report
 
 
-def flushing(path: Path, seconds: float) -> float:
+def time_flush(path: Path, seconds: float) -> float:
     """Return the median time to write and flush one page, in milliseconds."""
     with path.open("wb", buffering=0) as file:
 
@@ -85,10 +86,10 @@ def flushing(path: Path, seconds: float) -> float:
             file.write(bytes(4096))
             os.fsync(file.fileno())
 
-        return float(_repeated(flush, seconds / 3)["median_ms"])
+        return float(_repeat(flush, seconds / 3)["median_ms"])
 
 
-def left_behind(path: Path, seed: int) -> int:
+def count_left_behind(path: Path, seed: int) -> int:
     """Count the deleted texts still readable in a database, despite SQLite's `secure_delete`."""
     draw, live = random.Random(seed), {}
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
@@ -108,7 +109,7 @@ def left_behind(path: Path, seed: int) -> int:
     return len(found) - len(live)
 
 
-def _repeated(call: Any, seconds: float) -> dict[str, float]:
+def _repeat(call: Any, seconds: float) -> dict[str, float]:
     took: list[float] = []
     end = time.perf_counter() + seconds
     while not took or (time.perf_counter() < end and len(took) < MANY // 3):  # keeps some examples
@@ -118,12 +119,7 @@ def _repeated(call: Any, seconds: float) -> dict[str, float]:
     return {"a_second": len(took) / sum(took), "median_ms": 1e3 * statistics.median(took)}
 
 
-def refreshed(page: str, report: dict[str, Any]) -> str:
-    """Return the document with its table rebuilt from the results."""
-    return replaced(page, NAME, table(report))
-
-
-def table(report: dict[str, Any]) -> str:
+def format_journal(report: dict[str, Any]) -> str:
     rows = [["call", "answered a second", "median"]]
     for name, found in report["calls"].items():
         rows.append([name, f"{found['a_second']:.0f}", f"{found['median_ms']:.1f} ms"])
@@ -134,7 +130,10 @@ def table(report: dict[str, Any]) -> str:
         f"{report['machine']['sqlite']} deleted from {DATABASES} databases of {ROWS:,} rows, with "
         f"`secure_delete`, {sum(report['left_behind'])} texts could still be read from the files.*"
     )
-    return f"{markdown(rows)}\n{note}\n"
+    return f"{format_rows(rows)}\n{note}\n"
+
+
+JOURNAL_TABLE = DocumentTable("journal", format_journal)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,18 +21,17 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import mbpa
-from benchmarks.tables import markdown, replaced, write
+from benchmarks.tables import DocumentTable, format_rows, format_spread
 from experiments import data
 from mbpa.encoders import text
 from mbpa.explorer import review
 from mbpa.serve import teaching, training
 from mbpa.serve.journal import Example
 
-NAME = "mislabelled"
 SHARE = 0.05  # share of the labels that are replaced
-NEAR = 10  # nearest examples with another label, one of which provides the wrong label
+NEAR_EXAMPLES = 10  # nearest examples with another label, one of which provides the wrong label
 DRAWS = 5
-FIRST = 100  # length of the beginning of the list that is reported
+LISTED_FIRST = 100  # length of the beginning of the list that is reported
 VOTE, ADAPTED, HEAD = "vote", "adapted head, left out", "head alone"
 
 
@@ -44,7 +42,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/mislabelled.json"))
     parser.add_argument("--document", type=Path, default=Path("docs/explorer.md"))
     arguments = parser.parse_args()
-    keys, labels = embedded(arguments.cache.expanduser())
+    keys, labels = embed_sentences(arguments.cache.expanduser())
     report: dict[str, Any] = {
         "machine": {"torch": str(torch.__version__), "python": platform.python_version()},
         "data": "Banking77, training sentences",
@@ -54,19 +52,19 @@ def main() -> int:
         "kinds": {},
     }
     for kind, plant in KINDS.items():
-        draws = [compared(keys, labels, plant, seed) for seed in range(arguments.draws)]
+        draws = [compare_methods(keys, labels, plant, seed) for seed in range(arguments.draws)]
         report["kinds"][kind] = {
             method: {
                 measure: [draw[method][measure] for draw in draws] for measure in draws[0][VOTE]
             }
             for method in draws[0]
         }
-    print(table(report))
-    write(report, arguments.out, arguments.document, refreshed)
+    print(format_mislabelled(report))
+    MISLABELLED_TABLE.publish(report, arguments.out, arguments.document)
     return 0
 
 
-def embedded(cache: Path) -> tuple[Tensor, Tensor]:
+def embed_sentences(cache: Path) -> tuple[Tensor, Tensor]:
     """Return the keys and labels."""
     sentences = data.banking77().train
     encoder = text.encoder()
@@ -87,8 +85,8 @@ def of_a_near_one(
 ) -> Tensor:
     scores = keys[places] @ keys.T
     scores[labels[places][:, None] == labels] = -1.0
-    near = scores.topk(NEAR, dim=1).indices
-    chosen = torch.randint(NEAR, (len(places), 1), generator=generator)
+    near = scores.topk(NEAR_EXAMPLES, dim=1).indices
+    chosen = torch.randint(NEAR_EXAMPLES, (len(places), 1), generator=generator)
     return labels[near.gather(1, chosen)[:, 0]]
 
 
@@ -101,7 +99,7 @@ KINDS: dict[str, Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]] = 
 # Methods that doubt labels
 
 
-def compared(
+def compare_methods(
     keys: Tensor,
     labels: Tensor,
     plant: Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor],
@@ -122,7 +120,7 @@ def compared(
         hits = wrong[order]
         found[method] = {
             "average_precision": average_precision(hits),
-            "found_among_the_first": int(hits[:FIRST].sum()),
+            "found_among_the_first": int(hits[:LISTED_FIRST].sum()),
             "seconds": seconds,
         }
         print(f"{plant.__name__}, draw {seed}, {method}: {found[method]}", flush=True)
@@ -145,7 +143,7 @@ def doubts_of_the_vote(keys: Tensor, given: Tensor, seed: int) -> Tensor:
 def doubts_of_the_adapted_head(keys: Tensor, given: Tensor, seed: int) -> Tensor:
     memory = mbpa.ExactMemory(len(keys), keys.shape[1])
     memory.write(keys, given)
-    head = trained(keys, given, seed)
+    head = train_head(keys, given, seed)
     model = mbpa.MbPA(head=head, memory=memory, predictor=teaching.DEFAULT)
     left_out = mbpa.leave_one_out(model)
     assert torch.equal(left_out.ids, torch.arange(len(keys)))
@@ -153,10 +151,10 @@ def doubts_of_the_adapted_head(keys: Tensor, given: Tensor, seed: int) -> Tensor
 
 
 def doubts_of_the_head(keys: Tensor, given: Tensor, seed: int) -> Tensor:
-    return doubts(trained(keys, given, seed)(keys).log_softmax(1), given)
+    return doubts(train_head(keys, given, seed)(keys).log_softmax(1), given)
 
 
-def trained(keys: Tensor, given: Tensor, seed: int) -> nn.Linear:
+def train_head(keys: Tensor, given: Tensor, seed: int) -> nn.Linear:
     """Train a head as `mbpa teach` does, with the wrong labels."""
     held = training.held_out(given, torch.Generator().manual_seed(seed))
     classes = int(given.max()) + 1
@@ -182,27 +180,26 @@ DOUBTS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
 # The document
 
 
-def refreshed(page: str, report: dict[str, Any]) -> str:
-    """Return the document with its table rebuilt from the results."""
-    return replaced(page, NAME, table(report))
-
-
-def table(report: dict[str, Any]) -> str:
-    rows = [["replaced by", *(f"{m}: average precision" for m in DOUBTS), f"{VOTE}: first {FIRST}"]]
+def format_mislabelled(report: dict[str, Any]) -> str:
+    rows = [
+        [
+            "replaced by",
+            *(f"{m}: average precision" for m in DOUBTS),
+            f"{VOTE}: first {LISTED_FIRST}",
+        ]
+    ]
     for kind, methods in report["kinds"].items():
-        cells = [_spread(methods[method]["average_precision"], 3) for method in DOUBTS]
-        cells.append(_spread(methods[VOTE]["found_among_the_first"], 0))
+        cells = [format_spread(methods[method]["average_precision"], 3) for method in DOUBTS]
+        cells.append(format_spread(methods[VOTE]["found_among_the_first"], 0))
         rows.append([kind, *cells])
     note = (
         f"*{report['data']}, {report['replaced']} of {report['examples']:,} labels replaced; "
         f"mean ± standard deviation over {report['draws']} draws.*"
     )
-    return f"{markdown(rows)}\n{note}\n"
+    return f"{format_rows(rows)}\n{note}\n"
 
 
-def _spread(numbers: list[float], digits: int) -> str:
-    spread = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
-    return f"{statistics.mean(numbers):.{digits}f} ± {spread:.{digits}f}"
+MISLABELLED_TABLE = DocumentTable("mislabelled", format_mislabelled)
 
 
 if __name__ == "__main__":

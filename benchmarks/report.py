@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import LIMITS
+from benchmarks.tables import replace_block
 
 
 def main() -> None:
@@ -17,9 +18,9 @@ def main() -> None:
     parser.add_argument("--document", type=Path, default=Path("docs/engine.md"))
     parser.add_argument("--figure", type=Path, default=Path("docs/engine.png"))
     arguments = parser.parse_args()
-    found = reports(arguments.results)
+    found = read_reports(arguments.results)
     page = arguments.document.read_text("utf-8")
-    arguments.document.write_text(refresh(page, found), "utf-8")
+    arguments.document.write_text(refresh_tables(page, found), "utf-8")
     print(f"tables: {arguments.document}")
     curves = {
         device: report["parts"]["curves"][0]
@@ -27,11 +28,11 @@ def main() -> None:
         if "curves" in report["parts"]
     }
     if curves:
-        draw(curves, arguments.figure)
+        draw_curves(curves, arguments.figure)
         print(f"figure: {arguments.figure}")
 
 
-def reports(folder: Path) -> dict[str, dict[str, Any]]:
+def read_reports(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the measurements, by device."""
     found = (folder / f"{device}.json" for device in ("cpu", "cuda"))
     return {path.stem: json.loads(path.read_text()) for path in found if path.exists()}
@@ -43,16 +44,20 @@ def adaptation_table(results: list[dict[str, Any]], with_limit: bool) -> str:
     rows = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
     for result in results:
         micro = result["microseconds"]
-        cells = [described(result), result["path"], *(_rounded(micro[name]) for name in names)]
-        cells += [_rounded(micro["loop"] / micro["engine"]), f"{result['error']:.0e}"]
+        cells = [
+            describe_case(result),
+            result["path"],
+            *(_round_number(micro[name]) for name in names),
+        ]
+        cells += [_round_number(micro["loop"] / micro["engine"]), f"{result['error']:.0e}"]
         if with_limit:
             least = max(result[kind] / LIMITS[kind] for kind in ("operations", "bytes"))
-            cells.append(_rounded(1e6 * least))
+            cells.append(_round_number(1e6 * least))
         rows.append(cells)
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
-def described(result: dict[str, Any]) -> str:
+def describe_case(result: dict[str, Any]) -> str:
     """Describe a case by its sizes."""
     *sizes, classes = result["sizes"]
     rule, _, settings = result["rule"].partition("(")
@@ -63,25 +68,23 @@ def described(result: dict[str, Any]) -> str:
     return ", ".join(told + ([rule] if rule != "Gradient" else []))
 
 
-def _rounded(number: float) -> str:
+def _round_number(number: float) -> str:
     """Format a number to three significant digits, or two if it is below 1."""
     if number >= 100:
         return f"{float(f'{number:.3g}'):,.0f}"
     return f"{number:.3g}" if number >= 1 else f"{number:.2g}"
 
 
-def refresh(page: str, reports: dict[str, dict[str, Any]]) -> str:
+def refresh_tables(page: str, reports: dict[str, dict[str, Any]]) -> str:
     """Return the document with each table between its two markers rebuilt from the results."""
     for device, report in reports.items():
         table = adaptation_table(report["parts"]["adaptation"], device == "cuda")
-        begin, end = f"<!-- benchmarks: {device} -->\n", "<!-- end of benchmarks -->"
-        before, found, rest = page.partition(begin)
-        if found:
-            page = before + begin + table + rest[rest.index(end) :]
+        if f"<!-- benchmarks: {device} -->\n" in page:
+            page = replace_block(page, device, table)
     return page
 
 
-def draw(curves: dict[str, dict[str, Any]], path: Path) -> None:
+def draw_curves(curves: dict[str, dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

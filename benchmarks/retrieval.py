@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mbpa
-from benchmarks.timing import seconds
+from benchmarks.timing import time_in_turns
 from mbpa.memory import base
 
 KINDS = "random", "clustered"
@@ -32,7 +32,7 @@ def some_keys(kind: str, count: int, size: int, device: torch.device, seed: int)
     return centers[chosen] + 0.5 * normal(count, size)
 
 
-def measure(
+def measure_retrieval(
     kind: str, entries: int, size: int, k: int, batch: int, device: torch.device, budget: float
 ) -> dict[str, Any]:
     """Measure a read of float32 keys, in milliseconds per batch."""
@@ -50,7 +50,7 @@ def measure(
 
     found = memory.read(batches[0][:32], k)
     missed = recall_lost(found.ids, keys, batches[0][:32], k)
-    took = seconds(
+    took = time_in_turns(
         {
             "read, no keys": lambda: memory.read(queries(), k, keys_for=0),
             "read": lambda: memory.read(queries(), k),
@@ -67,7 +67,7 @@ def measure(
         "k": k,
         "batch": batch,
         "recall": 1 - missed,
-        "searched again": searched_again(memory, batches[0], k),
+        "searched again": measure_repeats(memory, batches[0], k),
         "milliseconds": {name: 1e3 * each for name, each in took.items()},
         "operations": 2.0 * batch * entries * size,
         "bytes": float(half * entries * size),
@@ -86,17 +86,17 @@ def recall_lost(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> float:
     return lost / (k * len(queries))
 
 
-def searched_again(memory: mbpa.Memory, queries: Tensor, k: int) -> float:
+def measure_repeats(memory: mbpa.Memory, queries: Tensor, k: int) -> float:
     """Return the share of queries for which the first search was not certain."""
     again, unsure_rows = 0, base.unsure_rows
 
-    def counted(*arguments: Any) -> Tensor:
+    def count(*arguments: Any) -> Tensor:
         nonlocal again
         rows = unsure_rows(*arguments)
         again += len(rows)
         return rows
 
-    base.unsure_rows = counted
+    base.unsure_rows = count
     try:
         memory.read(queries, k, keys_for=0)
     finally:
@@ -123,7 +123,7 @@ def measure_millions(
         batches = [some_keys(kind, batch, size, device, 1000 + turn) for turn in range(4)]
         turn = iter(range(1 << 30))
         work = {"": lambda b=batches, t=turn: memory.read(b[next(t) % 4], 50, keys_for=0)}
-        took[str(batch)] = 1e3 * seconds(work, device, budget)[""]
+        took[str(batch)] = 1e3 * time_in_turns(work, device, budget)[""]
     queries = batches[0][:16]
     entries_held = memory.entries()
     found = memory.read(queries, 50)
@@ -134,7 +134,7 @@ def measure_millions(
         "key size": size,
         "k": 50,
         "recall": 1 - recall_lost(place, entries_held.keys, queries, 50),
-        "searched again": searched_again(memory, batches[0], 50),
+        "searched again": measure_repeats(memory, batches[0], 50),
         "writes a second, empty": rates[1],
         "writes a second, full": when_full,
         "milliseconds by batch": took,

@@ -36,13 +36,12 @@ from benchmarks.clients import (
     Server,
     Tally,
     lessons,
+    make_prediction_requests,
     make_run,
-    predictions,
     request,
-    served,
+    start_server,
 )
-from benchmarks.serving_tables import refreshed
-from benchmarks.tables import write
+from benchmarks.serving_tables import SERVING_TABLE
 from mbpa.serve.classifier import Classifier
 
 LESSONS = 10  # per second, during steady teaching
@@ -64,12 +63,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         make_run(run)
-        report: dict[str, Any] = {"machine": machine(), "starting": starting(run)}
-        with served(run) as server:
-            report |= asyncio.run(measured(server, arguments.seconds))
+        report: dict[str, Any] = {"machine": describe_serving(), "starting": starting(run)}
+        with start_server(run) as server:
+            report |= asyncio.run(measure_rates(server, arguments.seconds))
             if arguments.soak:
-                report["soak"] = asyncio.run(soaked(server, run, arguments.soak))
-    write(report, arguments.out, arguments.document, refreshed)
+                report["soak"] = asyncio.run(soak(server, run, arguments.soak))
+    SERVING_TABLE.publish(report, arguments.out, arguments.document)
     return 0
 
 
@@ -86,8 +85,8 @@ def starting(run: Path) -> dict[str, float]:
     return {"examples": EXAMPLES, "seconds": loaded}
 
 
-async def measured(server: Server, seconds: float) -> dict[str, Any]:
-    bodies = predictions()
+async def measure_rates(server: Server, seconds: float) -> dict[str, Any]:
+    bodies = make_prediction_requests()
     await closed_loop(server, bodies, 16, min(3.0, seconds))  # warm
     report: dict[str, Any] = {"idle": {}, "taught": {}, "taught_without_pause": {}}
     for clients in (1, 16, 64):
@@ -198,7 +197,7 @@ async def teaching(server: Server, pause: float) -> AsyncIterator[Tally]:
             await task
 
 
-async def soaked(server: Server, run: Path, seconds: float) -> dict[str, Any]:
+async def soak(server: Server, run: Path, seconds: float) -> dict[str, Any]:
     """Teach and forget continuously while other clients query; measure the server's resources."""
     samples: list[dict[str, float]] = []
     counts = Counter(lessons=0, taught=0, forgotten=0)
@@ -210,12 +209,12 @@ async def soaked(server: Server, run: Path, seconds: float) -> dict[str, Any]:
             for body in lessons():
                 if time.perf_counter() - start > seconds:
                     return
-                kept += await _answered(client, body)
+                kept += await _send_until_answered(client, body)
                 counts["lessons"] += 1
                 if len(kept) > KEPT:
                     gone, kept = kept[: KEPT // 2], kept[KEPT // 2 :]
                     body = request("/forget", {"ids": gone})
-                    counts["forgotten"] += len(await _answered(client, body))
+                    counts["forgotten"] += len(await _send_until_answered(client, body))
                 counts["taught"] = counts["forgotten"] + len(kept)
 
     async def watch() -> None:
@@ -223,12 +222,14 @@ async def soaked(server: Server, run: Path, seconds: float) -> dict[str, Any]:
             for number in range(SAMPLES + 1):
                 due = start + number * seconds / SAMPLES
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                samples.append(_held(server, run) | {"second": round(time.perf_counter() - start)})
+                samples.append(
+                    _measure_held(server, run) | {"second": round(time.perf_counter() - start)}
+                )
                 bar.set_postfix_str(f"{samples[-1]['resident_mb']:.0f} MB", refresh=False)
                 bar.update(bool(number))
 
     asked, _, _ = await asyncio.gather(
-        closed_loop(server, predictions(), ASKING, seconds), teach(), watch()
+        closed_loop(server, make_prediction_requests(), ASKING, seconds), teach(), watch()
     )
     show(f"{ASKING} clients, soak", asked)
     return {
@@ -240,7 +241,7 @@ async def soaked(server: Server, run: Path, seconds: float) -> dict[str, Any]:
     }
 
 
-async def _answered(client: Client, body: bytes) -> list[int]:
+async def _send_until_answered(client: Client, body: bytes) -> list[int]:
     """Send a request, retrying while the server is too busy; return the ids in the response."""
     while True:
         status, answer = await client.send(body)
@@ -251,7 +252,7 @@ async def _answered(client: Client, body: bytes) -> list[int]:
         await asyncio.sleep(1)
 
 
-def _held(server: Server, run: Path) -> dict[str, float]:
+def _measure_held(server: Server, run: Path) -> dict[str, float]:
     files = sum(path.stat().st_size for path in run.glob("journal*"))
     return {"resident_mb": server.resident_bytes / 1e6, "journal_mb": files / 1e6}
 
@@ -266,7 +267,7 @@ def show(what: str, tally: Tally) -> None:
     )
 
 
-def machine() -> dict[str, Any]:
+def describe_serving() -> dict[str, Any]:
     return {
         "cores": os.cpu_count(),
         "torch": torch.__version__,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables import markdown, replaced
-
-NAME = "serving"
+from benchmarks.tables import DocumentTable, format_rows
 
 
-def refreshed(page: str, report: dict[str, Any]) -> str:
-    """Return the document with its table rebuilt from the results."""
-    lines = [_overload(report["overload"]), *([_soak(report["soak"])] if "soak" in report else [])]
-    return replaced(page, NAME, "\n".join([table(report), *lines]) + "\n")
+def format_serving(report: dict[str, Any]) -> str:
+    lines = [
+        _describe_overload(report["overload"]),
+        *([_describe_soak(report["soak"])] if "soak" in report else []),
+    ]
+    return "\n".join([_format_rates(report), *lines]) + "\n"
 
 
-def table(report: dict[str, Any]) -> str:
+def _format_rates(report: dict[str, Any]) -> str:
     rows = [["clients", "a second", "median", "99%", "99%, taught", "ratio", "lessons, median"]]
     for clients, idle in report["idle"].items():
         taught = report["taught"][clients]
@@ -34,10 +34,10 @@ def table(report: dict[str, Any]) -> str:
         f"labels, server and clients on {machine['cores']} cores; taught: "
         f"{machine['lessons_a_second']} lessons of three examples a second meanwhile.*"
     )
-    return f"{markdown(rows)}\n{note}\n"
+    return f"{format_rows(rows)}\n{note}\n"
 
 
-def _overload(found: dict[str, Any]) -> str:
+def _describe_overload(found: dict[str, Any]) -> str:
     during, after = found["during"], found["after"]
     shed = during["statuses"].get("429", 0)
     total = sum(during["statuses"].values())
@@ -51,7 +51,7 @@ def _overload(found: dict[str, Any]) -> str:
     )
 
 
-def _soak(found: dict[str, Any]) -> str:
+def _describe_soak(found: dict[str, Any]) -> str:
     settled = found["samples"][len(found["samples"]) // 10 :]
     half = len(settled) // 2
     memory = [
@@ -68,3 +68,6 @@ def _soak(found: dict[str, Any]) -> str:
         f"predictions made, the process held {memory[0]} in the first half and {memory[1]} in the "
         f"second, and the journal at most {max(each['journal_mb'] for each in settled):.0f} MB.\n"
     )
+
+
+SERVING_TABLE = DocumentTable("serving", format_serving)

@@ -22,8 +22,8 @@ from experiments.images import incremental, presets, task
 from experiments.language import config as language
 from experiments.language.corpus import read_corpus
 from experiments.language.evaluation import first_word
-from experiments.language.passage import read_passage, retrieved
-from experiments.language.training import trained
+from experiments.language.passage import read_passage, retrieve
+from experiments.language.training import train_or_load
 from experiments.workspace import Workspace
 from mbpa.demo import digits
 
@@ -31,7 +31,7 @@ MOST_NEIGHBORS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Questions:
+class KeyQueries:
     """Queries with their answers and neighbours."""
 
     keys: Tensor
@@ -40,23 +40,25 @@ class Questions:
 
 
 @dataclass(frozen=True, eq=False)
-class Situation:
+class KeySituation:
     """One head with its validation and test queries."""
 
     head: nn.Module
-    validation: Questions
-    test: Questions
+    validation: KeyQueries
+    test: KeyQueries
 
 
-def asked(
+def make_situation(
     head: nn.Module, memory: mbpa.Memory, parts: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
-) -> Situation:
+) -> KeySituation:
     """Return a situation in which all queries read the same memory."""
-    found = [Questions(keys, answers, memory.read(keys, MOST_NEIGHBORS)) for keys, answers in parts]
-    return Situation(head, *found)
+    found = [
+        KeyQueries(keys, answers, memory.read(keys, MOST_NEIGHBORS)) for keys, answers in parts
+    ]
+    return KeySituation(head, *found)
 
 
-def embedded_digits(cache: Path) -> Iterator[Situation]:
+def embed_digits(cache: Path) -> Iterator[KeySituation]:
     """Yield the digits of `mbpa demo`: five known, five new, after 100 examples of all ten."""
     settings = digits.DigitsConfig(examples=(100,))
     images = digits.load_images()
@@ -73,16 +75,16 @@ def embedded_digits(cache: Path) -> Iterator[Situation]:
             _step(optimizer, functional.cross_entropy(model.head(key), label))
         model.write(keys=keys, values=here.stream_labels)
         parts = [(model.embed(part.queries), part.answers) for part in (other, here)]
-        yield asked(model.head, memory, (parts[0], parts[1]))
+        yield make_situation(model.head, memory, (parts[0], parts[1]))
 
 
-def pixels(cache: Path) -> Iterator[Situation]:
+def pixels(cache: Path) -> Iterator[KeySituation]:
     """Yield Permuted MNIST: an MLP after five tasks in turn, with 1,000 examples of each stored."""
     tasks, examples, kept, scored = 5, 10_000, 1_000, 100
     images = data.mnist()
     rows, test = (part.images.flatten(1).float() / 255 for part in (images.train, images.test))
     generator = torch.Generator().manual_seed(0)
-    network = networks.initial_network(0, (784, 400, 400, 10))
+    network = networks.make_mlp(0, (784, 400, 400, 10))
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     memory = mbpa.ExactMemory(tasks * kept, 784)
     validation, tested = [], []
@@ -99,20 +101,20 @@ def pixels(cache: Path) -> Iterator[Situation]:
         validation.append((rows[held][:, order], images.train.labels[held]))
         tested.append((test[own][:, order], images.test.labels[own]))
     parts = [tuple(map(torch.cat, zip(*part, strict=True))) for part in (validation, tested)]
-    yield asked(network, memory, (parts[0], parts[1]))
+    yield make_situation(network, memory, (parts[0], parts[1]))
 
 
-def features(cache: Path) -> Iterator[Situation]:
+def features(cache: Path) -> Iterator[KeySituation]:
     """Yield features of a small ResNet: ten known and ten new classes, early in an epoch of all."""
     settings = replace(presets.QUICK, points=(0.1,), part="validation")  # so that some are held out
-    here = task.make_task(settings, _context(cache), seed=1)
+    here = task.make_image_task(settings, _context(cache), seed=1)
     moment = next(iter(incremental.moments(here, settings, seed=1)))
     chosen = torch.randperm(len(here.test), generator=torch.Generator().manual_seed(0))[:1_000]
     parts = (here.validation, here.validation_labels), (here.test[chosen], here.test_labels[chosen])
-    yield asked(moment.head, moment.memory, parts)
+    yield make_situation(moment.head, moment.memory, parts)
 
 
-def sentences(cache: Path) -> Iterator[Situation]:
+def sentences(cache: Path) -> Iterator[KeySituation]:
     """Yield CLINC150: 100 known intents, 50 new ones with three examples each."""
     from mbpa.encoders.text import embedded, encoder
 
@@ -130,33 +132,33 @@ def sentences(cache: Path) -> Iterator[Situation]:
     keys, labels = parts["train"]
     is_known = labels < known
     rank = torch.stack([(labels[: i + 1] == label).sum() for i, label in enumerate(labels)])
-    head = _trained_head(keys[is_known], labels[is_known], known)
+    head = _train_head(keys[is_known], labels[is_known], known)
     memory = mbpa.ExactMemory(len(keys), keys.shape[1])
     model = mbpa.MbPA(head=head, memory=memory, predictor=mbpa.Parametric())
     model.grow(classes=len(intents.names))
     written = is_known | (rank <= shots)
     memory.write(keys[written], labels[written])
-    yield asked(model.head, memory, (parts["valid"], parts["test"]))
+    yield make_situation(model.head, memory, (parts["valid"], parts["test"]))
 
 
-def states(cache: Path) -> Iterator[Situation]:
+def states(cache: Path) -> Iterator[KeySituation]:
     """Yield states of the language experiment's LSTM (preset quick), with 2,000 words stored."""
     settings, context = language.PRESETS["quick"], _context(cache)
     corpus = read_corpus(settings, context)
-    model = trained(settings, corpus, context, seed=0)
+    model = train_or_load(settings, corpus, context, seed=0)
     found = []
     for tokens in (corpus.valid, corpus.test):
         passage = read_passage(model, tokens, first_word(corpus))
-        retrieval = retrieved(passage, settings.memory, MOST_NEIGHBORS)
+        retrieval = retrieve(passage, settings.memory, MOST_NEIGHBORS)
         positions = range(settings.memory, len(passage), 8)
         rows = slice(positions.start, positions.stop, positions.step)
         neighbors = retrieval.neighbors(positions, MOST_NEIGHBORS, len(passage))
-        found.append(Questions(passage.keys[rows], passage.targets[rows], neighbors))
-    yield Situation(model.decoder, *found)
+        found.append(KeyQueries(passage.keys[rows], passage.targets[rows], neighbors))
+    yield KeySituation(model.decoder, *found)
 
 
-KINDS: dict[str, Callable[[Path], Iterator[Situation]]] = {
-    "digits": embedded_digits,
+KINDS: dict[str, Callable[[Path], Iterator[KeySituation]]] = {
+    "digits": embed_digits,
     "MNIST pixels": pixels,
     "image features": features,
     "sentences": sentences,
@@ -168,7 +170,7 @@ def _context(cache: Path) -> Context:
     return Context(torch.device("cpu"), None, Workspace(cache / "work"), False, cache)
 
 
-def _trained_head(keys: Tensor, labels: Tensor, classes: int) -> nn.Linear:
+def _train_head(keys: Tensor, labels: Tensor, classes: int) -> nn.Linear:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         head = nn.Linear(keys.shape[1], classes)

@@ -24,16 +24,16 @@ from torch import Tensor
 from torch.nn import functional
 
 import mbpa
-from benchmarks import tables
-from benchmarks.situations import KINDS, Questions, Situation
-from experiments.language.passage import mixed, perplexity, solved_weights
+from benchmarks.situations import KINDS, KeyQueries, KeySituation
+from benchmarks.tables import DocumentTable, format_rows
+from experiments.language.passage import mix, perplexity, solve_weights
 from mbpa.kernels import neighbor_weights
 from mbpa.memory.neighbors import TENSORS
 
-AT_ONCE = 64  # queries per call
-WATCHED = 30  # queries per situation for which the loss of the neighbours is traced
+QUERIES_PER_BATCH = 64  # queries per call
+WATCHED_QUERIES = 30  # queries per situation for which the loss of the neighbours is traced
 QUARTER = 10**0.25
-PATIENCE = 3  # consecutive worse rates after which the search ends
+MAX_WORSE_RATES = 3  # consecutive worse rates after which the search ends
 
 
 def main() -> int:
@@ -52,36 +52,38 @@ def main() -> int:
         situations = [_fewer(each, arguments.queries) for each in KINDS[kind](arguments.cache)]
         for steps in arguments.steps:
             start = time.perf_counter()
-            found = compared(kind, situations, mbpa.Adapted(mbpa.Gradient("auto", steps)))
+            found = compare_steps(kind, situations, mbpa.Adapted(mbpa.Gradient("auto", steps)))
             found["seconds"] = round(time.perf_counter() - start, 1)
             report["kinds"].setdefault(kind, {})[f"{steps} steps"] = found
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-            print(line(kind, steps, found), flush=True)
+            print(format_comparison(kind, steps, found), flush=True)
     page = arguments.document.read_text("utf-8")
-    arguments.document.write_text(refreshed(page, report), "utf-8")
+    arguments.document.write_text(STEPS_TABLE.refresh(page, report), "utf-8")
     return 0
 
 
-def compared(kind: str, situations: Sequence[Situation], predictor: mbpa.Adapted) -> dict[str, Any]:
+def compare_steps(
+    kind: str, situations: Sequence[KeySituation], predictor: mbpa.Adapted
+) -> dict[str, Any]:
     """Compare the best fixed step with "auto", by accuracy in percent or by perplexity."""
     is_language = kind == "LSTM states"
     measure: Callable[[list[Answers]], float] = _perplexity if is_language else _accuracy
     rule = predictor.rule
     assert isinstance(rule, mbpa.Gradient)
     parts = "validation", "test"
-    own = {p: answered(situations, mbpa.Parametric(), p) for p in parts}
-    auto = {p: answered(situations, predictor, p) for p in parts}
+    own = {p: answer_queries(situations, mbpa.Parametric(), p) for p in parts}
+    auto = {p: answer_queries(situations, predictor, p) for p in parts}
     tried: dict[float, tuple[float, float]] = {}
 
     def score(lr: float) -> tuple[float, float]:  # lower is better; the loss breaks ties
         fixed = replace(predictor, rule=replace(rule, lr=lr))
-        answers = answered(situations, fixed, "validation")
+        answers = answer_queries(situations, fixed, "validation")
         tried[lr] = (measure(answers), _loss(answers))
         return (tried[lr][0] if is_language else -tried[lr][0], tried[lr][1])
 
-    best = searched(score, float(f"{_usual_rate(situations, predictor):.1g}"))
-    tuned = answered(situations, replace(predictor, rule=replace(rule, lr=best)), "test")
+    best = search_rate(score, float(f"{_usual_rate(situations, predictor):.1g}"))
+    tuned = answer_queries(situations, replace(predictor, rule=replace(rule, lr=best)), "test")
     found: dict[str, Any] = {
         "measure": "perplexity" if is_language else "accuracy",
         "k": predictor.k,
@@ -104,10 +106,10 @@ def compared(kind: str, situations: Sequence[Situation], predictor: mbpa.Adapted
     }
     if is_language:
         fixed = replace(predictor, rule=replace(rule, lr=best))
-        on_validation = answered(situations, fixed, "validation")
+        on_validation = answer_queries(situations, fixed, "validation")
         found["mixed with the LSTM"] = {
-            "auto": _mixed(own, auto["validation"], auto["test"]),
-            "tuned": _mixed(own, on_validation, tuned),
+            "auto": _mix_perplexity(own, auto["validation"], auto["test"]),
+            "tuned": _mix_perplexity(own, on_validation, tuned),
         }
     return found
 
@@ -116,28 +118,28 @@ Answers = tuple[Tensor, Tensor]
 """Log-probability of each correct answer, and whether the prediction was right."""
 
 
-def answered(
-    situations: Sequence[Situation], predictor: mbpa.Predictor, part: str
+def answer_queries(
+    situations: Sequence[KeySituation], predictor: mbpa.Predictor, part: str
 ) -> list[Answers]:
     found = []
     for situation in situations:
-        questions: Questions = getattr(situation, part)
+        questions: KeyQueries = getattr(situation, part)
         memory = mbpa.ExactMemory(1, questions.keys.shape[1])  # neighbours are known
         model = mbpa.MbPA(head=situation.head, memory=memory, predictor=predictor)
-        for start in range(0, len(questions.keys), AT_ONCE):
-            rows = slice(start, start + AT_ONCE)
+        for start in range(0, len(questions.keys), QUERIES_PER_BATCH):
+            rows = slice(start, start + QUERIES_PER_BATCH)
             neighbors, answers = questions.neighbors.rows(rows), questions.answers[rows]
             said = model(keys=questions.keys[rows], neighbors=neighbors)
             found.append((said.gather(1, answers[:, None])[:, 0], said.argmax(1) == answers))
     return found
 
 
-def searched(score: Callable[[float], tuple[float, float]], first: float) -> float:
+def search_rate(score: Callable[[float], tuple[float, float]], first: float) -> float:
     """Search from the first rate up and down until it only gets worse; return the best rate."""
     scores = {first: score(first)}
     for factor in (QUARTER, 1 / QUARTER):
         rate, worse = first, 0
-        while worse < PATIENCE:
+        while worse < MAX_WORSE_RATES:
             rate *= factor
             best = min(scores.values())
             scores[rate] = score(rate)
@@ -145,21 +147,21 @@ def searched(score: Callable[[float], tuple[float, float]], first: float) -> flo
     return min(scores, key=lambda rate: scores[rate])
 
 
-def neighbors_loss(situations: Sequence[Situation], predictor: mbpa.Adapted) -> dict[str, float]:
+def neighbors_loss(situations: Sequence[KeySituation], predictor: mbpa.Adapted) -> dict[str, float]:
     """Return how often a step of "auto", or all steps together, raise the neighbours' loss."""
     total = rises = ends = 0
     for situation in situations:
-        for query in range(min(WATCHED, len(situation.test.keys))):
+        for query in range(min(WATCHED_QUERIES, len(situation.test.keys))):
             neighbors = situation.test.neighbors.rows(slice(query, query + 1)).first(predictor.k)
-            losses = followed(situation, predictor, neighbors)
+            losses = follow_losses(situation, predictor, neighbors)
             total += 1
             rises += any(b > a * (1 + 1e-5) for a, b in itertools.pairwise(losses))
             ends += losses[-1] > losses[0] * (1 + 1e-5)
     return {"queries": total, "rose once": 100 * rises / total, "rose in all": 100 * ends / total}
 
 
-def followed(
-    situation: Situation, predictor: mbpa.Adapted, neighbors: mbpa.Neighbors
+def follow_losses(
+    situation: KeySituation, predictor: mbpa.Adapted, neighbors: mbpa.Neighbors
 ) -> list[float]:
     """Return the weighted loss of one query's neighbours, before and after each step."""
     (rate,) = rates_of(situation, predictor, neighbors)
@@ -178,7 +180,7 @@ def followed(
 
 
 def rates_of(
-    situation: Situation, predictor: mbpa.Adapted, neighbors: mbpa.Neighbors
+    situation: KeySituation, predictor: mbpa.Adapted, neighbors: mbpa.Neighbors
 ) -> list[float]:
     """Return the step sizes that "auto" chooses for these queries."""
     from mbpa.adaptation import Problem
@@ -196,7 +198,7 @@ def rates_of(
         return settled(problem, None, False).weights.sum(1).tolist()
 
 
-def _usual_rate(situations: Sequence[Situation], predictor: mbpa.Adapted) -> float:
+def _usual_rate(situations: Sequence[KeySituation], predictor: mbpa.Adapted) -> float:
     found: list[float] = []
     for situation in situations:
         neighbors = situation.validation.neighbors.rows(slice(0, 100)).first(predictor.k)
@@ -204,13 +206,13 @@ def _usual_rate(situations: Sequence[Situation], predictor: mbpa.Adapted) -> flo
     return float(torch.tensor(found).median())
 
 
-def _fewer(situation: Situation, most: int) -> Situation:
-    def some(questions: Questions) -> Questions:
+def _fewer(situation: KeySituation, most: int) -> KeySituation:
+    def some(questions: KeyQueries) -> KeyQueries:
         chosen = torch.randperm(len(questions.keys), generator=torch.Generator().manual_seed(1))
         chosen = chosen[:most].sort().values
         neighbors = questions.neighbors
         fewer = {name: getattr(neighbors, name)[chosen] for name in TENSORS}
-        return Questions(
+        return KeyQueries(
             questions.keys[chosen], questions.answers[chosen], replace(neighbors, **fewer)
         )
 
@@ -221,31 +223,28 @@ def _accuracy(answers: list[Answers]) -> float:
     return 100 * float(torch.cat([right for _, right in answers]).double().mean())
 
 
-def _logs(answers: list[Answers]) -> Tensor:
+def _join_logs(answers: list[Answers]) -> Tensor:
     return torch.cat([logs for logs, _ in answers])
 
 
 def _loss(answers: list[Answers]) -> float:
-    found = -float(_logs(answers).double().mean())
+    found = -float(_join_logs(answers).double().mean())
     return found if math.isfinite(found) else math.inf
 
 
 def _perplexity(answers: list[Answers]) -> float:
-    return perplexity(_logs(answers))
+    return perplexity(_join_logs(answers))
 
 
-def _mixed(own: dict[str, list[Answers]], validation: list[Answers], test: list[Answers]) -> float:
+def _mix_perplexity(
+    own: dict[str, list[Answers]], validation: list[Answers], test: list[Answers]
+) -> float:
     """Return the perplexity of a mixture, with the weight that is best on validation."""
-    weights = solved_weights(torch.stack([_logs(own["validation"]), _logs(validation)]))
-    return perplexity(mixed(torch.stack([_logs(own["test"]), _logs(test)]), weights))
+    weights = solve_weights(torch.stack([_join_logs(own["validation"]), _join_logs(validation)]))
+    return perplexity(mix(torch.stack([_join_logs(own["test"]), _join_logs(test)]), weights))
 
 
-def refreshed(page: str, report: dict[str, Any]) -> str:
-    """Return the document with its table rebuilt from the results."""
-    return tables.replaced(page, "steps", table(report))
-
-
-def table(report: dict[str, Any]) -> str:
+def format_steps(report: dict[str, Any]) -> str:
     """Return a table of the comparisons, those with the most steps first."""
     head = ["keys", "steps", "queries", "head alone", "fixed step, tuned", '"auto"', "tuned lr"]
     head += ['median rate of "auto"', "neighbours' loss rose"]
@@ -262,10 +261,10 @@ def table(report: dict[str, Any]) -> str:
         watched = each["neighbors"]
         rose = f"{watched['rose once'] / 100 * watched['queries']:.0f} of {watched['queries']}"
         rows.append([kind, str(steps), str(each["queries"]), *numbers, *rates, rose])
-    return tables.markdown(rows)
+    return format_rows(rows)
 
 
-def line(kind: str, steps: int, found: dict[str, Any]) -> str:
+def format_comparison(kind: str, steps: int, found: dict[str, Any]) -> str:
     """Return a comparison in one line."""
     names = "parametric", "auto", "tuned"
     told = "  ".join(f"{name} {found[name]:.2f}" for name in names)
@@ -274,6 +273,9 @@ def line(kind: str, steps: int, found: dict[str, Any]) -> str:
         f"usually {found['usual rate of auto']:.3g})  loss {found['loss']}  {found['neighbors']} "
         f"{found.get('mixed with the LSTM', '')}"
     )
+
+
+STEPS_TABLE = DocumentTable("steps", format_steps)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from experiments.measures import wait_for_device
+
 Work = Callable[[], object]
 
 
-def seconds(works: Mapping[str, Work], device: torch.device, budget: float) -> dict[str, float]:
+def time_in_turns(
+    works: Mapping[str, Work], device: torch.device, budget: float
+) -> dict[str, float]:
     """Return the median time of each candidate; they take turns.
 
     Each gets at least `budget` seconds and 5 turns, within limits on the total. GPU times come from
@@ -22,7 +26,7 @@ def seconds(works: Mapping[str, Work], device: torch.device, budget: float) -> d
     for work in works.values():
         work()
         work()
-    _wait(device)
+    wait_for_device(device)
     start = time.perf_counter()
     for turn in itertools.count():
         for name, work in works.items():
@@ -49,8 +53,3 @@ def _once(work: Work, device: torch.device) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -174,17 +174,17 @@ class Rehearsing(Learner):
         stored: tuple[Batch, ...],
     ) -> None:
         """Take one step on a new batch and on stored examples."""
-        loss = self._losses(inputs, labels) + self._rehearsed(stored)
+        loss = self._losses(inputs, labels) + self._rehearsal_loss(stored)
         self._step(list(torch.autograd.grad(loss.sum(), self.stack.params)))
 
-    def _rehearsed(self, stored: tuple[Batch, ...]) -> Float[Tensor, "S"]:
+    def _rehearsal_loss(self, stored: tuple[Batch, ...]) -> Float[Tensor, "S"]:
         raise NotImplementedError
 
 
 class Replay(Rehearsing):
     """Experience replay: the loss on a buffer batch is added to the loss on the new batch."""
 
-    def _rehearsed(self, stored: tuple[Batch, ...]) -> Float[Tensor, "S"]:
+    def _rehearsal_loss(self, stored: tuple[Batch, ...]) -> Float[Tensor, "S"]:
         return cross_entropies(self.stack(stored[0].inputs), stored[0].labels)
 
 
@@ -206,7 +206,7 @@ class DERPlusPlus(Rehearsing):
         super().__init__(stack, lr)
         self.alpha, self.beta = alpha, beta
 
-    def _rehearsed(self, stored: tuple[Batch, ...]) -> Float[Tensor, "S"]:
+    def _rehearsal_loss(self, stored: tuple[Batch, ...]) -> Float[Tensor, "S"]:
         first, second = stored
         assert first.logits is not None  # the buffers of this learner store logits
         apart = (self.stack(first.inputs) - first.logits).square().mean((1, 2))
@@ -230,10 +230,10 @@ class AGEM(Rehearsing):
         params, (old,) = self.stack.params, stored
         new = torch.autograd.grad(self._losses(inputs, labels).sum(), params)
         reference = torch.autograd.grad(self._losses(old.inputs, old.labels).sum(), params)
-        self._step(projected(list(new), list(reference)))
+        self._step(project_gradients(list(new), list(reference)))
 
 
-def projected(gradients: Parameters, reference: Parameters) -> Parameters:
+def project_gradients(gradients: Parameters, reference: Parameters) -> Parameters:
     """Return each network's gradient without its component against the reference gradient."""
     dot = sum((g * r).flatten(1).sum(1) for g, r in zip(gradients, reference, strict=True))
     square = sum(r.flatten(1).square().sum(1) for r in reference)

@@ -20,10 +20,10 @@ import tyro
 
 from experiments import EXPERIMENTS, running, tuned_settings
 from experiments.data import command as data_command
-from experiments.documents import refresh
+from experiments.documents import refresh_document
 from experiments.errors import ExperimentError
 from experiments.experiment import Experiment, find, preset
-from experiments.report import chosen, write_report
+from experiments.report import tabulate_chosen, write_report
 from experiments.results import PROGRAM, Result
 from mbpa.cli.command import Command, parse_command, run_command
 
@@ -143,7 +143,7 @@ class Tune(Run):
         if adopts:
             tuned_settings.check_adoptable(self.name, search.label)  # before the long search
         (result,) = self._compute(search)
-        print(f"\n{chosen([result]).as_text(_terminal_width())}")
+        print(f"\n{tabulate_chosen([result]).as_text(_terminal_width())}")
         if adopts:
             tuned_settings.adopt(result)
             print(f"adopted in {tuned_settings.FILE}")
@@ -226,7 +226,7 @@ class Report(Command):
 
     def run(self) -> int:
         for document in self.documents:
-            is_new = refresh(document, self.results)
+            is_new = refresh_document(document, self.results)
             print(f"{document} {'updated' if is_new else 'is up to date'}")
         if not self.documents:
             page = write_report(self.results, self.out, self.presets, progress=self.progress)

@@ -26,15 +26,15 @@ from pathlib import Path
 from experiments import EXPERIMENTS
 from experiments.errors import ExperimentError
 from experiments.experiment import find
-from experiments.report import drawn, shown
+from experiments.report import draw_figure, make_sections
 from experiments.results import PROGRAM, Result, read_results
 from experiments.sections import Figure, Section, Table
 from mbpa.files import write_durably
 
-END = "<!-- end of results -->"
+END_MARKER = "<!-- end of results -->"
 _BLOCK = re.compile(
     r"(?P<begin>^<!-- results: (?P<experiment>[\w-]+) (?P<preset>[\w-]+): (?P<title>.+?) -->\n)"
-    rf"(?P<body>(?:(?!<!--).*\n)*?)(?P<end>{END}$)",
+    rf"(?P<body>(?:(?!<!--).*\n)*?)(?P<end>{END_MARKER}$)",
     re.MULTILINE,
 )
 _MARKER = re.compile(r"^.*<!--[^\n]*results?\b[^\n]*$", re.MULTILINE)
@@ -53,7 +53,7 @@ class Document:
     """Figures by file name, each with the digest of its sources."""
 
 
-def refreshed(text: str, results_folder: Path) -> Document:
+def render_document(text: str, results_folder: Path) -> Document:
     """Return the document with the tables and figures that the current results give.
 
     Raises:
@@ -61,19 +61,19 @@ def refreshed(text: str, results_folder: Path) -> Document:
     """
     markers = Counter(_MARKER.findall(text))
     for found in _BLOCK.finditer(text):
-        markers.subtract([found["begin"][:-1], END])
+        markers.subtract([found["begin"][:-1], END_MARKER])
     if strange := [line for line, count in markers.items() if count]:
         raise ExperimentError(
             "a block of results must be '<!-- results: EXPERIMENT PRESET: TITLE -->', its content, "
-            f"and '{END}', each on a line: {strange[0]!r} is not part of one"
+            f"and '{END_MARKER}', each on a line: {strange[0]!r} is not part of one"
         )
     figures: dict[str, tuple[Figure, str]] = {}
 
     def block(match: re.Match[str]) -> str:
         experiment, preset = match["experiment"], match["preset"]
         title, *rows = match["title"].split(" | ")
-        results, sections = _shown(results_folder, experiment, preset)
-        found = _found(sections, title)
+        results, sections = _load_sections(results_folder, experiment, preset)
+        found = _find_shown(sections, title)
         if found is None:
             names = [t.title for s in sections for t in s.tables]
             names += [f.name for s in sections for f in s.figures]
@@ -81,7 +81,7 @@ def refreshed(text: str, results_folder: Path) -> Document:
                 f"{experiment} {preset} shows no {title!r}: name one of {', '.join(names)}"
             )
         if isinstance(found, Table):
-            return match["begin"] + markdown(_with_rows(found, rows)) + match["end"]
+            return match["begin"] + format_markdown(_with_rows(found, rows)) + match["end"]
         name = f"{found.name}-{preset}.png"
         figures[name] = found, digest(found, results)
         return f"{match['begin']}![{found.caption}]({FIGURES}/{name})\n{match['end']}"
@@ -89,15 +89,15 @@ def refreshed(text: str, results_folder: Path) -> Document:
     return Document(_BLOCK.sub(block, text), figures)
 
 
-def refresh(path: Path, results_folder: Path) -> bool:
+def refresh_document(path: Path, results_folder: Path) -> bool:
     """Update a document and its figures, and return whether anything changed.
 
     Raises:
-        ExperimentError: as in `refreshed`.
+        ExperimentError: as in `render_document`.
         MissingExtraError: matplotlib is not installed.
     """
     before = path.read_text("utf-8")
-    document = refreshed(before, results_folder)
+    document = render_document(before, results_folder)
     stale = {
         name: (figure, told)
         for name, (figure, told) in document.figures.items()
@@ -105,7 +105,7 @@ def refresh(path: Path, results_folder: Path) -> bool:
     }
     for name, (figure, told) in stale.items():
         (path.parent / FIGURES).mkdir(exist_ok=True)
-        write_durably(path.parent / FIGURES / name, drawn(figure, {DIGEST: told})["png"])
+        write_durably(path.parent / FIGURES / name, draw_figure(figure, {DIGEST: told})["png"])
     if document.text != before:
         write_durably(path, document.text.encode())
     return bool(stale) or document.text != before
@@ -128,30 +128,32 @@ def digest_in(path: Path) -> str | None:
     return found[1].decode() if found else None
 
 
-def markdown(table: Table) -> str:
+def format_markdown(table: Table) -> str:
     """Return the table as GitHub Markdown, with its note below."""
     rules = ["---:" if right else "---" for right in table.holds_numbers]
-    rows = [[_escaped(cell) for cell in row] for row in (table.columns, *table.rows)]
+    rows = [[_escape_cell(cell) for cell in row] for row in (table.columns, *table.rows)]
     lines = ["| " + " | ".join(row) + " |" for row in (rows[0], rules, *rows[1:])]
     return "\n".join([*lines, *(["", f"*{table.note}*"] if table.note else [])]) + "\n"
 
 
-def _escaped(cell: str) -> str:
+def _escape_cell(cell: str) -> str:
     """Escape characters that would end the cell or start a tag; code is kept, except for pipes."""
     plain = re.sub(r"(`[^`]+`)|([<\\])", lambda found: found[1] or f"\\{found[2]}", cell)
     return plain.replace("|", r"\|")
 
 
-def _shown(folder: Path, experiment: str, preset: str) -> tuple[list[Result], Sequence[Section]]:
+def _load_sections(
+    folder: Path, experiment: str, preset: str
+) -> tuple[list[Result], Sequence[Section]]:
     if experiment not in EXPERIMENTS:
         raise ExperimentError(f"no experiment is called {experiment!r}: see `{PROGRAM} list`")
     results = [found for found in read_results(folder, experiment) if found.preset == preset]
     if not results:
         raise ExperimentError(f"{folder} holds no results of {experiment} {preset}")
-    return results, shown(find(experiment), results)
+    return results, make_sections(find(experiment), results)
 
 
-def _found(sections: Sequence[Section], title: str) -> Table | Figure | None:
+def _find_shown(sections: Sequence[Section], title: str) -> Table | Figure | None:
     shown: list[Table | Figure] = [table for section in sections for table in section.tables]
     shown += [figure for section in sections for figure in section.figures]
     names = [each.title if isinstance(each, Table) else each.name for each in shown]

@@ -92,6 +92,30 @@ class Experiment(Generic[Config]):
     """Return the report sections of a search, shown after the table of the chosen settings."""
 
 
+def run_each_seed(
+    seeds: Sequence[int],
+    context: Context,
+    run_seed: Callable[[int], list[Record]],
+    tick: Callable[[], object] = lambda: None,
+) -> BySeed:
+    """Return the records of each seed; those that an interrupted run has completed are not computed
+    again.
+
+    Args:
+        run_seed: computes the records of one seed.
+        tick: called after each seed.
+    """
+    records: BySeed = {}
+    for seed in seeds:
+        kept = context.workspace.load(f"records-{seed}")
+        if kept is None:
+            kept = {"records": run_seed(seed)}
+            context.workspace.save(f"records-{seed}", kept)
+        records[seed] = kept["records"]
+        tick()
+    return records
+
+
 def find(name: str) -> Experiment[Any]:
     """Return the experiment of this name.
 

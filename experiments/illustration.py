@@ -19,13 +19,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
+from experiments.config_checks import check_minima
 from experiments.experiment import BySeed, Context, Experiment
 from experiments.illustration_report import sections
 from experiments.results import Record
 from experiments.search import Grid, expand_grid
 from mbpa.device import use_one_thread
 
-LEFT, RIGHT = -2.0, 2.0
+LOWEST_INPUT, HIGHEST_INPUT = -2.0, 2.0
 """Range of points and queries."""
 TUNING_SEEDS = 1_000
 """Added to the seeds when hyper-parameters are chosen, for other points and other networks."""
@@ -65,18 +66,16 @@ class IllustrationConfig:
     def __post_init__(self) -> None:
         if not self.seeds:
             raise ValueError("seeds must name at least one, got none")
-        for name in ("points", "width", "queries", "figure_points"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name} must be at least 2, got {getattr(self, name)}")
-        for name in ("attention_k", "mbpa_k", "mbpa_steps", "training_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_minima(self, dict.fromkeys(("points", "width", "queries", "figure_points"), 2))
+        counts = "attention_k", "mbpa_k", "mbpa_steps", "training_steps"
+        check_minima(self, dict.fromkeys(counts, 1))
         for name in ("attention_bandwidth", "mbpa_bandwidth", "mbpa_lr", "training_lr"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not LEFT <= self.figure_query <= RIGHT:
+        if not LOWEST_INPUT <= self.figure_query <= HIGHEST_INPUT:
             raise ValueError(
-                f"figure_query must be between {LEFT} and {RIGHT}, got {self.figure_query}"
+                f"figure_query must be between {LOWEST_INPUT} and {HIGHEST_INPUT}, "
+                f"got {self.figure_query}"
             )
 
     def predictors(self) -> dict[str, mbpa.Predictor]:
@@ -103,7 +102,7 @@ def run(config: IllustrationConfig, context: Context) -> BySeed:
     with context.bar(len(config.seeds), "fitting", "seeds", initial=len(records)) as bar:
         for seed in config.seeds:
             if seed not in records:
-                records[seed] = _measured(config, seed, context.device)
+                records[seed] = _measure_seed(config, seed, context.device)
                 context.workspace.save("records", {"by_seed": records})
                 bar.update()
     return records
@@ -113,7 +112,7 @@ def run(config: IllustrationConfig, context: Context) -> BySeed:
 def tune(config: IllustrationConfig, context: Context) -> BySeed:
     """Score every setting of the grids at other points than those of `run`, and choose the best."""
     seeds = tuple(seed + TUNING_SEEDS for seed in config.seeds)
-    scenes = [_Scene.drawn(config, seed, context.device) for seed in seeds]
+    scenes = [_Scene.draw(config, seed, context.device) for seed in seeds]
     kept = context.workspace.load("errors")
     errors: list[float] = kept["errors"] if kept else []
     tried = [(method, setting) for method in GRIDS for setting in expand_grid(GRIDS[method])]
@@ -127,7 +126,12 @@ def tune(config: IllustrationConfig, context: Context) -> BySeed:
     for method in GRIDS:
         found = [(e, s) for e, (m, s) in zip(errors, tried, strict=True) if m == method]
         records += [
-            {"method": method, **setting, "name": "mean_squared_error", "value": _rounded(error)}
+            {
+                "method": method,
+                **setting,
+                "name": "mean_squared_error",
+                "value": _round_digits(error),
+            }
             for error, setting in found
         ]
         best = min(found, key=lambda pair: pair[0])[1]
@@ -166,10 +170,14 @@ class _Scene:
     head: nn.Module
 
     @classmethod
-    def drawn(cls, config: IllustrationConfig, seed: int, device: torch.device) -> _Scene:
+    def draw(cls, config: IllustrationConfig, seed: int, device: torch.device) -> _Scene:
         with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
             torch.manual_seed(seed)
-            x = (LEFT + (RIGHT - LEFT) * torch.rand(config.points, 1)).sort(0).values
+            x = (
+                (LOWEST_INPUT + (HIGHEST_INPUT - LOWEST_INPUT) * torch.rand(config.points, 1))
+                .sort(0)
+                .values
+            )
             y = true_function(x) + config.noise * torch.randn(config.points, 1)
             head = nn.Sequential(nn.Linear(1, config.width), nn.Tanh(), nn.Linear(config.width, 1))
         x, y, head = x.to(device), y.to(device), head.to(device)
@@ -200,10 +208,10 @@ class _Scene:
         return float((predicted - true_function(queries)).double().square().mean())
 
     def evenly(self, count: int) -> Float[Tensor, "N 1"]:
-        return torch.linspace(LEFT, RIGHT, count, device=self.x.device)[:, None]
+        return torch.linspace(LOWEST_INPUT, HIGHEST_INPUT, count, device=self.x.device)[:, None]
 
 
-def adapted_function(
+def adapt_function(
     model: mbpa.MbPA, query: Float[Tensor, "1 1"]
 ) -> Callable[[Float[Tensor, "N 1"]], Float[Tensor, "N 1"]]:
     """Return the head as adapted for this query, as a function that can be evaluated anywhere.
@@ -232,21 +240,21 @@ def adapted_function(
     return lambda x: function(params, x)
 
 
-def _measured(config: IllustrationConfig, seed: int, device: torch.device) -> list[Record]:
-    scene = _Scene.drawn(config, seed, device)
+def _measure_seed(config: IllustrationConfig, seed: int, device: torch.device) -> list[Record]:
+    scene = _Scene.draw(config, seed, device)
     records: list[Record] = [
         {
             "method": method,
             "split": "test",
             "name": "mean_squared_error",
-            "value": _rounded(scene.error(predictor)),
+            "value": _round_digits(scene.error(predictor)),
         }
         for method, predictor in config.predictors().items()
     ]
-    return records + _drawing(scene) if seed == config.figure_seed else records
+    return records + _record_figure(scene) if seed == config.figure_seed else records
 
 
-def _drawing(scene: _Scene) -> list[Record]:
+def _record_figure(scene: _Scene) -> list[Record]:
     """Return the records of everything that the figure shows."""
     config = scene.config
     x, query = scene.evenly(config.figure_points), scene.x.new_tensor([[config.figure_query]])
@@ -256,7 +264,7 @@ def _drawing(scene: _Scene) -> list[Record]:
         records += _points(method, "curve", x, model(x))
         records += _points(method, "prediction", query, model(query))
     records += _points("truth", "prediction", query, true_function(query))
-    adapted = adapted_function(models["MbPA"], query)
+    adapted = adapt_function(models["MbPA"], query)
     records += _points("MbPA", "adapted for the query", x, adapted(x).detach())
     why = models["MbPA"].explain(query)
     assert why.neighbors is not None
@@ -264,18 +272,19 @@ def _drawing(scene: _Scene) -> list[Record]:
     weights = dict(zip(why.neighbors.ids[0].tolist(), why.weights[0].tolist(), strict=True))
     for number, record in enumerate(_points("memory", "entry", scene.x, scene.y)):
         weight = weights.get(number)  # ids are the entries' numbers
-        records.append({**record, "weight": None if weight is None else _rounded(weight)})
+        records.append({**record, "weight": None if weight is None else _round_digits(weight)})
     return records
 
 
 def _points(method: str, name: str, x: Tensor, y: Tensor) -> list[Record]:
     pairs = zip(x[:, 0].tolist(), y[:, 0].tolist(), strict=True)
     return [
-        {"method": method, "name": name, "x": _rounded(a), "value": _rounded(b)} for a, b in pairs
+        {"method": method, "name": name, "x": _round_digits(a), "value": _round_digits(b)}
+        for a, b in pairs
     ]
 
 
-def _rounded(value: float) -> float:
+def _round_digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 

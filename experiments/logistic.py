@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 MOST_ITERATIONS = 500
 BETWEEN_LOOKS = 10  # iterations between tests for convergence
-AT_ONCE = 1 << 15  # examples held in double precision at a time, with their outputs
+EXAMPLES_PER_CHUNK = 1 << 15  # examples held in double precision at a time, with their outputs
 
 
-def logistic(
+def fit_logistic(
     start: nn.Linear,
     keys: Float[Tensor, "N D"],
     labels: Int[Tensor, "N"],
@@ -24,6 +24,7 @@ def logistic(
     tolerance: float,
     prior: nn.Linear | None = None,
     bias_penalty: float = 0.0,
+    examples_per_chunk: int = EXAMPLES_PER_CHUNK,
 ) -> nn.Linear:
     """Return a multinomial logistic regression, the minimum of
 
@@ -40,6 +41,7 @@ def logistic(
         prior: the layer at which the penalties vanish; zeros by default.
         balanced: whether every label has the same weight in the sum (s_i is inversely proportional
             to the number of examples with that label); otherwise every example has (s_i = 1).
+        examples_per_chunk: number of examples held in double precision at a time.
     """
     if not (penalty > 0 and len(labels)):
         raise ValueError(f"penalty must be above zero, with examples, got {penalty}, {len(labels)}")
@@ -50,17 +52,17 @@ def logistic(
         shares = (len(labels) / (present * counts))[labels]
     found = copy.deepcopy(start).requires_grad_(False)
     with torch.no_grad():
-        origin = torch.zeros_like(_rows(start)) if prior is None else _rows(prior)
+        origin = torch.zeros_like(_join_rows(start)) if prior is None else _join_rows(prior)
         penalties = origin.new_full((origin.shape[1],), penalty)
         penalties[-1] = bias_penalty
-        objective = _Objective(keys, labels, shares, origin, penalties)
-        rows = _minimum(objective, _rows(start), tolerance * len(labels)).to(found.weight)
+        objective = _Objective(keys, labels, shares, origin, penalties, examples_per_chunk)
+        rows = _minimum(objective, _join_rows(start), tolerance * len(labels)).to(found.weight)
         found.weight.copy_(rows[:, :-1])
         found.bias.copy_(rows[:, -1])
     return found
 
 
-def _rows(layer: nn.Linear) -> Float[Tensor, "C E"]:
+def _join_rows(layer: nn.Linear) -> Float[Tensor, "C E"]:
     """Return the weights and, last, the bias of each output."""
     return torch.cat((layer.weight, layer.bias[:, None]), 1).detach().double()
 
@@ -78,9 +80,10 @@ class _Objective:
         shares: Float[Tensor, "N"],
         origin: Float[Tensor, "C E"],
         penalties: Float[Tensor, "E"],
+        examples_per_chunk: int,
     ) -> None:
         self.origin, self.penalties = origin, penalties
-        parts = (each.split(AT_ONCE) for each in (keys.detach(), labels, shares))
+        parts = (each.split(examples_per_chunk) for each in (keys.detach(), labels, shares))
         self._parts = list(zip(*parts, strict=True))
 
     def slope(self, rows: Float[Tensor, "C E"]) -> tuple[float, Float[Tensor, "C E"]]:

@@ -26,9 +26,9 @@ class Stack:
 
     def __init__(self, seeds: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
         self.sizes = tuple(sizes)
-        each = [initial_network(seed, sizes) for seed in seeds]
+        each = [make_mlp(seed, sizes) for seed in seeds]
         self.params: Parameters = [
-            torch.stack([_turned(tensor) for tensor in tensors]).to(device).requires_grad_()
+            torch.stack([_turn(tensor) for tensor in tensors]).to(device).requires_grad_()
             for tensors in zip(*(net.parameters() for net in each), strict=True)
         ]
 
@@ -52,16 +52,16 @@ class Stack:
         network = sequential(self.sizes).to(self.params[0].device)
         with torch.no_grad():
             for own, stacked in zip(network.parameters(), self.params, strict=True):
-                own.copy_(_turned(stacked[index]))
+                own.copy_(_turn(stacked[index]))
         return network.requires_grad_(False).eval()
 
 
-def _turned(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def _turn(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Convert a weight of `nn.Linear` to the layout of a stack, or back."""
     return tensor.detach().mT if tensor.ndim == 2 else tensor.detach()
 
 
-def initial_network(seed: int, sizes: Sequence[int]) -> nn.Sequential:
+def make_mlp(seed: int, sizes: Sequence[int]) -> nn.Sequential:
     """Return an untrained MLP; the caller's random state is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from experiments.data.pictures import ImageFiles, cores
 
-AT_ONCE = 250  # streamed pictures per batch in evaluation; workers hold many batches
+STREAMED_PER_BATCH = 250  # streamed pictures per batch in evaluation; workers hold many batches
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Pictures(abc.ABC):
         """Height and width of the pictures in pixels."""
 
     @abc.abstractmethod
-    def chosen(self, rows: Int[Tensor, "n"]) -> Self:
+    def select(self, rows: Int[Tensor, "n"]) -> Self:
         """Return the pictures at `rows`."""
 
     @abc.abstractmethod
@@ -62,7 +62,7 @@ class Pictures(abc.ABC):
         """Yield all pictures unchanged, at most `most` at a time."""
 
     @abc.abstractmethod
-    def altered(
+    def augment(
         self,
         order: Int[Tensor, "n"],
         batch: int,
@@ -88,12 +88,12 @@ class Pictures(abc.ABC):
 
     def of_classes(self, classes: Int[Tensor, "C"]) -> Self:
         """Return the pictures of some classes, labelled by their index among these."""
-        labels = placed(self.labels, classes)
+        labels = index_labels(self.labels, classes)
         rows = (labels >= 0).nonzero()[:, 0]
-        return self.chosen(rows).with_labels(labels[rows])
+        return self.select(rows).with_labels(labels[rows])
 
 
-def placed(labels: Int[Tensor, "N"], classes: Int[Tensor, "C"]) -> Int[Tensor, "N"]:
+def index_labels(labels: Int[Tensor, "N"], classes: Int[Tensor, "C"]) -> Int[Tensor, "N"]:
     """Return the index of each label among the classes; -1 if it is none of them."""
     highest = int(torch.maximum(labels.max(), classes.max()))
     place = torch.full((highest + 1,), -1, device=labels.device)
@@ -112,7 +112,7 @@ class Held(Pictures):
     def size(self) -> int:
         return self.images.shape[-1]
 
-    def chosen(self, rows: Int[Tensor, "n"]) -> Held:
+    def select(self, rows: Int[Tensor, "n"]) -> Held:
         rows = rows.to(self.labels.device)
         return Held(self.images[rows], self.labels[rows])
 
@@ -122,7 +122,7 @@ class Held(Pictures):
     def in_order(self, most: int) -> Iterator[UInt8[Tensor, "B 3 H W"]]:
         return iter(self.images.split(most))
 
-    def enlarged(self, size: int) -> Held:
+    def enlarge(self, size: int) -> Held:
         """Return the pictures interpolated to this size; unchanged if they are not smaller."""
         if size <= self.size:
             return self
@@ -132,7 +132,7 @@ class Held(Pictures):
         ]
         return Held(torch.cat(parts), self.labels)
 
-    def altered(
+    def augment(
         self,
         order: Int[Tensor, "n"],
         batch: int,
@@ -147,9 +147,9 @@ class Held(Pictures):
             mine = share.part(rows)
             found = self.images[mine]
             if smallest_crop < 1:
-                found = cropped(found, smallest_crop, size, draws, share)
+                found = crop(found, smallest_crop, size, draws, share)
             else:
-                found = moved(found, padding, draws, share)
+                found = shift(found, padding, draws, share)
             yield found, self.labels[mine]
 
 
@@ -165,21 +165,21 @@ class Streamed(Pictures):
     def size(self) -> int:
         return self.pixels
 
-    def chosen(self, rows: Int[Tensor, "n"]) -> Streamed:
+    def select(self, rows: Int[Tensor, "n"]) -> Streamed:
         return replace(
-            self, files=self.files.chosen(rows), labels=self.labels[rows.to(self.labels.device)]
+            self, files=self.files.select(rows), labels=self.labels[rows.to(self.labels.device)]
         )
 
     def to(self, device: torch.device) -> Streamed:
         return replace(self, labels=self.labels.to(device))
 
     def in_order(self, most: int) -> Iterator[UInt8[Tensor, "B 3 H W"]]:
-        batches = torch.arange(len(self.labels)).split(min(most, AT_ONCE))
+        batches = torch.arange(len(self.labels)).split(min(most, STREAMED_PER_BATCH))
         wanted = ((rows, None) for rows in batches)
         for images in self.files.stream(wanted, self.pixels, pin=self.labels.is_cuda):
-            yield self._arrived(images)
+            yield self._receive(images)
 
-    def altered(
+    def augment(
         self,
         order: Int[Tensor, "n"],
         batch: int,
@@ -205,20 +205,20 @@ class Streamed(Pictures):
         for images, known, mirrored in zip(
             arriving, labels.split(batch), flips.split(batch), strict=True
         ):
-            found = self._arrived(images)
+            found = self._receive(images)
             yield torch.where(mirrored[:, None, None, None], found.flip(3), found), known
 
-    def _arrived(self, images: UInt8[Tensor, "B H W 3"]) -> UInt8[Tensor, "B 3 H W"]:
+    def _receive(self, images: UInt8[Tensor, "B H W 3"]) -> UInt8[Tensor, "B 3 H W"]:
         """Move pictures to the device; the result is a view whose channels come last in memory."""
         return images.to(self.labels.device, non_blocking=True).permute(0, 3, 1, 2)
 
 
-def normalised(images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B 3 H W"]:
+def normalise(images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B 3 H W"]:
     """Scale pixels to numbers around zero, of order one."""
     return (images.float() - 117.0) / 66.0
 
 
-def moved(
+def shift(
     images: UInt8[Tensor, "b 3 H W"], padding: int, draws: torch.Generator, share: Share = WHOLE
 ) -> UInt8[Tensor, "b 3 H W"]:
     """Shift each image by up to `padding` pixels in each direction, reflecting its edges, and
@@ -231,7 +231,7 @@ def moved(
     drawn = torch.randint(2 * padding + 1, (2, count, 1), generator=draws)
     mirrored = torch.randint(2, (1, count, 1), generator=draws)
     all_drawn = torch.cat((drawn, mirrored)).transpose(0, 1)  # one tensor, one copy
-    down, right, mirrored = _sent(share.part(all_drawn), device).unbind(1)
+    down, right, mirrored = _send(share.part(all_drawn), device).unbind(1)
     rows = down + torch.arange(height, device=device)
     columns = torch.arange(width, device=device)
     columns = right + torch.where(mirrored == 1, columns.flip(0), columns)
@@ -241,7 +241,7 @@ def moved(
     return found.permute(0, 3, 1, 2)
 
 
-def cropped(
+def crop(
     images: UInt8[Tensor, "b 3 H W"],
     smallest: float,
     size: int,
@@ -256,7 +256,7 @@ def cropped(
             closer to 1 where the image has no room for that.
     """
     drawn = torch.rand(len(images) * share.count, 5, generator=draws)
-    area, shape, right, down, mirror = _sent(share.part(drawn), images.device).unbind(1)
+    area, shape, right, down, mirror = _send(share.part(drawn), images.device).unbind(1)
     area, ratio = smallest + (1 - smallest) * area, (4 / 3) ** (2 * shape - 1)
     width, height = ((area * by).sqrt().clamp(max=1) for by in (ratio, 1 / ratio))
     affine = torch.zeros(len(images), 2, 3, device=images.device)
@@ -270,7 +270,7 @@ def cropped(
     return found.round().to(images.dtype)
 
 
-def recoloured(
+def recolour(
     inputs: Float[Tensor, "b 3 H W"], most: float, draws: torch.Generator, share: Share = WHOLE
 ) -> Float[Tensor, "b 3 H W"]:
     """Change contrast, brightness and saturation of each picture by up to `most`.
@@ -279,21 +279,21 @@ def recoloured(
         inputs: this share of a batch, normalised.
     """
     drawn = most * (2 * torch.rand(len(inputs) * share.count, 3, generator=draws) - 1)
-    mine = _sent(share.part(drawn), inputs.device)
+    mine = _send(share.part(drawn), inputs.device)
     contrast, light, colour = mine[..., None, None, None].unbind(1)
     found = inputs * (1 + contrast) + light
     grey = found.mean(1, keepdim=True)
     return grey + (found - grey) * (1 + colour)
 
 
-def _sent(drawn: Tensor, device: torch.device) -> Tensor:
+def _send(drawn: Tensor, device: torch.device) -> Tensor:
     """Copy numbers drawn on the CPU to the device, without waiting for a busy GPU."""
     if device.type == "cuda":
         return drawn.pin_memory().to(device, non_blocking=True)
     return drawn.to(device)
 
 
-def patched(
+def paste_patches(
     inputs: Float[Tensor, "b 3 H W"], draws: torch.Generator
 ) -> tuple[Float[Tensor, "b 3 H W"], float]:
     """Paste into each picture a rectangle from the one before it (CutMix, Yun et al. 2019), the

@@ -30,16 +30,16 @@ from experiments.picture_sets import (
     Held,
     Pictures,
     Share,
-    normalised,
-    patched,
-    recoloured,
+    normalise,
+    paste_patches,
+    recolour,
 )
 from experiments.resnet import DEPTHS, ResNet
 from experiments.workspace import Workspace
 from mbpa.errors import MissingExtraError
 
-SMALL = 64  # pixels up to which the first layer keeps the size of the picture
-KEPT_AFTER = 60.0  # seconds between saves of the training state
+SMALL_PIXELS = 64  # pixels up to which the first layer keeps the size of the picture
+EPOCH_SAVE_EVERY_S = 60.0  # seconds between saves of the training state
 
 
 @dataclass(frozen=True)
@@ -114,21 +114,23 @@ class Pretraining:
         return max(1, round(side * pictures.size))
 
 
-def pretrained(
+def pretrain(
     settings: Pretraining,
     pictures: Pictures,
     classes: int,
     seed: int,
     context: Context,
     name: str,
+    save_every_s: float = EPOCH_SAVE_EVERY_S,
 ) -> ResNet:
     """Return a network trained on these pictures, resuming from the last save of an interrupted
     run.
 
     Args:
         name: name under which its state is saved.
+        save_every_s: seconds between saves; the state is saved at the end of an epoch.
     """
-    job = _Job(settings, pictures, classes, seed, context, name)
+    job = _Job(settings, pictures, classes, seed, context, name, save_every_s)
     if settings.devices > 1:
         kept = context.workspace.load(name)
         if (kept["epochs"] if kept else 0) < settings.epochs:
@@ -139,12 +141,12 @@ def pretrained(
         # already counting the time.
         other = replace(context, workspace=Workspace(context.workspace.folder), progress=False)
         job = replace(job, context=other)
-    return _trained(job)
+    return _train(job)
 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """The arguments of `pretrained`."""
+    """The arguments of `pretrain`."""
 
     settings: Pretraining
     pictures: Pictures
@@ -152,6 +154,7 @@ class _Job:
     seed: int
     context: Context
     name: str
+    save_every_s: float
 
 
 def launch(work: Callable[[Any], None], devices: int, kind: str) -> None:
@@ -187,10 +190,10 @@ def _process(fabric: Any, job: _Job) -> None:
     """Train in one of several processes; the first shows progress and saves the state."""
     progress = job.context.progress and fabric.is_global_zero
     context = replace(job.context, device=fabric.device, progress=progress)
-    _trained(replace(job, pictures=job.pictures.to(fabric.device), context=context), fabric)
+    _train(replace(job, pictures=job.pictures.to(fabric.device), context=context), fabric)
 
 
-def _trained(job: _Job, fabric: Any = None) -> ResNet:
+def _train(job: _Job, fabric: Any = None) -> ResNet:
     settings, context, name = job.settings, job.context, job.name
     kept: dict[str, Any] = context.workspace.load(name) or {"epochs": 0}
     done, learner, recorded = kept["epochs"], _learner(job, fabric, kept), 0
@@ -207,18 +210,18 @@ def _trained(job: _Job, fabric: Any = None) -> ResNet:
                 recorded = size
             _epoch(learner, settings, job.pictures, job.seed, epoch)
             bar.update()
-            due = epoch + 1 == settings.epochs or time.monotonic() - last_kept > KEPT_AFTER
+            due = epoch + 1 == settings.epochs or time.monotonic() - last_kept > job.save_every_s
             if learner.share.rank == 0 and due:
                 context.workspace.save(name, learner.state(epoch + 1))
                 last_kept = time.monotonic()
-    trained = _placed(job)  # without the memory of the recordings
+    trained = _make_network(job)  # without the memory of the recordings
     trained.load_state_dict(learner.own.state_dict())
     return trained.eval()
 
 
-def _learner(job: _Job, fabric: Any, kept: Mapping[str, Any]) -> Learner:
+def _learner(job: _Job, fabric: Any, kept: Mapping[str, Any]) -> ShareLearner:
     """Return a learner that continues from a state or, without one, starts from the beginning."""
-    network = _placed(job)
+    network = _make_network(job)
     optimizer = torch.optim.SGD(
         network.parameters(),
         lr=job.settings.lr,
@@ -231,27 +234,27 @@ def _learner(job: _Job, fabric: Any, kept: Mapping[str, Any]) -> Learner:
         network.load_state_dict(kept["network"])
         optimizer.load_state_dict(kept["optimizer"])
     if fabric is None:
-        return Learner(network, network, optimizer, records=job.context.device.type == "cuda")
+        return ShareLearner(network, network, optimizer, records=job.context.device.type == "cuda")
     share = Share(fabric.global_rank, fabric.world_size)
     # The wrapped network averages the gradients of all processes in `backward`.
-    return Learner(network, fabric.setup(network), optimizer, fabric.backward, share)
+    return ShareLearner(network, fabric.setup(network), optimizer, fabric.backward, share)
 
 
-def _placed(job: _Job) -> ResNet:
-    network = initial_network(job.settings, job.classes, job.pictures.size, job.seed)
+def _make_network(job: _Job) -> ResNet:
+    network = make_resnet(job.settings, job.classes, job.pictures.size, job.seed)
     network.to(job.context.device, memory_format=torch.channels_last)  # type: ignore[call-overload]  # a combination that torch has and its stubs lack
     return network
 
 
-def initial_network(settings: Pretraining, classes: int, size: int, seed: int) -> ResNet:
+def make_resnet(settings: Pretraining, classes: int, size: int, seed: int) -> ResNet:
     """Return an untrained network; the caller's random state is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ResNet(settings.layers, classes, small=size <= SMALL, width=settings.width)
+        return ResNet(settings.layers, classes, small=size <= SMALL_PIXELS, width=settings.width)
 
 
 @dataclass(frozen=True, eq=False)
-class Learner:
+class ShareLearner:
     """A network that learns from its share of every batch."""
 
     own: ResNet
@@ -293,7 +296,7 @@ def _record(network: ResNet, batch: int, size: int) -> None:
 
 
 def _epoch(
-    learner: Learner, settings: Pretraining, pictures: Pictures, seed: int, epoch: int
+    learner: ShareLearner, settings: Pretraining, pictures: Pictures, seed: int, epoch: int
 ) -> None:
     """Train on all pictures once, in batches of equal size; the remaining few wait for another
     epoch.
@@ -302,7 +305,7 @@ def _epoch(
     draws = torch.Generator().manual_seed(seed * 100_003 + epoch)
     order = torch.randperm(len(pictures.labels), generator=draws)
     batches = len(order) // settings.batch
-    arriving = pictures.altered(
+    arriving = pictures.augment(
         order[: batches * settings.batch],
         settings.batch,
         draws,
@@ -312,11 +315,11 @@ def _epoch(
         share=learner.share,
     )
     for place, (images, labels) in enumerate(arriving):
-        inputs, own = normalised(images), 1.0
+        inputs, own = normalise(images), 1.0
         if settings.colour:
-            inputs = recoloured(inputs, settings.colour, draws, learner.share)
+            inputs = recolour(inputs, settings.colour, draws, learner.share)
         if settings.cutmix and float(torch.rand((), generator=draws)) < settings.cutmix:
-            inputs, own = patched(inputs, draws)
+            inputs, own = paste_patches(inputs, draws)
         with in_half(images.device):
             logits = learner.network(inputs.contiguous(memory_format=torch.channels_last)).float()
         loss = own * functional.cross_entropy(
@@ -326,10 +329,10 @@ def _epoch(
             loss = loss + (1 - own) * functional.cross_entropy(
                 logits, labels.roll(1), label_smoothing=settings.label_smoothing
             )
-        learner.learn(loss, settings.lr * _share(epoch + place / batches, settings.epochs))
+        learner.learn(loss, settings.lr * _rate_share(epoch + place / batches, settings.epochs))
 
 
-def _share(epoch: float, epochs: int) -> float:
+def _rate_share(epoch: float, epochs: int) -> float:
     """Return the share of the highest rate: rising over two epochs (or a fifth), then a half
     cosine.
     """
@@ -361,7 +364,7 @@ def features_of(
     done = 0
     for part in pictures.in_order(most):
         with in_half(device):
-            views = [normalised(part)]
+            views = [normalise(part)]
             if shrunk < 1:
                 side = max(1, round(shrunk * pictures.size))
                 views.append(functional.interpolate(views[0], (side, side), mode="bilinear"))

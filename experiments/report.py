@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
 import itertools
 import re
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from markupsafe import Markup, escape
 from tqdm import tqdm
 
 from experiments import EXPERIMENTS
@@ -23,7 +24,16 @@ from experiments.sections import Figure, Section, Table
 from mbpa.errors import MissingExtraError
 from mbpa.files import write_durably
 
-__all__ = ["Figure", "Section", "Table", "chosen", "drawn", "shown", "write_report"]
+__all__ = [
+    "Figure",
+    "Section",
+    "Table",
+    "draw_figure",
+    "make_sections",
+    "tabulate_chosen",
+    "write_report",
+]
+TEMPLATES = Path(__file__).with_name("templates")
 
 
 def write_report(
@@ -42,7 +52,7 @@ def write_report(
     chapters = [
         _chapter(find(name), found)
         for name in EXPERIMENTS
-        if (found := _wanted(read_results(results_folder, name), presets))
+        if (found := _select_presets(read_results(results_folder, name), presets))
     ]
     if not chapters:
         wanted = f" of {', '.join(presets)}" if presets else ""
@@ -50,14 +60,8 @@ def write_report(
             f"{results_folder} holds no results{wanted}: `{PROGRAM} run NAME --out "
             f"{results_folder}` makes some, `{PROGRAM} list` names the experiments"
         )
-    files: dict[str, bytes] = {}
-    articles: list[str] = []
-    with tqdm(chapters, file=sys.stderr, disable=not progress, leave=False) as bar:
-        for chapter in bar:
-            bar.set_description(f"drawing {chapter.experiment.name}")
-            articles.append(_chapter_html(chapter, files))
-    body = "\n".join(articles)
-    files["index.html"] = _page_html(chapters, body).encode()
+    files, images = _draw_figures(chapters, progress=progress)
+    files["index.html"] = _render_page(chapters, images).encode()
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -70,7 +74,7 @@ def write_report(
     return out / "index.html"
 
 
-def chosen(results: Sequence[Result]) -> Table:
+def tabulate_chosen(results: Sequence[Result]) -> Table:
     """Return a table of the settings that searches chose."""
     metrics = [record for result in results for record in result.metrics]
     records = [record for record in metrics if record["name"] == "chosen"]
@@ -83,12 +87,12 @@ def chosen(results: Sequence[Result]) -> Table:
     return Table("Chosen settings", columns, rows, note)
 
 
-def shown(experiment: Experiment[Any], results: Sequence[Result]) -> list[Section]:
+def make_sections(experiment: Experiment[Any], results: Sequence[Result]) -> list[Section]:
     """Return the sections for the results of one preset, or of a search for its settings."""
     if not results[0].preset.startswith(TUNED):
         return experiment.sections(results)
     more = experiment.search_sections
-    section = Section("How the settings were chosen", tables=[chosen(results)])
+    section = Section("How the settings were chosen", tables=[tabulate_chosen(results)])
     return [section, *(more(results) if more is not None else ())]
 
 
@@ -107,6 +111,31 @@ class _Part:
     results: Sequence[Result]
     sections: Sequence[Section]
 
+    @property
+    def preset(self) -> str:
+        """The preset that was run, or that settings were searched for."""
+        return self.label.removeprefix(TUNED)
+
+    @property
+    def command(self) -> str:
+        """The commands that make the results, one per line."""
+        return "\n".join(dict.fromkeys(_current_command(result) for result in self.results))
+
+    @property
+    def circumstances(self) -> str:
+        """Seeds, time, and the machine of the run."""
+
+        def list_values(key: str) -> str:
+            values = (str(result.environment.get(key, "unknown")) for result in self.results)
+            return " and ".join(dict.fromkeys(values))
+
+        seeds = [str(result.seed) for result in self.results if result.seed is not None]
+        words = [f"{'seeds' if seeds[1:] else 'seed'} {', '.join(seeds)}"] if seeds else []
+        words += [f"{sum(result.seconds for result in self.results):,.1f} s in all"]
+        words += [f"device {list_values('device')}", f"{list_values('cores')} cores"]
+        words += [f"{name} {list_values(name)}" for name in ("torch", "python", "mbpa")]
+        return " · ".join(words)
+
 
 @dataclass(frozen=True)
 class _Chapter:
@@ -114,7 +143,7 @@ class _Chapter:
     parts: Sequence[_Part]
 
 
-def _wanted(results: Sequence[Result], presets: Sequence[str]) -> list[Result]:
+def _select_presets(results: Sequence[Result], presets: Sequence[str]) -> list[Result]:
     return [r for r in results if not presets or r.preset.removeprefix(TUNED) in presets]
 
 
@@ -126,55 +155,48 @@ def _chapter(experiment: Experiment[Any], results: Sequence[Result]) -> _Chapter
     for label in dict.fromkeys(labels):
         mine = [result for result in results if result.preset == label]
         if mine:
-            parts.append(_Part(label, mine, shown(experiment, mine)))
+            parts.append(_Part(label, mine, make_sections(experiment, mine)))
     return _Chapter(experiment, parts)
 
 
 # From chapters to a page. The page is also valid XML, so that tests can parse it strictly.
 
 
-def _page_html(chapters: Sequence[_Chapter], body: str) -> str:
-    links = "\n".join(
-        f'<li><a href="#{_text(c.experiment.name)}">{_text(c.experiment.name)}</a> '
-        f"<span>{_text(c.experiment.reproduces)}</span></li>"
-        for c in chapters
+def _draw_figures(
+    chapters: Sequence[_Chapter], *, progress: bool
+) -> tuple[dict[str, bytes], dict[Figure, str]]:
+    """Return the figures as files by name, and each as SVG in base64."""
+    files: dict[str, bytes] = {}
+    images: dict[Figure, str] = {}
+    with tqdm(chapters, file=sys.stderr, disable=not progress, leave=False) as bar:
+        for chapter in bar:
+            bar.set_description(f"drawing {chapter.experiment.name}")
+            for part in chapter.parts:
+                for figure in itertools.chain(*(section.figures for section in part.sections)):
+                    is_taken = f"{figure.name}.svg" in files
+                    name = f"{figure.name}-{part.label}" if is_taken else figure.name
+                    if f"{name}.svg" in files:
+                        raise ValueError(f"two figures are called {name!r}")
+                    made = draw_figure(figure)
+                    files |= {f"{name}.{ending}": content for ending, content in made.items()}
+                    images[figure] = base64.b64encode(made["svg"]).decode()
+    return files, images
+
+
+def _render_page(chapters: Sequence[_Chapter], images: Mapping[Figure, str]) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8" />
-<meta name="viewport" content="width=device-width, initial-scale=1" />
-<meta name="color-scheme" content="light dark" />
-<title>mbpa: results</title>
-<style>{CSS}</style>
-</head>
-<body>
-<header>
-<h1>Memory-based Parameter Adaptation</h1>
-<p class="lead">Results, drawn from the records of the runs; where the paper states a number, it
-stands beside ours.</p>
-<nav aria-label="Experiments"><ol>
-{links}
-</ol></nav>
-</header>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
+    environment.filters["prose"] = _mark_code
+    return environment.get_template("report.html").render(chapters=chapters, images=images)
 
 
-def _chapter_html(chapter: _Chapter, files: dict[str, bytes]) -> str:
-    """Return a chapter as HTML, and add its figures to `files`."""
-    experiment = chapter.experiment
-    parts = "\n".join(_part_html(part, files) for part in chapter.parts)
-    return f"""<article id="{_text(experiment.name)}">
-<h2>{_text(experiment.name)}</h2>
-<p class="lead">{_prose(experiment.summary)} <span class="source">({_text(experiment.reproduces)})
-</span></p>
-{parts}
-</article>"""
+def _mark_code(plain: str) -> Markup:
+    """Escape a text, and mark up what is between backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(plain))))
 
 
 def _current_command(result: Result) -> str:
@@ -185,88 +207,6 @@ def _current_command(result: Result) -> str:
         if result.command.startswith(old)
         else result.command
     )
-
-
-def _part_html(part: _Part, files: dict[str, bytes]) -> str:
-    made_by = "\n".join(dict.fromkeys(_current_command(result) for result in part.results))
-    sections = "\n".join(
-        _section_html(section, part.label, section.command or made_by, files)
-        for section in part.sections
-    )
-    return f"""<section class="part">
-{sections}
-<p class="meta">{_text(_circumstances(part))}</p>
-</section>"""
-
-
-def _section_html(section: Section, label: str, command: str, files: dict[str, bytes]) -> str:
-    preset = label.removeprefix(TUNED)
-    parts = [f'<h3>{_text(section.title)} <span class="preset">{_text(preset)}</span></h3>']
-    parts += [f"<p>{_prose(paragraph)}</p>" for paragraph in section.text]
-    parts += [_figure_html(figure, label, files) for figure in section.figures]
-    parts += [_table_html(table) for table in section.tables]
-    shown = "\n".join(f"$ {line}" for line in command.splitlines())
-    parts.append(f"<pre><code>{_text(shown)}</code></pre>")
-    return "\n".join(parts)
-
-
-def _table_html(table: Table) -> str:
-    sides = [' class="number"' if right else "" for right in table.holds_numbers]
-    head = "".join(
-        f'<th scope="col"{side}>{_prose(column)}</th>'
-        for column, side in zip(table.columns, sides, strict=True)
-    )
-    rows = "\n".join(
-        "<tr>"
-        + "".join(f"<td{side}>{_prose(cell)}</td>" for cell, side in zip(row, sides, strict=True))
-        + "</tr>"
-        for row in table.rows
-    )
-    note = f'<p class="note">{_prose(table.note)}</p>' if table.note else ""
-    return f"""<div class="table"><table>
-<caption>{_prose(table.title)}</caption>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{rows}
-</tbody></table></div>
-{note}"""
-
-
-def _figure_html(figure: Figure, label: str, files: dict[str, bytes]) -> str:
-    is_taken = f"{figure.name}.svg" in files
-    name = f"{figure.name}-{label}" if is_taken else figure.name
-    if f"{name}.svg" in files:
-        raise ValueError(f"two figures are called {name!r}")
-    pictures = drawn(figure)
-    files.update({f"{name}.{ending}": content for ending, content in pictures.items()})
-    image = base64.b64encode(pictures["svg"]).decode()
-    return f"""<figure>
-<img alt="{_text(figure.caption)}" src="data:image/svg+xml;base64,{image}" />
-<figcaption>{_prose(figure.caption)}</figcaption>
-</figure>"""
-
-
-def _circumstances(part: _Part) -> str:
-    """Describe seeds, time, and the machine of the run."""
-
-    def of(key: str) -> str:
-        values = (str(result.environment.get(key, "unknown")) for result in part.results)
-        return " and ".join(dict.fromkeys(values))
-
-    seeds = [str(result.seed) for result in part.results if result.seed is not None]
-    told = [f"{'seeds' if seeds[1:] else 'seed'} {', '.join(seeds)}"] if seeds else []
-    told += [f"{sum(result.seconds for result in part.results):,.1f} s in all"]
-    told += [f"device {of('device')}", f"{of('cores')} cores"]
-    told += [f"{name} {of(name)}" for name in ("torch", "python", "mbpa")]
-    return " · ".join(told)
-
-
-def _text(plain: str) -> str:
-    return html.escape(plain)
-
-
-def _prose(plain: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(plain))
 
 
 # Drawing
@@ -285,10 +225,19 @@ STYLE: dict[str, Any] = {
     "savefig.dpi": 150,
     "svg.hashsalt": "mbpa",  # makes the bytes reproducible
 }
-COLORS = ("#b2182b", "#2166ac", "#e08214", "#35978f", "#762a83", "#8c8c8c", "#1b7837", "#c51b7d")
+COLOR_CYCLE = (
+    "#b2182b",
+    "#2166ac",
+    "#e08214",
+    "#35978f",
+    "#762a83",
+    "#8c8c8c",
+    "#1b7837",
+    "#c51b7d",
+)
 
 
-def drawn(figure: Figure, told: Mapping[str, str] | None = None) -> dict[str, bytes]:
+def draw_figure(figure: Figure, told: Mapping[str, str] | None = None) -> dict[str, bytes]:
     """Return the figure as `svg` and as `png`.
 
     Args:
@@ -301,7 +250,7 @@ def drawn(figure: Figure, told: Mapping[str, str] | None = None) -> dict[str, by
     except ImportError as error:
         raise MissingExtraError("matplotlib", "experiments") from error
     files: dict[str, bytes] = {}
-    style: Any = {**STYLE, "axes.prop_cycle": cycler(color=COLORS)}
+    style: Any = {**STYLE, "axes.prop_cycle": cycler(color=COLOR_CYCLE)}
     with matplotlib.rc_context(style):
         canvas = Canvas(figsize=figure.size, layout="constrained")
         figure.draw(canvas)
@@ -313,46 +262,3 @@ def drawn(figure: Figure, told: Mapping[str, str] | None = None) -> dict[str, by
             canvas.savefig(buffer, format=ending, metadata=metadata)
             files[ending] = buffer.getvalue()
     return files
-
-
-CSS = """
-:root { color-scheme: light dark; --text: #1c1e21; --soft: #5c636b; --line: #dfe2e6;
-  --page: #ffffff; --panel: #f5f6f8; --accent: #b2182b; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e4e6e8; --soft: #9aa2ab; --line: #343a41; --page: #15181b; --panel: #1e2226;
-    --accent: #f4857b; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 62rem; padding: 2.5rem 1.25rem 5rem; background: var(--page);
-  color: var(--text); font: 1rem/1.6 system-ui, -apple-system, "Segoe UI", sans-serif; }
-h1, h2, h3 { line-height: 1.25; text-wrap: balance; }
-h1 { font-size: 2rem; margin: 0 0 .5rem; }
-h2 { font-size: 1.5rem; margin: 0 0 .25rem; }
-h3 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p { max-width: 44rem; margin: .75rem 0; }
-a { color: var(--accent); text-underline-offset: .15em; }
-.lead { font-size: 1.05rem; }
-.lead, .source, nav span, .meta, .note, figcaption { color: var(--soft); }
-nav ol { padding: 0; margin: 1.5rem 0 0; list-style: none; border-top: 1px solid var(--line); }
-nav li { padding: .45rem 0; border-bottom: 1px solid var(--line); }
-nav span { margin-left: .5rem; font-size: .9rem; }
-article { margin-top: 4rem; padding-top: 1.5rem; border-top: 3px solid var(--accent); }
-.part + .part { margin-top: 3rem; border-top: 1px solid var(--line); }
-.preset { margin-left: .35rem; padding: .1rem .5rem; border-radius: 1rem; background: var(--panel);
-  color: var(--soft); font-size: .8rem; font-weight: 500; white-space: nowrap; }
-figure { margin: 1.25rem 0; }
-figure img { display: block; width: 100%; height: auto; padding: .5rem; border-radius: .5rem;
-  background: #ffffff; border: 1px solid var(--line); }
-figcaption, .note { font-size: .9rem; margin-top: .5rem; max-width: 44rem; }
-.table { overflow-x: auto; margin: 1.25rem 0 .5rem; }
-table { border-collapse: collapse; font-size: .93rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding-bottom: .4rem; }
-th, td { padding: .35rem .9rem .35rem 0; text-align: left; border-bottom: 1px solid var(--line);
-  vertical-align: baseline; white-space: nowrap; }
-th { color: var(--soft); font-weight: 500; }
-.number { text-align: right; }
-code { font: .9em ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-pre { overflow-x: auto; padding: .7rem .9rem; border-radius: .5rem; background: var(--panel); }
-.meta { font-size: .85rem; max-width: none; }
-@media (max-width: 40rem) { body { padding-top: 1.5rem; } h1 { font-size: 1.6rem; }
-  nav span { display: block; margin: 0; } }
-"""

@@ -100,13 +100,13 @@ def write_result(result: Result, path: Path) -> None:
         if wrong := _wrong_with_record(record):
             raise ValueError(f"metrics[{number}] {wrong}: {record}")
     finite = [{key: _finite(value) for key, value in r.items()} for r in result.metrics]
-    rows = ",\n".join(f"  {_line(record)}" for record in finite)
-    parts = [f' "{key}": {_line(value)}' for key, value in head.items()]
+    rows = ",\n".join(f"  {_dump_line(record)}" for record in finite)
+    parts = [f' "{key}": {_dump_line(value)}' for key, value in head.items()]
     parts.append(f' "metrics": [\n{rows}\n ]')
     write_durably(path, ("{\n" + ",\n".join(parts) + "\n}\n").encode())
 
 
-def _line(value: object) -> str:
+def _dump_line(value: object) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
@@ -140,7 +140,7 @@ def read_result(path: Path) -> Result:
     kind = "tune" if path.name.startswith(TUNED) else "run"
     way_out = f"move it away, and write it anew with `mbpa {kind} {path.parent.name}`"
     try:
-        result = _parsed(path.read_text("utf-8"))
+        result = _parse(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ExperimentError(
@@ -154,8 +154,8 @@ def read_result(path: Path) -> Result:
     return result
 
 
-def _parsed(text: str) -> Result:
-    found = json.loads(text, parse_constant=_refused)
+def _parse(text: str) -> Result:
+    found = json.loads(text, parse_constant=_refuse_constant)
     if not isinstance(found, dict):
         raise ValueError(f"must be a JSON object, got {type(found).__name__}")
     kinds: Mapping[str, Any] = {
@@ -190,7 +190,7 @@ def _wrong_with_record(record: object) -> str | None:
     return None
 
 
-def _refused(constant: str) -> float:
+def _refuse_constant(constant: str) -> float:
     raise ValueError(f"{constant} is not JSON")
 
 

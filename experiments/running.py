@@ -57,16 +57,16 @@ class Run:
     @property
     def settings(self) -> Any:
         """The config that is actually run."""
-        return self._asked(self.config)
+        return self._effective(self.config)
 
     @property
     def label(self) -> str:
         """The prefix of its files: the preset's name only if the settings are the preset's."""
         mine = self.relevant(_plain(self.settings))
-        given = self.relevant(_plain(self._asked(preset(self.experiment, self.preset))))
+        given = self.relevant(_plain(self._effective(preset(self.experiment, self.preset))))
         if self.kind == "run":  # its file names contain the seed
             mine, given = {**mine, "seeds": None}, {**given, "seeds": None}
-        label = self.preset if mine == given else f"custom-{_digest(mine)[:8]}"
+        label = self.preset if mine == given else f"custom-{_digest_value(mine)[:8]}"
         return label if self.kind == "run" else f"{TUNED}{label}"
 
     @property
@@ -109,7 +109,7 @@ class Run:
             metrics=metrics,
         )
 
-    def _asked(self, config: Any) -> Any:
+    def _effective(self, config: Any) -> Any:
         searched = self.experiment.searched
         return searched(config) if self.kind == "tune" and searched else config
 
@@ -129,7 +129,7 @@ class Run:
             "torch": str(torch.__version__),
             "code": _digest_code(EXPERIMENTS[self.experiment.name].partition(":")[0]),
         }
-        return Workspace(self.folder / UNFINISHED / _digest(identity)[:16])
+        return Workspace(self.folder / UNFINISHED / _digest_value(identity)[:16])
 
 
 def execute(
@@ -166,7 +166,7 @@ def execute(
         if workspace.is_begun():
             say("going on where an interrupted run left off")
         context = Context(device, data_dir, workspace, progress, run.out / CACHE)
-        found = _checked(work(run.settings, context), run)
+        found = _check_seeds(work(run.settings, context), run)
         seconds = workspace.seconds / len(found)
         for seed, records in found.items():
             if seed not in there:
@@ -234,7 +234,7 @@ def _clear_away(workspace: Workspace) -> None:
             workspace.discard()
 
 
-def _checked(found: BySeed, run: Run) -> BySeed:
+def _check_seeds(found: BySeed, run: Run) -> BySeed:
     if set(found) not in ({None}, set(run.config.seeds)):
         raise ValueError(
             f"{run.experiment.name} must return records for the seeds {run.config.seeds}, "
@@ -249,7 +249,7 @@ def _plain(config: Any) -> dict[str, Any]:
     return plain
 
 
-def _digest(value: object) -> str:
+def _digest_value(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -51,7 +51,7 @@ class Workspace:
             return None
         try:
             checkpoint = load_checkpoint(path)
-            content = _unpacked(checkpoint.description["tree"], checkpoint.tensors["state"])
+            content = _unpack(checkpoint.description["tree"], checkpoint.tensors["state"])
             seconds, state = content["seconds"], content["state"]
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             print(f"mbpa: kept work is damaged and is done again: {error}", file=sys.stderr)
@@ -75,7 +75,7 @@ class Workspace:
             ValueError: it holds something else.
         """
         tensors: dict[str, Tensor] = {}
-        tree = _packed({"seconds": self.seconds, "state": state}, tensors, name)
+        tree = _pack({"seconds": self.seconds, "state": state}, tensors, name)
         save_checkpoint(self._path(name), tensors={"state": tensors}, description={"tree": tree})
         self._saved_here.add(name)
 
@@ -117,7 +117,7 @@ class Workspace:
 # every object of the tree is one of these.
 
 
-def _packed(value: object, tensors: dict[str, Tensor], where: str) -> Any:
+def _pack(value: object, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value
@@ -131,16 +131,16 @@ def _packed(value: object, tensors: dict[str, Tensor], where: str) -> Any:
             if type(key) not in (str, int):
                 raise ValueError(f"{where} must have keys that are strings or ints, got {key!r}")
         items = value.items()
-        return {"dict": [[key, _packed(v, tensors, f"{where}[{key!r}]")] for key, v in items]}
+        return {"dict": [[key, _pack(v, tensors, f"{where}[{key!r}]")] for key, v in items]}
     if isinstance(value, list | tuple):
-        packed = [_packed(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]
+        packed = [_pack(v, tensors, f"{where}[{i}]") for i, v in enumerate(value)]
         return packed if isinstance(value, list) else {"tuple": packed}
     raise ValueError(f"{where} must be a tensor or JSON, got {type(value).__name__}")
 
 
-def _unpacked(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(tree, list):
-        return [_unpacked(item, tensors) for item in tree]
+        return [_unpack(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()
@@ -149,8 +149,8 @@ def _unpacked(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "float":
         return float(content)
     if kind == "tuple":
-        return tuple(_unpacked(item, tensors) for item in content)
-    return {key: _unpacked(item, tensors) for key, item in content}
+        return tuple(_unpack(item, tensors) for item in content)
+    return {key: _unpack(item, tensors) for key, item in content}
 
 
 def _lock_of(folder: Path) -> int:

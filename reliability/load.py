@@ -25,7 +25,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients import DIM, Client, Server, make_run, predictions, request, served
+from benchmarks.clients import (
+    DIM,
+    Client,
+    Server,
+    make_prediction_requests,
+    make_run,
+    request,
+    start_server,
+)
 from reliability.trial import BrokenPromiseError, Trial
 
 CLIENT_COUNTS = (64, 48, 32, 24, 16, 8)
@@ -52,7 +60,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         make_run(directory)
-        with served(directory) as server:
+        with start_server(directory) as server:
             report = asyncio.run(_measure(server, arguments))
     if broken := report["broken"]:
         raise BrokenPromiseError(f"{'; '.join(broken)}: {json.dumps(report)}")
@@ -60,7 +68,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _measure(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
-    bodies = predictions()
+    bodies = make_prediction_requests()
     await closed_loop(server, bodies, 16, min(3.0, arguments.seconds))  # warm
     alone = await closed_loop(server, bodies, 1, arguments.seconds)
     clients = await _find_saturation(server, bodies, min(5.0, arguments.seconds))

@@ -31,10 +31,10 @@ from benchmarks.clients import (
     Client,
     Server,
     lessons,
+    make_prediction_requests,
     make_run,
-    predictions,
     request,
-    served,
+    start_server,
 )
 from reliability.trial import BrokenPromiseError, Trial
 
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         make_run(directory)
-        with served(directory) as server:
+        with start_server(directory) as server:
             partial = arguments.out / "soak.partial.json"
             soak = _Soak(server, directory, random.Random(arguments.seed), partial)
             figures = asyncio.run(soak.run(arguments.minutes))
@@ -97,7 +97,7 @@ class _Soak:
         self._statuses: Counter[str] = Counter()
         self._kept: list[int] = []
         self._rate = MAX_RATE
-        self._predictions = itertools.cycle(predictions())
+        self._predictions = itertools.cycle(make_prediction_requests())
         self._lessons = lessons()
         self._stop = asyncio.Event()
         self._start = 0.0

@@ -9,12 +9,12 @@ from experiments.data.download import Fetched, Patience, fetch
 from experiments.data.integrity import Finding, check, is_present, require
 from experiments.data.pictures import ImageFiles, ImageFolder, imagenet
 from experiments.data.read import (
-    END,
+    END_OF_LINE,
     Corpus,
     Images,
     ImageSet,
     IntentSet,
-    Sentences,
+    LabelledTexts,
     banking77,
     clinc150,
     mnist,
@@ -34,7 +34,7 @@ from experiments.data.sources import (
 from experiments.data.tiny_imagenet import pack_tiny_imagenet, tiny_imagenet
 
 __all__ = [
-    "END",
+    "END_OF_LINE",
     "SETS",
     "Archive",
     "Corpus",
@@ -49,9 +49,9 @@ __all__ = [
     "ImageSet",
     "Images",
     "IntentSet",
+    "LabelledTexts",
     "MissingDataError",
     "Patience",
-    "Sentences",
     "banking77",
     "check",
     "clinc150",

@@ -12,13 +12,13 @@ import tyro
 
 from experiments.data.download import fetch
 from experiments.data.integrity import check, is_present
-from experiments.data.sources import SETS, TINY_IMAGENET, Name, data_dir
+from experiments.data.sources import SETS, TINY_IMAGENET, DataSetName, data_dir
 from experiments.data.tiny_imagenet import ORIGINAL, pack_tiny_imagenet
 from experiments.results import PROGRAM
 from mbpa.cli.command import Command, parse_command
 from mbpa.errors import MissingExtraError
 
-Names = tyro.conf.Positional[tuple[Name, ...]]
+Names = tyro.conf.Positional[tuple[DataSetName, ...]]
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Fetch(Command):
     def run(self) -> int:
         """Fetch the data sets one after the other; return 1 if any of them failed."""
         if not self.names:
-            return _failed(f"name at least one data set: {', '.join(SETS)}", 2)
+            return _report_failure(f"name at least one data set: {', '.join(SETS)}", 2)
         code = 0
         for name in self.names:
             try:
                 got = fetch(SETS[name], self.data_dir, force=self.force, progress=self.progress)
             except KeyboardInterrupt:
-                return _failed(
+                return _report_failure(
                     f"interrupted; `python -m experiments data fetch {name}` goes on from here", 130
                 )
             except OSError as error:
-                code = _failed(str(error), 1)
+                code = _report_failure(str(error), 1)
                 continue
             how = "is there already" if got.was_there else f"fetched in {got.seconds:,.0f} s"
             print(f"{name}: {how}, {got.folder}: {got.detail}")
@@ -55,7 +55,7 @@ class Fetch(Command):
 
 
 @dataclass(frozen=True)
-class List(Command):
+class ListData(Command):
     """List the data sets: which experiments use them, size, terms, and whether they are present."""
 
     data_dir: Path | None = None
@@ -92,7 +92,7 @@ class Check(Command):
         or if none is present.
         """
         code, is_any_there = 0, False
-        for name in self.names or get_args(Name):
+        for name in self.names or get_args(DataSetName):
             try:
                 finding = check(SETS[name], self.data_dir)
             except MissingExtraError as error:
@@ -130,7 +130,7 @@ class Pack(Command):
         folder = data_dir(self.data_dir) / TINY_IMAGENET.name
         original = self.original or folder / ORIGINAL
         if not original.exists():
-            return _failed(str(TINY_IMAGENET.missing(folder.parent, ORIGINAL)), 1)
+            return _report_failure(str(TINY_IMAGENET.missing(folder.parent, ORIGINAL)), 1)
         try:
             written = pack_tiny_imagenet(
                 original,
@@ -141,7 +141,7 @@ class Pack(Command):
                 progress=self.progress,
             )
         except OSError as error:
-            return _failed(str(error), 1)
+            return _report_failure(str(error), 1)
         for path in written:
             print(f"{_megabytes(path.stat().st_size):>10}  {path}")
         return 0
@@ -149,7 +149,7 @@ class Pack(Command):
 
 COMMANDS: dict[str, type[Command]] = {
     "fetch": Fetch,
-    "list": List,
+    "list": ListData,
     "check": Check,
     "pack": Pack,
 }
@@ -169,6 +169,6 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def _failed(why: str, code: int) -> int:
+def _report_failure(why: str, code: int) -> int:
     print(f"experiments: {why}", file=sys.stderr)
     return code

@@ -26,15 +26,24 @@ from pathlib import Path, PurePosixPath
 
 from tqdm import tqdm
 
-from experiments.data.files import alone, flush_folder, mismatch, write_sums
+from experiments.data.files import find_mismatch, lock_folder, write_sums
 from experiments.data.integrity import Finding, check
-from experiments.data.read import Directory, located
+from experiments.data.read import Directory, locate
 from experiments.data.sources import Archive, DataError, DataSet, File, data_dir
+from mbpa.files import flush_directory
 
 _SCRATCH = ".unpacking"
-_BLOCK = 1 << 16
-_SLACK = 16 << 20  # bytes that must remain free on the file system
-_AGAIN = {408, 425, 429, 500, 502, 503, 504}  # statuses that may differ on the next attempt
+_BLOCK_BYTES = 1 << 16
+_SLACK_BYTES = 16 << 20  # bytes that must remain free on the file system
+_RETRIED_STATUSES = {
+    408,
+    425,
+    429,
+    500,
+    502,
+    503,
+    504,
+}  # statuses that may differ on the next attempt
 # Some hosts refuse Python's default user agent. Compressed transfers would report wrong sizes.
 _HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; mbpa)", "Accept-Encoding": "identity"}
 
@@ -102,7 +111,7 @@ def fetch(
         if not data_set.can_be_fetched:
             raise data_set.missing(folder.parent)
         folder.mkdir(parents=True, exist_ok=True)
-        with alone(folder, progress=progress):
+        with lock_folder(folder, progress=progress):
             finding = _refuse_damage(check(data_set, directory), force)  # others were at work
             if finding.status != "good":
                 _Work(data_set, folder, patience or Patience(), progress).run(finding)
@@ -132,12 +141,12 @@ class _Work:
 
     def run(self, finding: Finding) -> None:
         """Fetch the files that `finding` lists as lacking, and replace those it lists as wrong."""
-        placed = self._placed(finding)
+        placed = self._place(finding)
         for path in finding.wrong:
             if path not in placed and path != self.folder:
                 _remove(path)
 
-    def _placed(self, finding: Finding) -> set[Path]:
+    def _place(self, finding: Finding) -> set[Path]:
         """Fetch file by file if possible, otherwise from the archive; return the paths placed."""
         archive, failure = self.data_set.archive, ""
         if self.data_set.files:
@@ -157,10 +166,10 @@ class _Work:
     def _place_files(self, finding: Finding) -> set[Path]:
         placed = set()
         for file in self.data_set.files:
-            if file.name in finding.lacking or located(self.folder, file.name) in finding.wrong:
+            if file.name in finding.lacking or locate(self.folder, file.name) in finding.wrong:
                 target = self.folder / file.name
                 os.replace(self._download(file), target)
-                flush_folder(self.folder)
+                flush_directory(self.folder)
                 placed.add(target)
         return placed
 
@@ -169,7 +178,7 @@ class _Work:
         zip.
         """
         path = self.folder / archive.file.name
-        if not path.exists() or mismatch(path, archive.file):
+        if not path.exists() or find_mismatch(path, archive.file):
             os.replace(self._download(archive.file), path)
         scratch = self.folder / _SCRATCH
         _remove(scratch)
@@ -181,7 +190,7 @@ class _Work:
                 os.rename(target, scratch / f"{entry.name}.replaced")
             os.replace(entry, target)
             placed.add(target)
-        flush_folder(self.folder)
+        flush_directory(self.folder)
         path.unlink()
         _remove(scratch)
         return placed
@@ -215,7 +224,7 @@ class _Work:
                 except _Refused as refused:
                     failures.append(f"{address} ({refused})")
                     break
-                if (why := mismatch(part, file)) is None:
+                if (why := find_mismatch(part, file)) is None:
                     return part
                 part.unlink()
                 if not resumed:  # otherwise the fault may be in the resumed part
@@ -226,13 +235,13 @@ class _Work:
 
     def _transfer(self, address: str, file: File, part: Path) -> None:
         """Complete `part`, in as many attempts as `patience` allows."""
-        failures, furthest = 0, _size(part)
+        failures, furthest = 0, _measure_size(part)
         while True:
             try:
                 return self._attempt(address, file, part)
             except _Broken as broken:
-                failures = 1 if _size(part) > furthest else failures + 1
-                furthest = max(furthest, _size(part))
+                failures = 1 if _measure_size(part) > furthest else failures + 1
+                furthest = max(furthest, _measure_size(part))
                 if failures >= self.patience.attempts:
                     raise _Refused(str(broken)) from broken
                 pause = self.patience.pause * 2 ** (failures - 1)
@@ -240,9 +249,9 @@ class _Work:
                 time.sleep(pause)
 
     def _attempt(self, address: str, file: File, part: Path) -> None:
-        if file.size is not None and _size(part) > file.size:
+        if file.size is not None and _measure_size(part) > file.size:
             part.unlink()
-        start = _size(part)
+        start = _measure_size(part)
         if start and start == file.size:
             return
         self._require_space((file.size or 0) - start)
@@ -258,7 +267,7 @@ class _Work:
             bar = stack.enter_context(
                 self._bar(None, unit="B", desc=file.name, total=total, initial=start)
             )
-            while block := _received(response):
+            while block := _receive(response):
                 out.write(block)
                 bar.update(len(block))
                 if file.size is not None and out.tell() > file.size:
@@ -266,8 +275,8 @@ class _Work:
             out.flush()
             os.fsync(out.fileno())
         expected = file.size if total is None else total
-        if expected is not None and _size(part) < expected:
-            raise _Broken(f"it ended after {_size(part):,} of {expected:,} bytes")
+        if expected is not None and _measure_size(part) < expected:
+            raise _Broken(f"it ended after {_measure_size(part):,} of {expected:,} bytes")
 
     def _answer(self, address: str, start: int, part: Path) -> http.client.HTTPResponse | None:
         """Request the bytes from `start` on; return `None` if there are none."""
@@ -284,7 +293,7 @@ class _Work:
                         return None
                     part.unlink()
                     raise _Broken("the part is longer than the file") from error
-                kind = _Broken if error.code in _AGAIN else _Refused
+                kind = _Broken if error.code in _RETRIED_STATUSES else _Refused
                 raise kind(f"HTTP {error.code} {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
             raise _Broken(str(getattr(error, "reason", error)) or repr(error)) from error
@@ -292,9 +301,9 @@ class _Work:
 
     def _require_space(self, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
-        if free < needed + _SLACK:
+        if free < needed + _SLACK_BYTES:
             raise DataError(
-                f"{self.data_set.name} needs {(needed + _SLACK) / 1e6:,.0f} MB more in "
+                f"{self.data_set.name} needs {(needed + _SLACK_BYTES) / 1e6:,.0f} MB more in "
                 f"{self.folder}, which has {free / 1e6:,.0f} MB left"
             )
 
@@ -329,9 +338,9 @@ def _extent(response: http.client.HTTPResponse, start: int, part: Path) -> tuple
     return 0, int(length) if length.isdecimal() else None
 
 
-def _received(response: http.client.HTTPResponse) -> bytes:
+def _receive(response: http.client.HTTPResponse) -> bytes:
     try:
-        return response.read1(_BLOCK)
+        return response.read1(_BLOCK_BYTES)
     except (OSError, http.client.HTTPException) as error:
         raise _Broken(str(error) or repr(error)) from error
 
@@ -352,13 +361,13 @@ def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, scratch: Path) -
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with archive.open(member) as source, target.open("wb") as out:
-        while block := source.read(_BLOCK):
+        while block := source.read(_BLOCK_BYTES):
             digest.update(block)
             out.write(block)
     return digest.hexdigest()
 
 
-def _size(path: Path) -> int:
+def _measure_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 

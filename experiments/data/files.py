@@ -7,31 +7,24 @@ that later damage can be detected.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import lzma
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from experiments.data.sources import DamagedDataError, File
-
-if sys.platform != "win32":
-    import fcntl
+from mbpa.files import lock
 
 SUMS = "SHA256SUMS"
 
-# Some network file systems have no locks; there, users must run one process at a time.
-_CANNOT_LOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
-
-def mismatch(path: Path, file: File) -> str | None:
+def find_mismatch(path: Path, file: File) -> str | None:
     """Return how the content of `path` differs from `file`, or `None`; `.xz` is decompressed."""
     try:
         with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as stream:
-            found, size = _digest(stream)
+            found, size = _digest_stream(stream)
     except (lzma.LZMAError, EOFError) as error:
         return f"it cannot be unpacked ({error})"
     if file.size is not None and size != file.size:
@@ -57,12 +50,12 @@ def verify_sums(folder: Path) -> bool:
         if not path.is_file():
             raise DamagedDataError(f"{path} is missing", (folder,))
         with path.open("rb") as stream:
-            if _digest(stream)[0] != expected:
+            if _digest_stream(stream)[0] != expected:
                 raise DamagedDataError(f"{path} is not what was unpacked", (folder,))
     return True
 
 
-def _digest(stream: BinaryIO | lzma.LZMAFile) -> tuple[str, int]:
+def _digest_stream(stream: BinaryIO | lzma.LZMAFile) -> tuple[str, int]:
     """Return the SHA-256 and the number of bytes."""
     digest, size = hashlib.sha256(), 0
     while block := stream.read(1 << 20):
@@ -72,25 +65,16 @@ def _digest(stream: BinaryIO | lzma.LZMAFile) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def alone(folder: Path, *, progress: bool = False) -> Iterator[None]:
-    """Lock `folder` for one writer: others wait until this process finishes or dies."""
-    with (folder / ".lock").open("ab") as lock:
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in _CANNOT_LOCK:
-                    if progress:
-                        print(f"waiting for another process in {folder}", file=sys.stderr)
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def lock_folder(folder: Path, *, progress: bool = False) -> Iterator[None]:
+    """Lock `folder` for one writer: others wait until this process finishes or dies.
 
-
-def flush_folder(folder: Path) -> None:
-    """Make renames survive a power failure, on platforms where folders can be opened."""
-    if sys.platform != "win32":
-        descriptor = os.open(folder, os.O_RDONLY)
+    Some network file systems have no locks; there, users must run one process at a time.
+    """
+    with (folder / ".lock").open("ab") as file:
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            lock(file.fileno())
+        except BlockingIOError:
+            if progress:
+                print(f"waiting for another process in {folder}", file=sys.stderr)
+            lock(file.fileno(), wait=True)
+        yield

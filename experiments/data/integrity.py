@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from experiments.data.files import mismatch
+from experiments.data.files import find_mismatch
 from experiments.data.pictures import imagenet
 from experiments.data.read import (
     Corpus,
@@ -15,7 +15,7 @@ from experiments.data.read import (
     IntentSet,
     banking77,
     clinc150,
-    located,
+    locate,
     mnist,
     ptb,
     wikitext_2,
@@ -50,11 +50,11 @@ def check(data_set: DataSet, directory: Directory = None) -> Finding:
     """Verify the copy of `data_set` in `directory`, including every byte that has a checksum."""
     root = data_dir(directory)
     folder = root / data_set.name
-    paths = {file.name: located(folder, file.name) for file in data_set.files}
+    paths = {file.name: locate(folder, file.name) for file in data_set.files}
     wrong = {
         path: why
         for file in data_set.files
-        if (path := paths[file.name]) and (why := mismatch(path, file))
+        if (path := paths[file.name]) and (why := find_mismatch(path, file))
     }
     lacking = tuple(name for name, path in paths.items() if path is None)
     if wrong:
@@ -66,7 +66,7 @@ def check(data_set: DataSet, directory: Directory = None) -> Finding:
         )
         detail = f"{folder} has no {', '.join(lacking)}"
         return Finding(data_set.name, status, detail, lacking)
-    return _structure(data_set, root)
+    return _check_structure(data_set, root)
 
 
 def require(name: str, directory: Directory = None) -> None:
@@ -89,12 +89,12 @@ def is_present(data_set: DataSet, directory: Directory = None) -> bool:
     """Return whether the files exist, regardless of their content: fast enough for a table."""
     folder = data_dir(directory) / data_set.name
     if data_set.files:
-        return all(located(folder, file.name) for file in data_set.files)
+        return all(locate(folder, file.name) for file in data_set.files)
     marks = {"tiny-imagenet": (PACKED[-1], f"{ORIGINAL}/wnids.txt"), "imagenet": ("train",)}
     return any((folder / mark).exists() for mark in marks.get(data_set.name, ()))
 
 
-def _structure(data_set: DataSet, root: Path) -> Finding:
+def _check_structure(data_set: DataSet, root: Path) -> Finding:
     """Load the data set, or as much as is needed to count its parts, and compare the counts."""
     if data_set.name not in _COUNTERS:
         return Finding(data_set.name, "good", f"{len(data_set.files)} files")
@@ -114,10 +114,10 @@ def _structure(data_set: DataSet, root: Path) -> Finding:
     return Finding(data_set.name, "good", detail)
 
 
-def _mnist(root: Path) -> Counts:
+def _count_mnist(root: Path) -> Counts:
     images = mnist(root)
-    _in_range(root / "mnist", images.train.labels.max().item(), len(images.names))
-    _in_range(root / "mnist", images.test.labels.max().item(), len(images.names))
+    _check_labels(root / "mnist", images.train.labels.max().item(), len(images.names))
+    _check_labels(root / "mnist", images.test.labels.max().item(), len(images.names))
     return {
         "training images": len(images.train.images),
         "test images": len(images.test.images),
@@ -125,7 +125,7 @@ def _mnist(root: Path) -> Counts:
     }
 
 
-def _tokens(load: Callable[[Path], Corpus]) -> Callable[[Path], Counts]:
+def _count_tokens(load: Callable[[Path], Corpus]) -> Callable[[Path], Counts]:
     def count(root: Path) -> Counts:
         corpus = load(root)
         return {
@@ -138,7 +138,7 @@ def _tokens(load: Callable[[Path], Corpus]) -> Callable[[Path], Counts]:
     return count
 
 
-def _intents(load: Callable[[Path], IntentSet]) -> Callable[[Path], Counts]:
+def _count_intents(load: Callable[[Path], IntentSet]) -> Callable[[Path], Counts]:
     def count(root: Path) -> Counts:
         intents = load(root)
         counts = {
@@ -154,7 +154,7 @@ def _intents(load: Callable[[Path], IntentSet]) -> Callable[[Path], Counts]:
     return count
 
 
-def _tiny_imagenet(root: Path) -> Counts:
+def _count_tiny_imagenet(root: Path) -> Counts:
     form = form_in(root)
     form.verify()
     train, val = ([form.count(split, wnid) for wnid in form.wnids] for split in SPLITS)
@@ -169,7 +169,7 @@ def _tiny_imagenet(root: Path) -> Counts:
     }
 
 
-def _imagenet(root: Path) -> Counts:
+def _count_imagenet(root: Path) -> Counts:
     folder = imagenet(root)
     for path in (*folder.train.paths, *folder.test.paths):
         if not Path(path).stat().st_size:
@@ -181,17 +181,17 @@ def _imagenet(root: Path) -> Counts:
     }
 
 
-def _in_range(folder: Path, largest: float, classes: int) -> None:
+def _check_labels(folder: Path, largest: float, classes: int) -> None:
     if largest >= classes:
         raise DamagedDataError(f"{folder} has the label {largest:.0f}", (folder,))
 
 
 _COUNTERS: Mapping[str, Callable[[Path], Counts]] = {
-    "mnist": _mnist,
-    "ptb": _tokens(ptb),
-    "wikitext-2": _tokens(wikitext_2),
-    "clinc150": _intents(clinc150),
-    "banking77": _intents(banking77),
-    "tiny-imagenet": _tiny_imagenet,
-    "imagenet": _imagenet,
+    "mnist": _count_mnist,
+    "ptb": _count_tokens(ptb),
+    "wikitext-2": _count_tokens(wikitext_2),
+    "clinc150": _count_intents(clinc150),
+    "banking77": _count_intents(banking77),
+    "tiny-imagenet": _count_tiny_imagenet,
+    "imagenet": _count_imagenet,
 }

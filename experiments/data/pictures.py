@@ -27,7 +27,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from experiments.data.read import Directory, damaged
+from experiments.data.read import Directory, damage_error
 from experiments.data.sources import IMAGENET, DamagedDataError, data_dir
 from mbpa.errors import MissingExtraError
 
@@ -57,7 +57,7 @@ class ImageFiles:
             list(pool.map(load, range(len(indices)), indices))
         return images
 
-    def chosen(self, rows: Int64[Tensor, "n"]) -> ImageFiles:
+    def select(self, rows: Int64[Tensor, "n"]) -> ImageFiles:
         """Return the files at `rows`."""
         rows = rows.cpu()
         return ImageFiles(tuple(self.paths[row] for row in rows.tolist()), self.labels[rows])
@@ -135,7 +135,7 @@ def imagenet(directory: Directory = None) -> ImageFolder:
         for part in ("train", "val")
     }
     if different := set(wnids["train"]) ^ set(wnids["val"]):
-        raise damaged(folder, f"{min(different)} is in one of train/ and val/ alone")
+        raise damage_error(folder, f"{min(different)} is in one of train/ and val/ alone")
     train, test = (_files(folder / part, wnids["train"]) for part in ("train", "val"))
     return ImageFolder(train, test, tuple(wnids["train"]))
 
@@ -147,7 +147,7 @@ def _files(folder: Path, wnids: Sequence[str]) -> ImageFiles:
         with os.scandir(folder / wnid) as entries:
             found = sorted(e.path for e in entries if e.name.lower().endswith(_ENDINGS))
         if not found:
-            raise damaged(folder / wnid, "it holds no picture")
+            raise damage_error(folder / wnid, "it holds no picture")
         paths += found
         counts.append(len(found))
     labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
@@ -213,19 +213,25 @@ def _square(path: Path, size: int, crop: list[float] | None) -> UInt8[np.ndarray
     def box(width: int, height: int) -> tuple[float, float, float, float]:
         return random_box(width, height, *crop) if crop else middle_box(width, height)
 
-    picture = _opened(path, _content(path))
+    picture = _open(path, _read_bytes(path))
     (width, height), (left, top, right, bottom) = picture.size, box(*picture.size)
     # JPEG can be decoded at a half, a quarter or an eighth of its size, if that is large enough.
     wanted = math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))
     picture.draft("RGB", wanted)
-    picture = _in_colour(path, picture)
+    picture = _convert_to_rgb(path, picture)
     bilinear = pillow().Resampling.BILINEAR
     return np.asarray(picture.resize((size, size), bilinear, box=box(*picture.size)))
 
 
-def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """Return left, top, right and bottom of the central square."""
-    side = _MIDDLE * min(width, height)
+def middle_box(
+    width: int, height: int, share: float = _MIDDLE
+) -> tuple[float, float, float, float]:
+    """Return left, top, right and bottom of the central square.
+
+    Args:
+        share: side of the square, as a share of the shorter side of the picture.
+    """
+    side = share * min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
@@ -253,9 +259,9 @@ def _faults(paths: Sequence[str]) -> list[str]:
     for name in paths:
         path = Path(name)
         try:
-            picture = _opened(path, _content(path))
+            picture = _open(path, _read_bytes(path))
             picture.draft("RGB", (1, 1))
-            _in_colour(path, picture)
+            _convert_to_rgb(path, picture)
         except DamagedDataError as error:
             found.append(str(error))
     return found
@@ -275,40 +281,38 @@ def pillow() -> ModuleType:
 
 def dimensions(path: Path, content: bytes) -> tuple[int, int]:
     """Return width and height of an encoded picture; `path` is used in errors only."""
-    width, height = _opened(path, content).size
+    width, height = _open(path, content).size
     return int(width), int(height)
 
 
 def rgb(path: Path, content: bytes, size: int | None = None) -> UInt8[np.ndarray, "h w 3"]:
     """Decode a picture; with `size`, crop the central square and resize it."""
-    picture = _in_colour(path, _opened(path, content))
+    picture = _convert_to_rgb(path, _open(path, content))
     if size is not None and picture.size != (size, size):
         width, height = picture.size
-        side = min(width, height)
-        left, top = (width - side) / 2, (height - side) / 2
-        box = (left, top, left + side, top + side)
+        box = middle_box(width, height, share=1.0)
         picture = picture.resize((size, size), pillow().Resampling.LANCZOS, box=box)
     return np.asarray(picture)
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise damaged(path, error.strerror) from error
+        raise damage_error(path, error.strerror) from error
 
 
-def _opened(path: Path, content: bytes) -> Any:
+def _open(path: Path, content: bytes) -> Any:
     try:
         return pillow().open(io.BytesIO(content))
     except pillow().UnidentifiedImageError as error:
-        raise damaged(path, "it is no picture") from error
+        raise damage_error(path, "it is no picture") from error
     except (OSError, SyntaxError) as error:
-        raise damaged(path, error) from error
+        raise damage_error(path, error) from error
 
 
-def _in_colour(path: Path, picture: Any) -> Any:
+def _convert_to_rgb(path: Path, picture: Any) -> Any:
     try:
         return picture.convert("RGB")
     except (OSError, SyntaxError) as error:  # raised by Pillow for truncated and broken pictures
-        raise damaged(path, error) from error
+        raise damage_error(path, error) from error

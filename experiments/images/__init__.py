@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from experiments.experiment import BySeed, Context, Experiment
+from experiments.experiment import BySeed, Context, Experiment, run_each_seed
 from experiments.images import neighbourhoods, sensitivity
 from experiments.images.config import ImagesConfig
 from experiments.images.figures import incremental_sections, unbalanced_sections
 from experiments.images.incremental import run_split
 from experiments.images.neighbourhood_figures import neighbourhood_sections
-from experiments.images.presets import PRESETS, images_an_epoch
+from experiments.images.presets import PRESETS, count_images_per_epoch
 from experiments.images.sensitivity_figures import sensitivity_sections
-from experiments.images.task import make_task
+from experiments.images.task import make_image_task
 from experiments.images.tuning import make_search_config, tune
+from experiments.results import Record
 
 __all__ = [
     "INCREMENTAL",
@@ -38,17 +39,12 @@ UNTIL_TWENTY = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 12.5, 15.0, 17.5,
 
 def run(config: ImagesConfig, context: Context) -> BySeed:
     """Run one split after the other, skipping those already completed."""
-    records: BySeed = {}
     with context.bar(len(config.seeds), "splits", "splits") as bar:
-        for seed in config.seeds:
-            kept = context.workspace.load(f"records-{seed}")
-            if kept is None:
-                task = make_task(config, context, seed)
-                kept = {"records": run_split(task, config, seed)}
-                context.workspace.save(f"records-{seed}", kept)
-            records[seed] = kept["records"]
-            bar.update()
-    return records
+
+        def run_seed(seed: int) -> list[Record]:
+            return run_split(make_image_task(config, context, seed), config, seed)
+
+        return run_each_seed(config.seeds, context, run_seed, tick=bar.update)
 
 
 INCREMENTAL = Experiment(
@@ -71,7 +67,7 @@ UNBALANCED = Experiment(
             preset,
             scarce=SCARCE,
             points=UNTIL_TWENTY if name == "paper" else preset.points,
-            capacity=images_an_epoch(replace(preset, scarce=SCARCE)),
+            capacity=count_images_per_epoch(replace(preset, scarce=SCARCE)),
         )
         for name, preset in PRESETS.items()
     },

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import mbpa
+from experiments.config_checks import check_minima, check_rising, check_seeds
 from experiments.images.methods import (
     METHODS,
-    Kept,
-    Local,
-    Mixed,
+    ImageMethodSettings,
     Model,
-    Retrained,
-    Settings,
+    PreservingAdaptation,
+    RetrainedLayer,
+    ScaledAdaptation,
     Situation,
-    Vote,
+    make_model,
 )
+from experiments.methods import Vote, VoteMixture
 from experiments.pretraining import Pretraining
 
 EARLY = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1)
@@ -65,23 +65,18 @@ class ImagesConfig:
     """
     scarce: float = 1.0
     """Share of their images that half of the new classes have."""
-    vote: Vote = field(default_factory=Vote)
-    mixture: Mixed = field(default_factory=Mixed)
-    rmsprop: Local = field(default_factory=lambda: Local("rmsprop", lr=0.001))
-    gradient: Local = field(default_factory=Local)
-    retraining: Retrained = field(default_factory=Retrained)
-    kept: Kept = field(default_factory=Kept)
+    vote: Vote = field(default_factory=lambda: Vote(k=50))
+    mixture: VoteMixture = field(default_factory=lambda: VoteMixture(k=50))
+    rmsprop: ScaledAdaptation = field(default_factory=lambda: ScaledAdaptation("rmsprop", lr=0.001))
+    gradient: ScaledAdaptation = field(default_factory=ScaledAdaptation)
+    retraining: RetrainedLayer = field(default_factory=RetrainedLayer)
+    kept: PreservingAdaptation = field(default_factory=PreservingAdaptation)
 
     def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must name at least one, none of them twice, got {self.seeds}")
-        for name in ("batch", "scored", "capacity", "held_out"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_seeds(self.seeds)
+        check_minima(self, dict.fromkeys(("batch", "scored", "capacity", "held_out"), 1))
         self._check_data()
-        rising = list(self.points) == sorted(set(self.points))
-        if not self.points or not rising or self.points[0] <= 0:
-            raise ValueError(f"points must be positive and rising, got {self.points}")
+        check_rising("points", self.points)
         if not 0 < self.scarce <= 1:
             raise ValueError(f"scarce must be above 0 and at most 1, got {self.scarce}")
 
@@ -116,18 +111,17 @@ class ImagesConfig:
         """Training images per class that are not trained on."""
         return self.held_out if self.part == "validation" else 0
 
-    def settings(self, method: str) -> Settings:
+    def settings(self, method: str) -> ImageMethodSettings:
         """Return the settings of a method that has some."""
-        found: Settings = getattr(self, METHODS[method].settings)
+        found: ImageMethodSettings = getattr(self, METHODS[method].settings)
         return found
 
     def models(self, situation: Situation, with_own_layers: bool = True) -> dict[str, Model]:
         """Return the methods to compare in this situation, optionally without those that have a
         layer of their own.
         """
-        alone = mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=mbpa.Parametric())
         return {
-            name: self.settings(name).model(situation) if method.settings else alone
+            name: make_model(self.settings(name) if method.settings else None, situation)
             for name, method in METHODS.items()
             if with_own_layers or not method.has_own_layer
         }

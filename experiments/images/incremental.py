@@ -17,16 +17,18 @@ import mbpa
 from experiments.errors import ExperimentError
 from experiments.images.config import ImagesConfig
 from experiments.images.methods import METHODS, Model, Situation
-from experiments.images.roots import Known, translated
-from experiments.images.scale import Scale, spacing
-from experiments.images.task import Task
+from experiments.images.roots import KnownLayer, translate_layer
+from experiments.images.spacing import measure_spacing
+from experiments.images.task import ImageTask
+from experiments.measures import percent, split_labels
+from experiments.methods import Scale
 from experiments.results import Record, value_of
 
 READ_BYTES = {"cuda": 1 << 32, "cpu": 1 << 28}  # neighbours' keys held at a time
-AREAS = (0.1, 1.0, 3.0)
+AREA_EPOCHS = (0.1, 1.0, 3.0)
 """Epochs up to which the area under a learning curve is measured."""
 
-Name = TypeVar("Name")
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,7 @@ class Moment:
 
 
 def stream_of(
-    task: Task, config: ImagesConfig, seed: int
+    task: ImageTask, config: ImagesConfig, seed: int
 ) -> tuple[Int[Tensor, "N"], Iterator[Int[Tensor, "N"]]]:
     """Return the images to learn from, and an endless iterator over orders, one per epoch."""
     draws = torch.Generator().manual_seed(seed + 7)
@@ -77,10 +79,10 @@ def stream_of(
     return rows, orders()
 
 
-def moments(task: Task, config: ImagesConfig, seed: int) -> Iterator[Moment]:
+def moments(task: ImageTask, config: ImagesConfig, seed: int) -> Iterator[Moment]:
     """Learn from the stream, and yield at every point."""
     device = task.train.device
-    head = grown_head(task)
+    head = make_head(task)
     memory = mbpa.ExactMemory(config.capacity, task.train.shape[1], device=device)
     optimizer = torch.optim.SGD(head.parameters(), config.lr / key_length(task), config.momentum)
     rows, orders = stream_of(task, config, seed)
@@ -107,7 +109,7 @@ def moments(task: Task, config: ImagesConfig, seed: int) -> Iterator[Moment]:
         yield Moment(point, head, memory, order[:seen])
 
 
-def grown_head(task: Task) -> nn.Linear:
+def make_head(task: ImageTask) -> nn.Linear:
     """Return the network's last layer, with rows of zeros for the classes it does not know."""
     classes, size = len(task.classes), task.weight.shape[1]
     head = nn.Linear(size, classes, device=task.weight.device)
@@ -119,26 +121,26 @@ def grown_head(task: Task) -> nn.Linear:
     return head
 
 
-def run_split(task: Task, config: ImagesConfig, seed: int) -> list[Record]:
+def run_split(task: ImageTask, config: ImagesConfig, seed: int) -> list[Record]:
     """Return all measurements of one split."""
-    queries, answers = scored_part(task, config)
-    groups = subsets(task, config, answers)
+    queries, answers = select_scored(task, config)
+    groups = split_answers(task, config, answers)
     shared: Record = {"split": seed, "part": config.part}
-    start = grown_head(task)(queries).argmax(1) == answers
+    start = make_head(task)(queries).argmax(1) == answers
     nothing = torch.zeros_like(start)  # what an empty memory gets right
     from_memory = {name for name, method in METHODS.items() if method.is_memory_alone}
     records: list[Record] = []
     for moment in moments(task, config, seed):
-        right = compared(config.models(situation_of(moment, task)), queries, answers)
-        records += accuracies(right, groups, {**shared, "epochs": moment.epochs})
+        right = compare_models(config.models(situation_of(moment, task)), queries, answers)
+        records += record_accuracies(right, groups, {**shared, "epochs": moment.epochs})
     before = {name: nothing if name in from_memory else start for name in right}
-    records += areas(accuracies(before, groups, {**shared, "epochs": 0.0}) + records)
+    records += areas(record_accuracies(before, groups, {**shared, "epochs": 0.0}) + records)
     known: Record = {"method": "parametric", "subset": "pre-trained", "epochs": 0.0, **shared}
     known |= {"made_on": task.made_on}
     return [*records, {**known, "name": "pretrained_top1", "value": 100 * task.known}]
 
 
-def accuracies(
+def record_accuracies(
     right: Mapping[str, Bool[Tensor, "Q"]], groups: Mapping[str, Bool[Tensor, "Q"]], shared: Record
 ) -> list[Record]:
     """Return records of each method's accuracy on each subset, in percent."""
@@ -148,7 +150,7 @@ def accuracies(
             "subset": subset,
             **shared,
             "name": "top1",
-            "value": 100 * float(hits[members].double().mean()),
+            "value": percent(hits[members]),
         }
         for method, hits in right.items()
         for subset, members in groups.items()
@@ -165,44 +167,44 @@ def areas(records: list[Record]) -> list[Record]:
         curve = [(float(str(point["epochs"])), value_of(point)) for point in points]
         found += [
             {**points[0], "epochs": upto, "name": "auc", "value": area(curve, upto)}
-            for upto in AREAS
+            for upto in AREA_EPOCHS
             if any(epochs == upto for epochs, _ in curve)
         ]
     return found
 
 
-def compared(
-    models: Mapping[Name, Model], queries: Float[Tensor, "Q D"], answers: Int[Tensor, "Q"]
-) -> dict[Name, Bool[Tensor, "Q"]]:
+def compare_models(
+    models: Mapping[Key, Model], queries: Float[Tensor, "Q D"], answers: Int[Tensor, "Q"]
+) -> dict[Key, Bool[Tensor, "Q"]]:
     """Return which queries each model gets right."""
-    right: dict[Name, list[Tensor]] = {name: [] for name in models}
-    for rows, found in predictions(models, queries):
+    right: dict[Key, list[Tensor]] = {name: [] for name in models}
+    for rows, found in predict_in_slices(models, queries):
         for name, log_probs in found.items():
             right[name].append(log_probs.argmax(1) == answers[rows])
     return {name: torch.cat(parts) for name, parts in right.items()}
 
 
-def predictions(
-    models: Mapping[Name, Model], queries: Float[Tensor, "Q D"]
-) -> Iterator[tuple[slice, dict[Name, Float[Tensor, "B C"]]]]:
+def predict_in_slices(
+    models: Mapping[Key, Model], queries: Float[Tensor, "Q D"]
+) -> Iterator[tuple[slice, dict[Key, Float[Tensor, "B C"]]]]:
     """Yield each model's predictions, for a slice of the queries at a time; models that share a
     memory share a retrieval.
     """
-    groups: dict[mbpa.Memory, dict[Name, Model]] = {}
+    groups: dict[mbpa.Memory, dict[Key, Model]] = {}
     for name, model in models.items():
         groups.setdefault(model.memory, {})[name] = model
     most = most_queries(queries, max(1, *(model.predictor.keys_for for model in models.values())))
     for start in range(0, len(queries), most):
         part = queries[start : start + most]
-        said: dict[Name, Tensor] = {}
+        said: dict[Key, Tensor] = {}
         for group in groups.values():
             said |= _of_one_memory(group, part)
         yield slice(start, start + most), {name: said[name] for name in models}
 
 
 def _of_one_memory(
-    models: Mapping[Name, Model], queries: Float[Tensor, "B D"]
-) -> dict[Name, Float[Tensor, "B C"]]:
+    models: Mapping[Key, Model], queries: Float[Tensor, "B D"]
+) -> dict[Key, Float[Tensor, "B C"]]:
     """Return each model's predictions; all share one memory and compute their keys alike."""
     k = max(model.predictor.k for model in models.values())
     keys_for = max(model.predictor.keys_for for model in models.values())
@@ -216,55 +218,57 @@ def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
     return max(1, READ_BYTES[queries.device.type] // (k * queries.shape[1] * queries.itemsize))
 
 
-def situation_of(moment: Moment, task: Task) -> Situation:
+def situation_of(moment: Moment, task: ImageTask) -> Situation:
     """Return everything that methods can use at this moment."""
     copies = int(moment.passed[-len(moment.memory) :].bincount().max())
-    scale = Scale(spacing(moment.memory, copies), key_length(task))
-    return Situation(moment.head, moment.memory, scale, task.old, known_of(task), copies)
+    scale = Scale(measure_spacing(moment.memory, copies), key_length(task))
+    return Situation(moment.head, moment.memory, scale, task.old, fit_known_layer(task), copies)
 
 
-def known_of(task: Task) -> Known:
+def fit_known_layer(task: ImageTask) -> KnownLayer:
     """Return the known classes as a layer of square roots, fitted to what the network was trained
     on.
     """
     if task not in _KNOWN:
         features = task.train[task.train_labels < task.old]
-        _KNOWN[task] = translated(grown_head(task), features)
+        _KNOWN[task] = translate_layer(make_head(task), features)
     return _KNOWN[task]
 
 
-_KNOWN: WeakKeyDictionary[Task, Known] = WeakKeyDictionary()  # freed with their task
+_KNOWN: WeakKeyDictionary[ImageTask, KnownLayer] = WeakKeyDictionary()  # freed with their task
 
 
-def key_length(task: Task) -> float:
+def key_length(task: ImageTask) -> float:
     """Return the mean squared length of a key, over what the network was trained on."""
     return float(task.train[task.train_labels < task.old].square().sum(1).mean())
 
 
-def scored_part(task: Task, config: ImagesConfig) -> tuple[Float[Tensor, "Q D"], Int[Tensor, "Q"]]:
+def select_scored(
+    task: ImageTask, config: ImagesConfig
+) -> tuple[Float[Tensor, "Q D"], Int[Tensor, "Q"]]:
     """Return the images to score, and their classes."""
     queries, answers = task.test, task.test_labels
     if config.part == "validation":
         queries, answers = task.validation, task.validation_labels
-    rows = scored_rows(config, answers)
+    rows = draw_scored_rows(config, answers)
     return queries[rows], answers[rows]
 
 
-def scored_rows(config: ImagesConfig, labels: Int[Tensor, "N"]) -> Int[Tensor, "Q"]:
+def draw_scored_rows(config: ImagesConfig, labels: Int[Tensor, "N"]) -> Int[Tensor, "Q"]:
     """Return which images to score: all, or a random part of them."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return order[: config.scored].to(labels.device)
 
 
-def subsets(
-    task: Task, config: ImagesConfig, answers: Int[Tensor, "Q"]
+def split_answers(
+    task: ImageTask, config: ImagesConfig, answers: Int[Tensor, "Q"]
 ) -> dict[str, Bool[Tensor, "Q"]]:
     """Return which queries belong to new, old and all classes, and to scarce new ones if there are
     any.
     """
-    is_old = answers < task.old
-    found = {"novel": ~is_old, "pre-trained": is_old, "all": torch.ones_like(is_old)}
+    found = split_labels(answers, task.old)
     if config.scarce < 1:
+        is_old = found["pre-trained"]
         scarce = ~is_old & (answers < task.old + (len(task.classes) - task.old) // 2)
         found |= {"novel-scarce": scarce, "novel-full": ~is_old & ~scarce}
     return found

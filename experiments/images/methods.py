@@ -17,8 +17,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
-from experiments.images.roots import Known, Roots, roots_of
-from experiments.images.scale import Scale
+from experiments.images.roots import KnownLayer, Roots, roots_of
+from experiments.methods import (
+    UNSCALED,
+    VOTE_WEIGHTS,
+    ComparedMethod,
+    PredictorSettings,
+    Scale,
+    make_kernel,
+)
 from experiments.search import Grid
 
 
@@ -31,7 +38,7 @@ class Situation:
     scale: Scale
     old: int
     """Number of classes that the network knows; their labels are below this."""
-    known: Known
+    known: KnownLayer
     """The layer of square roots as it was before anything new arrived."""
     copies: int
     """How often one image may be in the memory."""
@@ -42,65 +49,17 @@ class Situation:
         return Roots.of(self.memory, self.known, self.copies)
 
 
-class Settings(abc.ABC):
-    """Settings of a method, in units of the scale of the keys."""
+class ModelSettings(abc.ABC):
+    """Settings of a method that differs from others in more than its predictor."""
 
     @abc.abstractmethod
     def model(self, situation: Situation) -> Model:
         """Return the model that predicts in this situation."""
 
 
-class Recalling(Settings):
-    """Settings of a method that differs from the others only in its predictor."""
-
-    @abc.abstractmethod
-    def predictor(self, scale: Scale) -> mbpa.Predictor:
-        """Return the predictor with these settings."""
-
-    def model(self, situation: Situation) -> Model:
-        predictor = self.predictor(situation.scale)
-        return mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=predictor)
-
-
 @dataclass(frozen=True)
-class Vote(Recalling):
-    """A vote of the neighbours."""
-
-    k: int = 50
-    """Number of neighbours."""
-    bandwidth: float = 0.0
-    """Bandwidth of a Gaussian kernel, in units of the mean distance between nearest entries; 0
-    selects the paper's inverse distance.
-    """
-
-    def __post_init__(self) -> None:
-        if self.k < 1 or self.bandwidth < 0:
-            raise ValueError(f"k must be at least 1, bandwidth not negative, got {self}")
-
-    def predictor(self, scale: Scale) -> mbpa.Predictor:
-        return mbpa.NeighborVote(_kernel(self.bandwidth, scale), k=self.k)
-
-
-@dataclass(frozen=True)
-class Mixed(Vote):
-    """A mixture of the layer's probabilities and those of a vote."""
-
-    weight: float = 0.5
-    """Weight of the vote, between 0 and 1."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.weight <= 1:
-            raise ValueError(f"weight must be between 0 and 1, got {self.weight}")
-
-    def predictor(self, scale: Scale) -> mbpa.Predictor:
-        vote = super().predictor(scale)
-        return mbpa.Mixture(mbpa.Parametric(), vote, weights=(1 - self.weight, self.weight))
-
-
-@dataclass(frozen=True)
-class Local(Recalling):
-    """An adaptation to the neighbours."""
+class ScaledAdaptation(PredictorSettings):
+    """An adaptation to the neighbours, in units of the scale of the keys."""
 
     rule: Literal["rmsprop", "gradient"] = "gradient"
     lr: float = 0.1
@@ -124,33 +83,33 @@ class Local(Recalling):
                 f"bandwidth, decay and initial_square must not be negative, got {self}"
             )
 
-    def predictor(self, scale: Scale) -> mbpa.Adapted:
+    def predictor(self, scale: Scale = UNSCALED) -> mbpa.Adapted:
         rule: mbpa.Rule = mbpa.Gradient(self.lr / scale.length, self.steps, self.decay)
         if self.rule == "rmsprop":
             start = self.initial_square
             rule = mbpa.RMSprop(self.lr, self.steps, self.decay, initial_square=start)
-        return mbpa.Adapted(rule, k=self.k, kernel=_kernel(self.bandwidth, scale))
+        return mbpa.Adapted(rule, k=self.k, kernel=make_kernel(self.bandwidth, scale))
 
 
 @dataclass(frozen=True)
-class Retrained(Settings):
+class RetrainedLayer(ModelSettings):
     """A layer of square roots fitted to the memory, close to the network's original one; nothing is
     adapted.
     """
 
     penalty: float = 0.3
-    """Penalty on changes of the layer, as in `Roots.retrained`."""
+    """Penalty on changes of the layer, as in `Roots.retrain`."""
 
     def __post_init__(self) -> None:
         if not self.penalty > 0:
             raise ValueError(f"penalty must be positive, got {self.penalty}")
 
     def model(self, situation: Situation) -> mbpa.MbPA:
-        return _of_roots(situation.roots, self.penalty, mbpa.Parametric())
+        return _make_root_model(situation.roots, self.penalty, mbpa.Parametric())
 
 
 @dataclass(frozen=True)
-class Kept(Local):
+class PreservingAdaptation(ScaledAdaptation, ModelSettings):
     """An adaptation that preserves what the network knew: it adapts a layer of square roots fitted
     to the memory, and a new class must be more confident than an old one to win.
     """
@@ -168,34 +127,35 @@ class Kept(Local):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Retrained(self.penalty)  # raises the same errors
+        RetrainedLayer(self.penalty)  # raises the same errors
         if not math.isfinite(self.offset):
             raise ValueError(f"offset must be finite, got {self.offset}")
 
-    def model(self, situation: Situation) -> HeldBack:
+    def model(self, situation: Situation) -> MarginModel:
         roots = situation.roots
-        adapted = _of_roots(roots, self.penalty, self.predictor(roots.scale))
-        return HeldBack(adapted, self.held_back(situation))
+        adapted = _make_root_model(roots, self.penalty, self.predictor(roots.scale))
+        return MarginModel(adapted, self.margins(situation))
 
-    def held_back(self, situation: Situation) -> Float[Tensor, "C"]:
+    def margins(self, situation: Situation) -> Float[Tensor, "C"]:
         """Return the margin of each class, in logits."""
         weight = situation.head.weight
         is_new = torch.arange(len(weight), device=weight.device) >= situation.old
         return is_new.to(weight.dtype) * self.offset
 
 
-def _of_roots(roots: Roots, penalty: float, predictor: mbpa.Predictor) -> mbpa.MbPA:
+def _make_root_model(roots: Roots, penalty: float, predictor: mbpa.Predictor) -> mbpa.MbPA:
     """Return a model of features with the retrained layer of square roots."""
-    layer = roots.retrained(penalty)
+    layer = roots.retrain(penalty)
     return mbpa.MbPA(roots_of, layer, memory=roots.memory, predictor=predictor)
 
 
 @dataclass(frozen=True, eq=False)
-class HeldBack:
+class MarginModel:
     """A model in which some classes must exceed others by a margin."""
 
     model: mbpa.MbPA
-    by: Float[Tensor, "C"]
+    margins: Float[Tensor, "C"]
+    """How much is subtracted from the logit of each class."""
 
     @property
     def predictor(self) -> mbpa.Predictor:
@@ -214,39 +174,34 @@ class HeldBack:
     def __call__(
         self, features: Float[Tensor, "B D"], *, neighbors: mbpa.Neighbors | None = None
     ) -> Float[Tensor, "B C"]:
-        return (self.model(features, neighbors=neighbors) - self.by).log_softmax(1)
+        return (self.model(features, neighbors=neighbors) - self.margins).log_softmax(1)
 
 
-Model = mbpa.MbPA | HeldBack
+Model = mbpa.MbPA | MarginModel
 """The common type of all methods' models."""
+ImageMethodSettings = PredictorSettings | ModelSettings
+"""The common type of all methods' settings."""
 
 
-def _kernel(bandwidth: float, scale: Scale) -> mbpa.kernels.Kernel:
-    return mbpa.gaussian(bandwidth * scale.near) if bandwidth else mbpa.inverse_distance()
+def make_model(settings: ImageMethodSettings | None, situation: Situation) -> Model:
+    """Return the model with these settings; without settings, the layer alone."""
+    if isinstance(settings, ModelSettings):
+        return settings.model(situation)
+    predictor = mbpa.Parametric() if settings is None else settings.predictor(situation.scale)
+    return mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=predictor)
 
 
 @dataclass(frozen=True)
-class Method:
-    """One line of every comparison."""
+class ImageMethod(ComparedMethod):
+    """A method; colours are those of the paper: MbPA blue, parametric model green, mixture red."""
 
-    color: str
-    """Colour in figures, as in the paper: MbPA blue, parametric model green, mixture red."""
-    settings: str = ""
-    """Field of the config that holds the settings; empty if there are none."""
-    stages: tuple[Grid, ...] = ()
-    """Grids that the search tries in turn, with all other settings at the best values so far."""
     is_memory_alone: bool = False
     """Whether the method ignores the trained layer, and so knows nothing before the first entry."""
     has_own_layer: bool = False
     """Whether the method builds a layer from the memory and ignores the one that keeps learning."""
-    keeps_old: bool = False
-    """Whether the search judges the method by its accuracy on new classes, subject to not losing
-    old ones, instead of accuracy over all classes.
-    """
 
 
 NEIGHBOURS: Grid = {"k": (10, 20, 50, 100, 200), "bandwidth": (0.0, 0.3, 0.5, 0.7, 1.0)}
-WEIGHTS: Grid = {"weight": tuple(place / 10 for place in range(1, 10))}
 DECAYS: Grid = {"decay": (0.0, 0.02, 0.1)}
 GRADIENT_STEPS: Grid = {"lr": (0.1, 0.3, 1.0, 3.0, 10.0), "steps": (1, 5, 10, 20)}
 RMSPROP_STEPS: Grid = {
@@ -255,22 +210,22 @@ RMSPROP_STEPS: Grid = {
     "initial_square": (0.0, 1.0),
 }
 PENALTIES: Grid = {"penalty": (0.03, 0.1, 0.3, 1.0, 3.0)}
-OFFSETS = tuple(place / 20 for place in range(31))  # last in each grid: outputs are shared
-KEPT_RATES: Grid = {"penalty": (0.07, 0.15, 0.3, 0.6), "lr": (0.1, 0.3, 1.0), "offset": OFFSETS}
-KEPT_NEIGHBOURS: Grid = {"k": (20, 50, 100), "bandwidth": (0.3, 0.5, 0.7), "offset": OFFSETS}
-KEPT_STEPS: Grid = {"lr": (0.1, 0.3, 1.0), "steps": (5, 10, 20), "offset": OFFSETS}
-METHODS: dict[str, Method] = {
-    "parametric": Method("#1b7837"),
-    "memory only": Method("#e08214", "vote", (NEIGHBOURS,), is_memory_alone=True),
-    "mixture": Method("#b2182b", "mixture", (NEIGHBOURS, WEIGHTS)),
-    "MbPA (RMSprop)": Method(
+MARGINS = tuple(place / 20 for place in range(31))  # last in each grid: outputs are shared
+KEPT_RATES: Grid = {"penalty": (0.07, 0.15, 0.3, 0.6), "lr": (0.1, 0.3, 1.0), "offset": MARGINS}
+KEPT_NEIGHBOURS: Grid = {"k": (20, 50, 100), "bandwidth": (0.3, 0.5, 0.7), "offset": MARGINS}
+KEPT_STEPS: Grid = {"lr": (0.1, 0.3, 1.0), "steps": (5, 10, 20), "offset": MARGINS}
+METHODS: dict[str, ImageMethod] = {
+    "parametric": ImageMethod("#1b7837"),
+    "memory only": ImageMethod("#e08214", "vote", (NEIGHBOURS,), is_memory_alone=True),
+    "mixture": ImageMethod("#b2182b", "mixture", (NEIGHBOURS, VOTE_WEIGHTS)),
+    "MbPA (RMSprop)": ImageMethod(
         "#2166ac", "rmsprop", (RMSPROP_STEPS, NEIGHBOURS, RMSPROP_STEPS, DECAYS)
     ),
-    "MbPA (gradient)": Method(
+    "MbPA (gradient)": ImageMethod(
         "#67a9cf", "gradient", (GRADIENT_STEPS, NEIGHBOURS, GRADIENT_STEPS, DECAYS)
     ),
-    "retrained": Method("#b8a1cf", "retraining", (PENALTIES,), has_own_layer=True),
-    "MbPA (kept)": Method(
+    "retrained": ImageMethod("#b8a1cf", "retraining", (PENALTIES,), has_own_layer=True),
+    "MbPA (kept)": ImageMethod(
         "#762a83",
         "kept",
         (KEPT_RATES, KEPT_NEIGHBOURS, KEPT_STEPS),

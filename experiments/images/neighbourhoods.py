@@ -17,23 +17,24 @@ from torch import Tensor
 
 import mbpa
 from experiments import data
-from experiments.experiment import BySeed, Context
+from experiments.experiment import BySeed, Context, run_each_seed
 from experiments.images.config import ImagesConfig
 from experiments.images.incremental import (
     Moment,
+    draw_scored_rows,
     moments,
-    predictions,
-    scored_part,
-    scored_rows,
+    predict_in_slices,
+    select_scored,
     situation_of,
 )
 from experiments.images.methods import METHODS
 from experiments.images.presets import PRESETS as IMAGES
-from experiments.images.presets import fields_of
-from experiments.images.task import Task, make_task, parts_of
+from experiments.images.presets import copy_fields
+from experiments.images.task import ImageTask, make_image_task, split_held_out
+from experiments.measures import percent
 from experiments.results import Record
 
-FIRST = 3  # classes per prediction
+TOP_CLASSES = 3  # classes per prediction
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,20 @@ class NeighbourhoodsConfig(ImagesConfig):
 
 
 PRESETS = {
-    name: NeighbourhoodsConfig(**fields_of(preset) | {"seeds": (1,), "points": (1.0,)})
+    name: NeighbourhoodsConfig(**copy_fields(preset) | {"seeds": (1,), "points": (1.0,)})
     for name, preset in IMAGES.items()
 }
 
 
 def run(config: NeighbourhoodsConfig, context: Context) -> BySeed:
     """Run one split after the other, skipping those already completed."""
-    records: BySeed = {}
-    for seed in config.seeds:
-        kept = context.workspace.load(f"records-{seed}")
-        if kept is None:
-            task = make_task(config, context, seed)
-            *_, moment = moments(task, config, seed)
-            gallery = Gallery(task, config, seed, moment, class_names(config, context))
-            kept = {"records": gallery.records()}
-            context.workspace.save(f"records-{seed}", kept)
-        records[seed] = kept["records"]
-    return records
+
+    def run_seed(seed: int) -> list[Record]:
+        task = make_image_task(config, context, seed)
+        *_, moment = moments(task, config, seed)
+        return Gallery(task, config, seed, moment, class_names(config, context)).records()
+
+    return run_each_seed(config.seeds, context, run_seed)
 
 
 def class_names(config: ImagesConfig, context: Context) -> tuple[str, ...]:
@@ -91,15 +88,15 @@ class Gallery:
 
     def __init__(
         self,
-        task: Task,
+        task: ImageTask,
         config: NeighbourhoodsConfig,
         seed: int,
         moment: Moment,
         names: tuple[str, ...],
     ) -> None:
         self.task, self.config, self.moment, self.names = task, config, moment, names
-        self.queries, self.answers = scored_part(task, config)
-        self.rows = scored_rows(config, getattr(task, f"{config.part}_labels"))
+        self.queries, self.answers = select_scored(task, config)
+        self.rows = draw_scored_rows(config, getattr(task, f"{config.part}_labels"))
         parts = "train", config.part
         self.numbers = {part: numbers(task, part) for part in parts}
         self.shared: Record = {"split": seed, "part": config.part, "epochs": moment.epochs}
@@ -110,7 +107,7 @@ class Gallery:
         others = [name for name, model in models.items() if not model.predictor.keys_for]
         self.compared = [*others, config.adapting]
         wanted = {name: models[name] for name in self.compared}
-        said = [found for _, found in predictions(wanted, self.queries)]
+        said = [found for _, found in predict_in_slices(wanted, self.queries)]
         self.log_probs = {name: torch.cat([part[name] for part in said]) for name in wanted}
 
     def records(self) -> list[Record]:
@@ -123,13 +120,15 @@ class Gallery:
         every = torch.stack([right[name] for name in others]).all(0)
         alone, lost = right[mine] & none, ~right[mine] & every
         found: list[Record] = [
-            {"method": mine, **self.shared, "name": name, "value": 100 * _share(which)}
+            {"method": mine, **self.shared, "name": name, "value": percent(which)}
             for name, which in (("right_alone", alone), ("wrong_alone", lost))
         ]
         truth = self.answers[:, None]
         before, after = (self.log_probs[name].gather(1, truth) for name in ("parametric", mine))
         gains = (after - before)[:, 0]
-        for place, query in enumerate(chosen(gains, self.answers, alone, self.config.queries)):
+        for place, query in enumerate(
+            choose_queries(gains, self.answers, alone, self.config.queries)
+        ):
             shared: Record = {"method": mine, **self.shared, "query": place}
             picture = self._picture(self.config.part, int(self.rows[query]))
             found.append({**shared, **picture, "name": "gain", "value": float(gains[query])})
@@ -142,7 +141,9 @@ class Gallery:
         after.
         """
         said = {name: log_probs[query] for name, log_probs in self.log_probs.items()}
-        firsts = [said[name].topk(FIRST).indices for name in ("parametric", self.config.adapting)]
+        firsts = [
+            said[name].topk(TOP_CLASSES).indices for name in ("parametric", self.config.adapting)
+        ]
         labels = dict.fromkeys([int(self.answers[query]), *torch.cat(firsts).tolist()])
         for name, log_probs in said.items():
             for label in labels:
@@ -180,7 +181,7 @@ class Gallery:
         return {"class": number, "label": self.names[number].split(",")[0], "is_new": is_new}
 
 
-def chosen(
+def choose_queries(
     gains: Float[Tensor, "Q"], answers: Int[Tensor, "Q"], eligible: Bool[Tensor, "Q"], count: int
 ) -> list[int]:
     """Return the eligible queries with the largest gains, one per class."""
@@ -191,7 +192,7 @@ def chosen(
     return list(found.values())[:count]
 
 
-def numbers(task: Task, part: str) -> Int[Tensor, "N"]:
+def numbers(task: ImageTask, part: str) -> Int[Tensor, "N"]:
     """Return the number of each image of a part within its class, as the data set counts."""
     classes, order = task.classes.cpu().sort()
     parts = ("train", "validation") if part in ("train", "validation") else ("test",)
@@ -203,9 +204,5 @@ def numbers(task: Task, part: str) -> Int[Tensor, "N"]:
     if part == "test":
         return within
     spared = len(task.validation_labels) // len(classes)  # per class
-    kept, held = parts_of(labels, spared)
+    kept, held = split_held_out(labels, spared)
     return within[kept if part == "train" else held]
-
-
-def _share(which: Bool[Tensor, "Q"]) -> float:
-    return float(which.double().mean())

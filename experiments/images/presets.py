@@ -49,13 +49,13 @@ QUICK = replace(
 PRESETS = {"smoke": SMOKE, "quick": QUICK, "paper": PAPER}
 
 
-def images_an_epoch(config: ImagesConfig) -> int:
+def count_images_per_epoch(config: ImagesConfig) -> int:
     """Return the images of Tiny ImageNet per epoch, which a memory can hold without duplicates."""
     each, new = 500 - config.spared, config.classes - config.classes // 2
     few = new // 2 if config.scarce < 1 else 0
     return (config.classes - few) * each + few * round(config.scarce * each)
 
 
-def fields_of(config: ImagesConfig) -> dict[str, Any]:
+def copy_fields(config: ImagesConfig) -> dict[str, Any]:
     """Return the fields that an experiment with additional fields takes over."""
     return {field.name: getattr(config, field.name) for field in fields(ImagesConfig)}

@@ -16,15 +16,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
-from experiments.images.scale import Scale, spacing
-from experiments.logistic import logistic
+from experiments.images.spacing import measure_spacing
+from experiments.logistic import fit_logistic
+from experiments.methods import Scale
 
-AT_ONCE = 1 << 16  # images whose roots are in double precision at a time
-RIDGE = 0.03  # share of the roots' mean variance, in the translation
-TOLERANCE = 3e-5  # of the balanced regression; accuracies no longer change
+IMAGES_PER_CHUNK = 1 << 16  # images whose roots are in double precision at a time
+RIDGE_SHARE = 0.03  # share of the roots' mean variance, in the translation
+RETRAINING_TOLERANCE = 3e-5  # of the balanced regression; accuracies no longer change
 
 
-class Known(NamedTuple):
+class KnownLayer(NamedTuple):
     """A layer of square roots before anything new arrives."""
 
     layer: nn.Linear
@@ -37,13 +38,20 @@ def roots_of(features: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
     return features.clamp(min=0).sqrt()
 
 
-def translated(layer: nn.Linear, features: Float[Tensor, "N D"]) -> Known:
+def translate_layer(
+    layer: nn.Linear,
+    features: Float[Tensor, "N D"],
+    images_per_chunk: int = IMAGES_PER_CHUNK,
+) -> KnownLayer:
     """Return the layer of square roots whose outputs on these features are closest to those of
     `layer`: least squares with a small ridge.
+
+    Args:
+        images_per_chunk: number of images whose roots are in double precision at a time.
     """
 
     def parts() -> Iterator[tuple[Tensor, Tensor]]:
-        for part in features.split(AT_ONCE):
+        for part in features.split(images_per_chunk):
             yield roots_of(part).double(), layer(part).double()
 
     with torch.no_grad():
@@ -58,12 +66,12 @@ def translated(layer: nn.Linear, features: Float[Tensor, "N D"]) -> Known:
             spread += (keys - key).mT @ (keys - key)
             shared += (keys - key).mT @ (said - answer)
             length += float(keys.square().sum()) / count
-        ridge = RIDGE * spread.diagonal().mean() * torch.eye(size).to(spread)
+        ridge = RIDGE_SHARE * spread.diagonal().mean() * torch.eye(size).to(spread)
         weight = torch.linalg.solve(spread + ridge, shared).mT
         found = nn.Linear(size, len(answer), device=key.device)
         found.weight.copy_(weight)
         found.bias.copy_(answer - weight @ key)
-    return Known(found, length)
+    return KnownLayer(found, length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +85,7 @@ class Roots:
     _retrained: dict[float, nn.Linear] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, memory: mbpa.Memory, known: Known, copies: int) -> Self:
+    def of(cls, memory: mbpa.Memory, known: KnownLayer, copies: int) -> Self:
         """Return the same entries as square roots, with the network's original layer.
 
         Args:
@@ -86,9 +94,9 @@ class Roots:
         entries = memory.entries()
         own = mbpa.ExactMemory(len(memory), memory.key_size, device=memory.device)
         own.write(roots_of(entries.keys), entries.values)
-        return cls(own, known.layer, Scale(spacing(own, copies), known.length))
+        return cls(own, known.layer, Scale(measure_spacing(own, copies), known.length))
 
-    def retrained(self, penalty: float) -> nn.Linear:
+    def retrain(self, penalty: float) -> nn.Linear:
         """Return the layer that fits the memory best, with all classes weighted equally: a logistic
         regression that stays close to the network's original layer.
 
@@ -98,7 +106,7 @@ class Roots:
         """
         if penalty not in self._retrained:
             entries = self.memory.entries()
-            self._retrained[penalty] = logistic(
+            self._retrained[penalty] = fit_logistic(
                 self.layer,
                 entries.keys,
                 entries.values,
@@ -106,6 +114,6 @@ class Roots:
                 bias_penalty=penalty,
                 prior=self.layer,
                 balanced=True,
-                tolerance=TOLERANCE,
+                tolerance=RETRAINING_TOLERANCE,
             )
         return self._retrained[penalty]

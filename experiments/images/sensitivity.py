@@ -17,22 +17,23 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 import mbpa
+from experiments.config_checks import check_rising
 from experiments.experiment import BySeed, Context
 from experiments.images.config import ImagesConfig
 from experiments.images.incremental import (
     Moment,
-    accuracies,
-    compared,
+    compare_models,
     moments,
     most_queries,
-    scored_part,
+    record_accuracies,
+    select_scored,
     situation_of,
+    split_answers,
     stream_of,
-    subsets,
 )
-from experiments.images.methods import WITH_SETTINGS, Model
-from experiments.images.presets import PAPER, QUICK, SMOKE, fields_of
-from experiments.images.task import Task, make_task
+from experiments.images.methods import WITH_SETTINGS, Model, make_model
+from experiments.images.presets import PAPER, QUICK, SMOKE, copy_fields
+from experiments.images.task import ImageTask, make_image_task
 from experiments.results import Record
 
 
@@ -56,16 +57,14 @@ class SensitivityConfig(ImagesConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("at", "capacities", "counts", "rates", "long"):
-            values = getattr(self, name)
-            if not values or list(values) != sorted(set(values)) or values[0] <= 0:
-                raise ValueError(f"{name} must be positive and rising, got {values}")
+            check_rising(name, getattr(self, name))
         if self.explained < 1:
             raise ValueError(f"explained must be at least 1, got {self.explained}")
 
 
 PRESETS = {
     "smoke": SensitivityConfig(
-        **fields_of(SMOKE) | {"points": (0.1, 0.5)},
+        **copy_fields(SMOKE) | {"points": (0.1, 0.5)},
         at=(0.5,),
         capacities=(0.05, 0.5),
         counts=(1, 10),
@@ -74,7 +73,7 @@ PRESETS = {
         explained=50,
     ),
     "quick": SensitivityConfig(
-        **fields_of(QUICK) | {"points": (0.05, 0.1, 0.2, 0.5, 1.0, 3.0)},
+        **copy_fields(QUICK) | {"points": (0.05, 0.1, 0.2, 0.5, 1.0, 3.0)},
         at=(0.1, 1.0),
         capacities=(0.01, 0.03, 0.1, 0.3, 1.0),
         counts=(1, 5, 10, 20, 50, 100, 200),
@@ -83,7 +82,7 @@ PRESETS = {
         explained=300,
     ),
     "paper": SensitivityConfig(
-        **fields_of(PAPER) | {"points": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0)}
+        **copy_fields(PAPER) | {"points": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0)}
     ),
 }
 
@@ -98,7 +97,7 @@ def run(config: SensitivityConfig, context: Context) -> BySeed:
             for place, lr in enumerate(passes):
                 kept = context.workspace.load(f"records-{seed}-{place}")
                 if kept is None:
-                    task = task or make_task(config, context, seed)
+                    task = task or make_image_task(config, context, seed)
                     study = Study(task, config, seed)
                     kept = {"records": study.stream() if lr is None else study.rate(lr)}
                     context.workspace.save(f"records-{seed}-{place}", kept)
@@ -110,10 +109,10 @@ def run(config: SensitivityConfig, context: Context) -> BySeed:
 class Study:
     """The measurements of one split."""
 
-    def __init__(self, task: Task, config: SensitivityConfig, seed: int) -> None:
+    def __init__(self, task: ImageTask, config: SensitivityConfig, seed: int) -> None:
         self.task, self.config, self.seed = task, config, seed
-        self.queries, self.answers = scored_part(task, config)
-        self.groups = subsets(task, config, self.answers)
+        self.queries, self.answers = select_scored(task, config)
+        self.groups = split_answers(task, config, self.answers)
         epoch = len(stream_of(task, config, seed)[0])
         self.sizes = [max(2, round(share * epoch)) for share in config.capacities]
 
@@ -124,7 +123,7 @@ class Study:
         records: list[Record] = []
         for moment in moments(self.task, replace(self.config, lr=lr), self.seed):
             models = self.config.models(situation_of(moment, self.task), with_own_layers=False)
-            right = compared(models, self.queries, self.answers)
+            right = compare_models(models, self.queries, self.answers)
             records += self._accuracies(right, moment, lr=lr)
         return records
 
@@ -141,7 +140,7 @@ class Study:
             if moment.epochs in config.at:
                 records += self._by_count(moment)
             if moment.epochs in config.long:
-                records += self._accuracies(self._answered(moment), moment)
+                records += self._accuracies(self._answer(moment), moment)
                 records += self._corrections(moment)
         return records
 
@@ -153,7 +152,7 @@ class Study:
         records: list[Record] = []
         smaller = [size for size in self.sizes if size < len(moment.memory)]
         for capacity in (*smaller, len(moment.memory)):
-            right = self._answered(moment.with_capacity(capacity))
+            right = self._answer(moment.with_capacity(capacity))
             records += self._accuracies(right, moment, capacity=capacity)
         return records
 
@@ -165,8 +164,8 @@ class Study:
             settings: Any = self.config.settings(name)
             for k in self.config.counts if hasattr(settings, "k") else ():
                 if k <= len(moment.memory):
-                    models[name, k] = replace(settings, k=k).model(situation)
-        right = compared(models, self.queries, self.answers) if models else {}
+                    models[name, k] = make_model(replace(settings, k=k), situation)
+        right = compare_models(models, self.queries, self.answers) if models else {}
         for (name, k), hits in right.items():
             records += self._accuracies({name: hits}, moment, k=k)
         return records
@@ -180,22 +179,22 @@ class Study:
                 continue  # does not adapt the learning layer
             measured = corrections(model, queries)
             for subset, members in self.groups.items():
-                shared: Record = {"method": name, "subset": subset, **self._shared(moment)}
+                shared: Record = {"method": name, "subset": subset, **self._describe(moment)}
                 for what, values in measured.items():
                     value = float(values[members[some]].double().mean())
                     records.append({**shared, "name": what, "value": value})
         return records
 
-    def _answered(self, moment: Moment) -> dict[str, Bool[Tensor, "Q"]]:
+    def _answer(self, moment: Moment) -> dict[str, Bool[Tensor, "Q"]]:
         models = self.config.models(situation_of(moment, self.task))
-        return compared(models, self.queries, self.answers)
+        return compare_models(models, self.queries, self.answers)
 
     def _accuracies(
         self, right: Mapping[str, Bool[Tensor, "Q"]], moment: Moment, **varied: float
     ) -> list[Record]:
-        return accuracies(right, self.groups, {**self._shared(moment), **varied})
+        return record_accuracies(right, self.groups, {**self._describe(moment), **varied})
 
-    def _shared(self, moment: Moment) -> Record:
+    def _describe(self, moment: Moment) -> Record:
         return {"split": self.seed, "part": self.config.part, "epochs": moment.epochs}
 
 

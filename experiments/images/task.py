@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -26,16 +24,17 @@ from experiments.data import tiny_imagenet
 from experiments.errors import ExperimentError
 from experiments.experiment import Context
 from experiments.images.config import ImagesConfig
-from experiments.picture_sets import Held, Pictures, Streamed, placed
-from experiments.pretraining import features_of, pretrained
+from experiments.picture_sets import Held, Pictures, Streamed, index_labels
+from experiments.pretraining import features_of, pretrain
 from experiments.results import environment
+from experiments.tensor_cache import read_cached
 from mbpa.files import write_durably
 
-FORMAT = 2  # version of the feature files
+FEATURES_FORMAT = 2  # version of the feature files
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class ImageTask:
     """Features of all images. Labels below `old` belong to classes that the network knows."""
 
     old: int
@@ -55,16 +54,16 @@ class Task:
     """The device the network was trained on, and the version of torch there."""
 
 
-def make_task(config: ImagesConfig, context: Context, seed: int) -> Task:
+def make_image_task(config: ImagesConfig, context: Context, seed: int) -> ImageTask:
     """Load or compute the features, once for all runs with the same settings. The file also serves
     another machine with the same images.
     """
     path = context.cache / f"features-{_fingerprint(config, context, seed)}.safetensors"
-    task = _read(path, context.device)
+    task = _read_features(path, context.device)
     if task is None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, _written(_computed(config, context, seed)))
-        task = _read(path, context.device)  # so that the first run sees the same rounding
+        write_durably(path, _serialize(_compute_task(config, context, seed)))
+        task = _read_features(path, context.device)  # so that the first run sees the same rounding
         assert task is not None, "it has just been written"
     return task
 
@@ -73,27 +72,24 @@ HALVED = "train", "validation", "test"
 """Features stored in half precision, which is finer than a GPU's arithmetic that computes them."""
 
 
-def _written(task: Task) -> bytes:
+def _serialize(task: ImageTask) -> bytes:
     tensors = {name: value for name, value in vars(task).items() if isinstance(value, Tensor)}
     tensors |= {name: tensors[name].half() for name in HALVED}
     told = {"old": str(task.old), "known": repr(task.known), "made_on": task.made_on}
     return save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, told)
 
 
-def _read(path: Path, device: torch.device) -> Task | None:
+def _read_features(path: Path, device: torch.device) -> ImageTask | None:
     """Read stored features; return `None` if the file is missing or damaged."""
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            told = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+
+    def read(file: Any) -> ImageTask:
+        notes = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
         tensors |= {name: tensors[name].float() for name in HALVED}
-        known = float(told["known"])
-        return Task(old=int(told["old"]), known=known, made_on=told["made_on"], **tensors)
-    except FileNotFoundError:
-        return None
-    except SafetensorError:
-        warnings.warn(f"{path} is damaged and is computed anew", stacklevel=2)
-        return None
+        known = float(notes["known"])
+        return ImageTask(old=int(notes["old"]), known=known, made_on=notes["made_on"], **tensors)
+
+    return read_cached(path, device, read)
 
 
 def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
@@ -101,7 +97,7 @@ def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
     names = "dataset", "size", "enlarged", "mirrored", "shrunk", "classes", "spared"
     told: dict[str, Any] = {name: getattr(config, name) for name in names} | {
         "seed": seed,
-        "format": FORMAT,
+        "format": FEATURES_FORMAT,
     }
     if config.dataset == "imagenet":
         told["files"] = data.imagenet(context.data_dir).digest()
@@ -114,14 +110,14 @@ def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _computed(config: ImagesConfig, context: Context, seed: int) -> Task:
+def _compute_task(config: ImagesConfig, context: Context, seed: int) -> ImageTask:
     chosen, everything, test = _SOURCES[config.dataset](config, context)
     shuffled = torch.randperm(config.classes, generator=torch.Generator().manual_seed(seed + 1))
     classes, old = chosen[shuffled].to(context.device), config.classes // 2
-    kept, held = parts_of(everything.labels.cpu(), config.spared)
-    known = everything.chosen(kept).of_classes(classes[:old])
-    network = pretrained(config.pretraining, known, old, seed, context, f"split-{seed}")
-    labels, test_labels = (placed(part.labels, classes) for part in (everything, test))
+    kept, held = split_held_out(everything.labels.cpu(), config.spared)
+    known = everything.select(kept).of_classes(classes[:old])
+    network = pretrain(config.pretraining, known, old, seed, context, f"split-{seed}")
+    labels, test_labels = (index_labels(part.labels, classes) for part in (everything, test))
     with context.bar(len(labels) + len(test_labels), "features", "pictures") as bar:
         features, test_features = (
             features_of(
@@ -132,7 +128,7 @@ def _computed(config: ImagesConfig, context: Context, seed: int) -> Task:
     with torch.no_grad():
         familiar = test_labels < old
         right = network.fc(test_features[familiar]).argmax(1) == test_labels[familiar]
-    return Task(
+    return ImageTask(
         old=old,
         classes=classes,
         train=features[kept],
@@ -154,24 +150,24 @@ def _computed(config: ImagesConfig, context: Context, seed: int) -> Task:
 Source = tuple[Int[Tensor, "C"], Pictures, Pictures]
 
 
-def _tiny_imagenet(config: ImagesConfig, context: Context) -> Source:
+def _load_tiny_imagenet(config: ImagesConfig, context: Context) -> Source:
     data.require("tiny-imagenet", context.data_dir)
-    chosen = _chosen(200, config)
+    chosen = _draw_classes(200, config)
     images = data.tiny_imagenet(
         context.data_dir, size=config.size, classes=chosen.sort().values.tolist()
     )
     train, test = (
-        Held(part.images, part.labels).to(context.device).enlarged(config.enlarged)
+        Held(part.images, part.labels).to(context.device).enlarge(config.enlarged)
         for part in (images.train, images.test)
     )
     return chosen, train, test
 
 
-def _imagenet(config: ImagesConfig, context: Context) -> Source:
+def _load_imagenet(config: ImagesConfig, context: Context) -> Source:
     folder = data.imagenet(context.data_dir)
-    chosen = _chosen(len(folder.wnids), config)
+    chosen = _draw_classes(len(folder.wnids), config)
     train, test = (
-        part.chosen(torch.isin(part.labels, chosen).nonzero()[:, 0])
+        part.select(torch.isin(part.labels, chosen).nonzero()[:, 0])
         for part in (folder.train, folder.test)
     )
     counts = train.labels.bincount(minlength=len(folder.wnids))
@@ -222,18 +218,18 @@ def _verify(config: ImagesConfig, context: Context, *parts: data.ImageFiles) -> 
     write_durably(mark, b"")
 
 
-def _chosen(there: int, config: ImagesConfig) -> Int[Tensor, "C"]:
+def _draw_classes(there: int, config: ImagesConfig) -> Int[Tensor, "C"]:
     """Return the participating classes, the same in every split."""
     return torch.randperm(there, generator=torch.Generator().manual_seed(0))[: config.classes]
 
 
 _SOURCES: dict[str, Callable[[ImagesConfig, Context], Source]] = {
-    "tiny-imagenet": _tiny_imagenet,
-    "imagenet": _imagenet,
+    "tiny-imagenet": _load_tiny_imagenet,
+    "imagenet": _load_imagenet,
 }
 
 
-def parts_of(labels: Int[Tensor, "N"], held_out: int) -> tuple[Tensor, Tensor]:
+def split_held_out(labels: Int[Tensor, "N"], held_out: int) -> tuple[Tensor, Tensor]:
     """Return images to train on and images held out, the same for every split."""
     draws = torch.Generator().manual_seed(0)
     kept, held = [], []

@@ -26,21 +26,22 @@ import mbpa
 from experiments.experiment import BySeed, Context
 from experiments.images.config import ImagesConfig
 from experiments.images.incremental import (
-    compared,
+    compare_models,
     moments,
-    scored_part,
+    select_scored,
     situation_of,
 )
 from experiments.images.methods import (
     WITH_SETTINGS,
-    Kept,
-    Method,
+    ImageMethod,
+    ImageMethodSettings,
     Model,
-    Settings,
+    PreservingAdaptation,
     Situation,
-    Vote,
+    make_model,
 )
-from experiments.images.task import Task, make_task
+from experiments.images.task import ImageTask, make_image_task
+from experiments.methods import Vote
 from experiments.results import Record
 from experiments.search import Search, count_settings
 
@@ -71,15 +72,15 @@ def make_search_config(config: ImagesConfig) -> ImagesConfig:
 def tune(config: ImagesConfig, context: Context) -> BySeed:
     """Return records of all trials, and of the chosen settings."""
     config = make_search_config(config)
-    return {None: search_settings(make_task(config, context, SPLIT), config, context)}
+    return {None: search_settings(make_image_task(config, context, SPLIT), config, context)}
 
 
 def search_settings(
-    task: Task,
+    task: ImageTask,
     config: ImagesConfig,
     context: Context,
     *,
-    methods: Mapping[str, Method] = WITH_SETTINGS,
+    methods: Mapping[str, ImageMethod] = WITH_SETTINGS,
     layer_rates: tuple[float, ...] = LAYER_RATES,
     target_epochs: float = TARGET_EPOCHS,
     scored_images: int = SCORED_IMAGES,
@@ -111,23 +112,23 @@ class Snapshot:
     truth: Int[Tensor, "Q"]
     k: int
     """Maximum number of neighbours that a setting may need."""
-    _last: list[tuple[Settings | None, Tensor]] = field(default_factory=list)
+    _last: list[tuple[ImageMethodSettings | None, Tensor]] = field(default_factory=list)
     _read: dict[mbpa.Memory, mbpa.Neighbors] = field(default_factory=dict)
 
-    def score(self, settings: Settings | None) -> Score:
+    def score(self, settings: ImageMethodSettings | None) -> Score:
         """Score a method; without settings, the layer alone."""
-        if isinstance(settings, Kept):  # offsets only shift the outputs
+        if isinstance(settings, PreservingAdaptation):  # offsets only shift the outputs
             outputs = self._compute_outputs(replace(settings, offset=0.0))
-            outputs = outputs - settings.held_back(self.situation)
+            outputs = outputs - settings.margins(self.situation)
         else:
             outputs = self._compute_outputs(settings)
         right, is_old = outputs.argmax(1) == self.truth, self.truth < self.situation.old
         return Score(*(100 * float(right[m].double().mean()) for m in (~is_old, is_old, ...)))
 
-    def _compute_outputs(self, settings: Settings | None) -> Float[Tensor, "Q C"]:
+    def _compute_outputs(self, settings: ImageMethodSettings | None) -> Float[Tensor, "Q C"]:
         """Return the outputs of the model with these settings; the last model's are cached."""
         if not self._last or self._last[0][0] != settings:
-            model = _make_model(settings, self.situation)
+            model = make_model(settings, self.situation)
             neighbors = self._neighbors(model) if model.predictor.k else None
             self._last[:] = [(settings, model(self.queries, neighbors=neighbors))]
         return self._last[0][1]
@@ -141,13 +142,6 @@ class Snapshot:
         return self._read[memory]
 
 
-def _make_model(settings: Settings | None, at: Situation) -> Model:
-    """Return the model with these settings; without settings, the layer alone."""
-    if settings is None:
-        return mbpa.MbPA(head=at.head, memory=at.memory, predictor=mbpa.Parametric())
-    return settings.model(at)
-
-
 class ImageSearch:
     """Judges the settings of methods on one stream, and chooses the best.
 
@@ -158,15 +152,15 @@ class ImageSearch:
 
     def __init__(
         self,
-        task: Task,
+        task: ImageTask,
         config: ImagesConfig,
         search: Search,
-        methods: Mapping[str, Method],
+        methods: Mapping[str, ImageMethod],
         target_epochs: float,
         scored_images: int,
     ) -> None:
         self.task, self.config, self.search, self.methods = task, config, search, methods
-        self.queries, self.answers = scored_part(task, config)
+        self.queries, self.answers = select_scored(task, config)
         self._target_epochs, self._scored_images = target_epochs, scored_images
         self._snapshots: list[Snapshot] = []
         self._snapshots_lr = math.nan
@@ -190,7 +184,7 @@ class ImageSearch:
         """Choose the settings of a method, grid by grid."""
         field, grids = self.methods[method].settings, self.methods[method].stages
 
-        def judge_all_classes(settings: Settings) -> float:
+        def judge_all_classes(settings: ImageMethodSettings) -> float:
             return fmean(score.all for score in self._scores(self.config.lr, settings))
 
         judge = self._judge_new_classes if self.methods[method].keeps_old else judge_all_classes
@@ -216,7 +210,7 @@ class ImageSearch:
         self.search.record_trial((method, settings), [trial])
         return worth
 
-    def _judge_new_classes(self, settings: Settings) -> float:
+    def _judge_new_classes(self, settings: ImageMethodSettings) -> float:
         """Return the accuracy on new classes or, if old classes suffer too much, minus the
         shortfall.
         """
@@ -240,13 +234,13 @@ class ImageSearch:
         tried = [self.config.settings(method) for method in self.methods]
         votes = [None, *(settings for settings in tried if isinstance(settings, Vote))]
         at = self._target
-        models = dict(enumerate(_make_model(each, at.situation) for each in votes))
-        right = compared(models, at.queries, at.truth)
+        models = dict(enumerate(make_model(each, at.situation) for each in votes))
+        right = compare_models(models, at.queries, at.truth)
         is_old = at.truth < self.task.old
         best = max(float(hits[is_old].double().mean()) for hits in right.values())
         return 100 * best - MAX_LOST_POINTS
 
-    def _scores(self, lr: float, settings: Settings | None) -> list[Score]:
+    def _scores(self, lr: float, settings: ImageMethodSettings | None) -> list[Score]:
         """Return the scores at each point."""
         if lr != self._snapshots_lr:
             self._snapshots = []  # frees the old ones before the new ones are made

@@ -12,7 +12,7 @@ from experiments.experiment import BySeed, Context, Experiment
 from experiments.intents.config import PRESETS, IntentsConfig
 from experiments.intents.figures import sections
 from experiments.intents.incremental import embedding_times, run_method, start_of
-from experiments.intents.task import make_task, read_corpus, require_corpora
+from experiments.intents.task import embed_corpus, make_intent_task, require_corpora
 from experiments.intents.tuning import make_search_config, tune
 from mbpa.encoders import text
 
@@ -28,12 +28,12 @@ def run(config: IntentsConfig, context: Context) -> BySeed:
     total = len(config.corpora) * len(config.seeds) * len(config.methods)
     with context.bar(total, "methods", "methods") as bar:
         for name in config.corpora:
-            corpus = read_corpus(name, config.part, config.size, encoder, context)
+            corpus = embed_corpus(name, config.part, config.size, encoder, context)
             for seed in config.seeds:
                 place = f"{name}-{seed}"
                 kept = context.workspace.load(place) or {"records": []}
                 done = {record.get("method") for record in kept["records"]}
-                task = make_task(corpus, seed)
+                task = make_intent_task(corpus, seed)
                 start = start_of(task, config, seed)
                 if config.peers and not done:
                     kept["records"] += embedding_times(encoder, task, seed)

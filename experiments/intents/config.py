@@ -8,23 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from experiments.config_checks import check_rising, check_seeds
 from experiments.intents.comparison import METHODS, PEERS
 from experiments.intents.methods import (
-    AutoStep,
-    Local,
-    LocalOnRetrained,
-    LocalRows,
-    Logistic,
-    Means,
-    Mixed,
-    Optimum,
-    Rows,
-    Settings,
-    Trained,
-    Vote,
+    AdaptationOnRetrained,
+    AdaptedMeanRows,
+    AutoStepAdaptation,
+    ClassMeans,
+    GradientAdaptation,
+    HeadTraining,
+    IntentMethodSettings,
+    LogisticRegression,
+    MeanRows,
+    OptimalAdaptation,
 )
 from experiments.intents.peers import Peer, SetFit
 from experiments.intents.task import CORPORA, Size
+from experiments.methods import Vote, VoteMixture
 from experiments.tuned_settings import apply_tuned_settings
 from mbpa.encoders import text
 
@@ -48,23 +48,23 @@ class IntentsConfig:
     head_epochs: int = 20
     """Epochs of Adam on the known intents, before anything new."""
     head_lr: float = 0.03
-    finetuned: Trained = field(default_factory=lambda: Trained("new"))
-    retrained: Trained = field(default_factory=Trained)
-    logistic: Logistic = field(default_factory=lambda: Logistic(penalty=0.01))
+    finetuned: HeadTraining = field(default_factory=lambda: HeadTraining("new"))
+    retrained: HeadTraining = field(default_factory=HeadTraining)
+    logistic: LogisticRegression = field(default_factory=lambda: LogisticRegression(penalty=0.01))
     """Logistic regression. Of the penalties 1, 0.1 and 0.01, the best was 0.01 and, with balancing,
     1, at three examples of CLINC150 with the split and the sentences of the search; a full search
     would take longer than everything else.
     """
-    balanced: Logistic = field(default_factory=lambda: Logistic(balanced=True))
-    means: Means = field(default_factory=Means)
+    balanced: LogisticRegression = field(default_factory=lambda: LogisticRegression(balanced=True))
+    means: ClassMeans = field(default_factory=ClassMeans)
     vote: Vote = field(default_factory=Vote)
-    mixture: Mixed = field(default_factory=Mixed)
-    local: Local = field(default_factory=Local)
-    auto_step: AutoStep = field(default_factory=AutoStep)
-    optimum: Optimum = field(default_factory=Optimum)
-    on_retrained: LocalOnRetrained = field(default_factory=LocalOnRetrained)
-    rows: Rows = field(default_factory=Rows)
-    local_rows: LocalRows = field(default_factory=LocalRows)
+    mixture: VoteMixture = field(default_factory=VoteMixture)
+    local: GradientAdaptation = field(default_factory=GradientAdaptation)
+    auto_step: AutoStepAdaptation = field(default_factory=AutoStepAdaptation)
+    optimum: OptimalAdaptation = field(default_factory=OptimalAdaptation)
+    on_retrained: AdaptationOnRetrained = field(default_factory=AdaptationOnRetrained)
+    rows: MeanRows = field(default_factory=MeanRows)
+    local_rows: AdaptedMeanRows = field(default_factory=AdaptedMeanRows)
     peers: tuple[str, ...] = ()
     """Methods of other libraries to include: adaptive-classifier, semantic-router, SetFit. They
     need the extra `peers`.
@@ -72,13 +72,10 @@ class IntentsConfig:
     setfit: SetFit = field(default_factory=SetFit)
 
     def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must name at least one, none of them twice, got {self.seeds}")
+        check_seeds(self.seeds)
         if not self.corpora or not set(self.corpora) <= set(CORPORA):
             raise ValueError(f"corpora must be among {tuple(CORPORA)}, got {self.corpora}")
-        rising = list(self.shots) == sorted(set(self.shots))
-        if not self.shots or not rising or self.shots[0] < 1:
-            raise ValueError(f"shots must be positive and rising, got {self.shots}")
+        check_rising("shots", self.shots)
         if not set(self.peers) <= set(PEERS) or len(set(self.peers)) < len(self.peers):
             raise ValueError(
                 f"peers must be among {tuple(PEERS)}, none of them twice, got {self.peers}"
@@ -100,10 +97,12 @@ class IntentsConfig:
             assert isinstance(settings, Peer)
             settings.require()
 
-    def settings(self, method: str) -> Settings:
+    def settings(self, method: str) -> IntentMethodSettings:
         """Return the settings of a method."""
-        held = {**METHODS, **PEERS}[method].settings
-        found: Settings = getattr(self, held) if isinstance(held, str) else held
+        listed = {**METHODS, **PEERS}[method]
+        if listed.fixed is not None:
+            return listed.fixed
+        found: IntentMethodSettings = getattr(self, listed.settings)
         return found
 
 

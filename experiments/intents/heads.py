@@ -12,17 +12,17 @@ from torch.nn import functional as F
 from mbpa.modules.new_rows import NewRows
 from mbpa.modules.split import grow
 
-BATCH = 256
+BATCH_EXAMPLES = 256
 
 
-def grown(head: nn.Linear, outputs: int) -> nn.Linear:
+def grow_head(head: nn.Linear, outputs: int) -> nn.Linear:
     """Return a copy with rows of zeros for additional labels."""
     more = grow(head, outputs)
     assert isinstance(more, nn.Linear)
     return more.requires_grad_(False)
 
 
-def trained(
+def train_head(
     head: nn.Linear,
     keys: Float[Tensor, "N D"],
     labels: Int[Tensor, "N"],
@@ -30,12 +30,12 @@ def trained(
     epochs: int,
     lr: float,
     seed: int,
-    batch: int = BATCH,
+    batch: int = BATCH_EXAMPLES,
 ) -> nn.Linear:
     """Return a copy of the head after training with Adam, the learning rate falling linearly to
     zero.
     """
-    head = grown(head, head.out_features).requires_grad_(True)
+    head = grow_head(head, head.out_features).requires_grad_(True)
     optimizer = torch.optim.Adam(head.parameters(), lr=lr)
     draws, taken = torch.Generator().manual_seed(seed), 0
     steps = epochs * math.ceil(len(labels) / batch)
@@ -50,7 +50,7 @@ def trained(
     return head.requires_grad_(False)
 
 
-def with_means(
+def add_mean_rows(
     head: nn.Linear,
     sums: Float[Tensor, "C D"],
     *,
@@ -66,7 +66,7 @@ def with_means(
         head.weight[:old], head.bias[:old], sums[:old][present[:old]], scale=scale, offset=offset
     )
     is_new = present & (torch.arange(len(sums), device=sums.device) >= old)
-    copy = grown(head, head.out_features)
+    copy = grow_head(head, head.out_features)
     with torch.no_grad():
         rows = made.weights(sums).to(copy.weight.dtype)
         copy.weight.copy_(torch.where(is_new[:, None], rows, copy.weight))

@@ -13,25 +13,32 @@ from torch import Tensor, nn
 
 from experiments.intents import heads
 from experiments.intents.config import IntentsConfig
-from experiments.intents.measures import auroc, calibration_error, seconds, subsets, top1, wait
-from experiments.intents.methods import Classifier, Start
-from experiments.intents.task import Task
+from experiments.intents.methods import Classifier, Start, make_classifier
+from experiments.intents.task import IntentTask
+from experiments.measures import (
+    auroc,
+    calibration_error,
+    percent,
+    split_labels,
+    time_call,
+    wait_for_device,
+)
 from experiments.results import Record
 from mbpa.encoders import text
 
-ONE_BY_ONE = 3  # examples taught singly, to time them
-SLOW = 0.5  # seconds; timing stops after a slower example
+TIMED_EXAMPLES = 3  # examples taught singly, to time them
+SLOW_S = 0.5  # seconds; timing stops after a slower example
 REPEATS = {1: 20, 256: 3}  # repeats of a measurement, by batch size
 EMBEDDING = "embed_microseconds"
 
 
-def start_of(task: Task, config: IntentsConfig, split: int) -> Start:
+def start_of(task: IntentTask, config: IntentsConfig, split: int) -> Start:
     """Return the deployed classifier: a head trained on the known intents."""
     empty = nn.Linear(task.known.keys.shape[1], task.old, device=task.known.keys.device)
     with torch.no_grad():
         empty.weight.zero_()
         empty.bias.zero_()
-    head = heads.trained(
+    head = heads.train_head(
         empty,
         task.known.keys,
         task.known.labels,
@@ -42,8 +49,8 @@ def start_of(task: Task, config: IntentsConfig, split: int) -> Start:
     return Start(task.known, head, len(task.names), split, config.encoder)
 
 
-def taught(
-    classifier: Classifier, task: Task, shots: tuple[int, ...]
+def teach(
+    classifier: Classifier, task: IntentTask, shots: tuple[int, ...]
 ) -> Iterator[tuple[int, Classifier]]:
     """Yield the classifier after each number of examples per new intent."""
     before = 0
@@ -53,25 +60,27 @@ def taught(
         yield count, classifier
 
 
-def run_method(task: Task, start: Start, config: IntentsConfig, method: str) -> list[Record]:
+def run_method(task: IntentTask, start: Start, config: IntentsConfig, method: str) -> list[Record]:
     """Return the records of one method, by number of examples."""
     records: list[Record] = []
-    for shots, classifier in taught(config.settings(method).classifier(start), task, config.shots):
+    for shots, classifier in teach(
+        make_classifier(config.settings(method), start), task, config.shots
+    ):
         shared: Record = {
             "corpus": task.corpus,
             "method": method,
             "shots": shots,
             "split": start.seed,
         }
-        records += [{**shared, **record} for record in _scores(classifier, task)]
-    return records + [{**shared, **record} for record in _times(classifier, task, shots)]
+        records += [{**shared, **record} for record in _score_classifier(classifier, task)]
+    return records + [{**shared, **record} for record in _time_classifier(classifier, task, shots)]
 
 
-def _scores(classifier: Classifier, task: Task) -> Iterator[Record]:
+def _score_classifier(classifier: Classifier, task: IntentTask) -> Iterator[Record]:
     found = classifier.log_probs(task.scored)
     right = found.argmax(1) == task.scored.labels
-    for subset, members in subsets(task.scored.labels, task.old).items():
-        yield {"subset": subset, "name": "top1", "value": top1(right[members])}
+    for subset, members in split_labels(task.scored.labels, task.old).items():
+        yield {"subset": subset, "name": "top1", "value": percent(right[members])}
     confidence = confidences(found)
     error = calibration_error(confidence, right)
     yield {"subset": "all", "name": "calibration_error", "value": error}
@@ -80,23 +89,23 @@ def _scores(classifier: Classifier, task: Task) -> Iterator[Record]:
         yield {"name": "out_of_scope_auroc", "value": auroc(confidence, outside)}
 
 
-def _times(classifier: Classifier, task: Task, shots: int) -> Iterator[Record]:
+def _time_classifier(classifier: Classifier, task: IntentTask, shots: int) -> Iterator[Record]:
     """Time predictions, given keys, and learning one more example."""
     device = task.known.keys.device
     for batch, repeats in REPEATS.items():
-        queries = task.scored.chosen(torch.arange(batch) % len(task.scored))
-        taken = seconds(partial(classifier.log_probs, queries), repeats, device)
+        queries = task.scored.select(torch.arange(batch) % len(task.scored))
+        taken = time_call(partial(classifier.log_probs, queries), repeats, device)
         yield {"batch": batch, "name": "predict_microseconds", "value": 1e6 * taken / batch}
     more, taken_each = task.examples(1, skipped=shots), []
-    for row in range(min(ONE_BY_ONE, len(more))):
-        one = more.chosen(torch.tensor([row]))
-        wait(device)
+    for row in range(min(TIMED_EXAMPLES, len(more))):
+        one = more.select(torch.tensor([row]))
+        wait_for_device(device)
         begin = time.perf_counter()
         classifier.learn(one)
         classifier.log_probs(one)  # includes work that `learn` defers
-        wait(device)
+        wait_for_device(device)
         taken_each.append(time.perf_counter() - begin)
-        if taken_each[-1] > SLOW:
+        if taken_each[-1] > SLOW_S:
             break
     yield {"name": "learn_seconds", "value": median(taken_each)}
 
@@ -106,12 +115,12 @@ def confidences(log_probs: Float[Tensor, "Q C"]) -> Float[Tensor, "Q"]:
     return log_probs.amax(1).exp()
 
 
-def embedding_times(encoder: text.TextEncoder, task: Task, split: int) -> list[Record]:
+def embedding_times(encoder: text.TextEncoder, task: IntentTask, split: int) -> list[Record]:
     """Time the embedding of sentences, which methods that receive sentences do first."""
     records: list[Record] = []
     for batch, repeats in REPEATS.items():
-        queries = task.scored.chosen(torch.arange(batch) % len(task.scored))
-        taken = seconds(partial(encoder, queries.texts), repeats, task.known.keys.device)
+        queries = task.scored.select(torch.arange(batch) % len(task.scored))
+        taken = time_call(partial(encoder, queries.texts), repeats, task.known.keys.device)
         shared: Record = {"corpus": task.corpus, "split": split, "batch": batch}
         records.append({**shared, "name": EMBEDDING, "value": 1e6 * taken / batch})
     return records

@@ -21,11 +21,12 @@ from torch.nn import functional as F
 import mbpa
 from experiments.intents import heads
 from experiments.intents.task import Sentences
-from experiments.logistic import logistic
+from experiments.logistic import fit_logistic
+from experiments.methods import UNSCALED, PredictorSettings, Scale, Vote, make_kernel
 from mbpa.encoders import text
 
-ROOM = 4096  # capacity of a memory for further examples
-TOLERANCE = 1e-6  # of the regression, where three new sentences are among ten thousand
+SPARE_ENTRIES = 4096  # capacity of a memory for further examples
+REGRESSION_TOLERANCE = 1e-6  # of the regression, where three new sentences are among ten thousand
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +64,8 @@ class Classifier(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Settings(abc.ABC):
-    """Settings of a method."""
+class ClassifierSettings(abc.ABC):
+    """Settings of a method that is more than a predictor with a memory."""
 
     @abc.abstractmethod
     def classifier(self, start: Start) -> Classifier:
@@ -75,15 +76,17 @@ class Settings(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Parametric(Settings):
+class DeployedHead(ClassifierSettings):
     """The head as it was deployed; it cannot be taught."""
 
     def classifier(self, start: Start) -> Classifier:
-        return Refitted(start, lambda _: heads.grown(start.head, start.intents), only_old=True)
+        return RefittedHead(
+            start, lambda _: heads.grow_head(start.head, start.intents), only_old=True
+        )
 
 
 @dataclass(frozen=True)
-class Trained(Settings):
+class HeadTraining(ClassifierSettings):
     """A head that is trained further, from its deployed state, whenever something is taught."""
 
     on: Literal["new", "everything"] = "everything"
@@ -99,17 +102,17 @@ class Trained(Settings):
         if self.epochs < 1 or not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"epochs must be at least 1, lr positive, got {self}")
 
-    def classifier(self, start: Start) -> Refitted:
-        return Refitted(start, lambda new: self.head(start, new))
+    def classifier(self, start: Start) -> RefittedHead:
+        return RefittedHead(start, lambda new: self.head(start, new))
 
     def head(self, start: Start, new: Sentences) -> nn.Linear:
         """Return the head after the new examples."""
         given = new if self.on == "new" else start.known + new
         # Only the number of steps keeps the old intents from being forgotten, so it must not grow
         # with the number of examples.
-        batch = max(1, len(new)) if self.on == "new" else heads.BATCH
-        return heads.trained(
-            heads.grown(start.head, start.intents),
+        batch = max(1, len(new)) if self.on == "new" else heads.BATCH_EXAMPLES
+        return heads.train_head(
+            heads.grow_head(start.head, start.intents),
             given.keys,
             given.labels,
             epochs=self.epochs,
@@ -120,8 +123,8 @@ class Trained(Settings):
 
 
 @dataclass(frozen=True)
-class Logistic(Settings):
-    """Logistic regression on all examples, fitted to the optimum whenever something is taught."""
+class LogisticRegression(ClassifierSettings):
+    """Logistic regression on all examples, fit to the optimum whenever something is taught."""
 
     penalty: float = 1.0
     """Penalty on the weights, relative to a sum over sentences: the inverse of scikit-learn's C."""
@@ -132,26 +135,26 @@ class Logistic(Settings):
         if not self.penalty > 0:
             raise ValueError(f"penalty must be positive, got {self.penalty}")
 
-    def classifier(self, start: Start) -> Refitted:
-        last = heads.grown(start.head, start.intents)
+    def classifier(self, start: Start) -> RefittedHead:
+        last = heads.grow_head(start.head, start.intents)
 
-        def fitted(new: Sentences) -> nn.Linear:
+        def fit(new: Sentences) -> nn.Linear:
             nonlocal last
             given = start.known + new
-            last = logistic(
+            last = fit_logistic(
                 last,
                 given.keys,
                 given.labels,
                 penalty=self.penalty,
                 balanced=self.balanced,
-                tolerance=TOLERANCE,
+                tolerance=REGRESSION_TOLERANCE,
             )
             return last
 
-        return Refitted(start, fitted)
+        return RefittedHead(start, fit)
 
 
-class Refitted(Classifier):
+class RefittedHead(Classifier):
     """A head that is rebuilt from all new examples so far.
 
     Args:
@@ -162,13 +165,13 @@ class Refitted(Classifier):
     def __init__(
         self, start: Start, made: Callable[[Sentences], nn.Linear], only_old: bool = False
     ) -> None:
-        self._start, self._made, self._only_old = start, made, only_old
-        self._new = start.known.chosen(torch.arange(0))
-        self._head: nn.Linear = heads.grown(start.head, start.intents)
+        self._start, self._make_head, self._only_old = start, made, only_old
+        self._new = start.known.select(torch.arange(0))
+        self._head: nn.Linear = heads.grow_head(start.head, start.intents)
 
     def learn(self, new: Sentences) -> None:
         self._new = self._new + new
-        self._head = self._made(self._new)
+        self._head = self._make_head(self._new)
 
     def log_probs(self, queries: Sentences) -> Float[Tensor, "Q C"]:
         outputs: Tensor = self._head(queries.keys)
@@ -181,7 +184,7 @@ class Refitted(Classifier):
 
 
 @dataclass(frozen=True)
-class Means(Settings):
+class ClassMeans(ClassifierSettings):
     """The intent with the nearest mean, by angle."""
 
     sharpness: float = 20.0
@@ -215,7 +218,7 @@ class NearestMean(Classifier):
 # Memories
 
 
-class Remembering(Classifier):
+class MemoryClassifier(Classifier):
     """A memory of all sentences, and a predictor that reads it; new sentences are only written.
 
     Args:
@@ -223,13 +226,13 @@ class Remembering(Classifier):
     """
 
     def __init__(
-        self, start: Start, settings: Recalling, memory: mbpa.Memory | None = None
+        self, start: Start, settings: PredictorSettings, memory: mbpa.Memory | None = None
     ) -> None:
         if memory is None:
-            memory = filled_memory(start.known)
+            memory = make_memory(start.known)
         self.start, self.settings, self.memory = start, settings, memory
         self._predictor = settings.predictor()
-        self.model = self._bound(heads.grown(start.head, start.intents))
+        self.model = self._bind(heads.grow_head(start.head, start.intents))
 
     def learn(self, new: Sentences) -> None:
         self.memory.write(new.keys, new.labels)
@@ -239,30 +242,30 @@ class Remembering(Classifier):
     ) -> Float[Tensor, "Q C"]:
         return self.model(keys=queries.keys, neighbors=neighbors)
 
-    def _bound(self, head: nn.Linear) -> mbpa.MbPA:
+    def _bind(self, head: nn.Linear) -> mbpa.MbPA:
         return mbpa.MbPA(head=head, memory=self.memory, predictor=self._predictor)
 
 
-class WithRows(Remembering):
+class MeanRowsClassifier(MemoryClassifier):
     """A classifier whose rows of new intents are their means, updated with every example."""
 
-    settings: Rows
+    settings: MeanRows
 
-    def __init__(self, start: Start, settings: Rows, memory: mbpa.Memory | None = None) -> None:
+    def __init__(self, start: Start, settings: MeanRows, memory: mbpa.Memory | None = None) -> None:
         super().__init__(start, settings, memory)
         entries = self.memory.entries()
         self._sums = start.known.keys.new_zeros(start.intents, start.known.keys.shape[1])
         self._sums.index_add_(0, entries.values, entries.keys)
-        self.model = self._bound(self._made())
+        self.model = self._bind(self._make_head())
 
     def learn(self, new: Sentences) -> None:
         super().learn(new)
         self._sums.index_add_(0, new.labels, new.keys)
-        self.model = self._bound(self._made())
+        self.model = self._bind(self._make_head())
 
-    def _made(self) -> nn.Linear:
-        return heads.with_means(
-            heads.grown(self.start.head, self.start.intents),
+    def _make_head(self) -> nn.Linear:
+        return heads.add_mean_rows(
+            heads.grow_head(self.start.head, self.start.intents),
             self._sums,
             old=self.start.old,
             scale=self.settings.scale,
@@ -270,16 +273,18 @@ class WithRows(Remembering):
         )
 
 
-class OnRetrained(Remembering):
-    """A classifier whose head is trained further whenever something is taught, as in `Trained`."""
+class RetrainedClassifier(MemoryClassifier):
+    """A classifier whose head is trained further, as in `HeadTraining`, whenever something is
+    taught.
+    """
 
-    settings: LocalOnRetrained
+    settings: AdaptationOnRetrained
 
     def __init__(
-        self, start: Start, settings: LocalOnRetrained, memory: mbpa.Memory | None = None
+        self, start: Start, settings: AdaptationOnRetrained, memory: mbpa.Memory | None = None
     ) -> None:
         super().__init__(start, settings, memory)
-        self._new = start.known.chosen(torch.arange(0))
+        self._new = start.known.select(torch.arange(0))
 
     def learn(self, new: Sentences) -> None:
         super().learn(new)
@@ -288,65 +293,20 @@ class OnRetrained(Remembering):
 
     def use(self, head: nn.Linear) -> None:
         """Replace the head."""
-        self.model = self._bound(head)
+        self.model = self._bind(head)
 
 
-def filled_memory(sentences: Sentences) -> mbpa.ExactMemory:
+def make_memory(sentences: Sentences) -> mbpa.ExactMemory:
     """Return a memory of these sentences, with room for more."""
     memory = mbpa.ExactMemory(
-        len(sentences) + ROOM, sentences.keys.shape[1], device=sentences.keys.device
+        len(sentences) + SPARE_ENTRIES, sentences.keys.shape[1], device=sentences.keys.device
     )
     memory.write(sentences.keys, sentences.labels)
     return memory
 
 
-class Recalling(Settings):
-    """Settings of a predictor."""
-
-    @abc.abstractmethod
-    def predictor(self) -> mbpa.Predictor:
-        """Return the predictor with these settings."""
-
-    def classifier(self, start: Start, memory: mbpa.Memory | None = None) -> Remembering:
-        return Remembering(start, self, memory)
-
-
 @dataclass(frozen=True)
-class Vote(Recalling):
-    """A vote of the neighbours."""
-
-    k: int = 20
-    """Number of neighbours."""
-    bandwidth: float = 0.0
-    """Bandwidth of a Gaussian kernel; 0 selects the paper's inverse distance."""
-
-    def __post_init__(self) -> None:
-        if self.k < 1 or self.bandwidth < 0:
-            raise ValueError(f"k must be at least 1, bandwidth not negative, got {self}")
-
-    def predictor(self) -> mbpa.Predictor:
-        return mbpa.NeighborVote(_kernel(self.bandwidth), k=self.k)
-
-
-@dataclass(frozen=True)
-class Mixed(Vote):
-    """A mixture of the head's probabilities and those of a vote."""
-
-    weight: float = 0.5
-    """Weight of the vote, between 0 and 1."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.weight <= 1:
-            raise ValueError(f"weight must be between 0 and 1, got {self.weight}")
-
-    def predictor(self) -> mbpa.Predictor:
-        shares = (1 - self.weight, self.weight)
-        return mbpa.Mixture(mbpa.Parametric(), super().predictor(), weights=shares)
-
-
-@dataclass(frozen=True)
-class Local(Vote):
+class GradientAdaptation(Vote):
     """Gradient steps of adaptation to the neighbours."""
 
     lr: float = 10.0
@@ -357,53 +317,50 @@ class Local(Vote):
         if self.steps < 1 or not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"steps must be at least 1, lr positive, got {self}")
 
-    def predictor(self) -> mbpa.Predictor:
+    def predictor(self, scale: Scale = UNSCALED) -> mbpa.Predictor:
         rule = mbpa.Gradient(self.lr, self.steps)
-        return mbpa.Adapted(rule, k=self.k, kernel=_kernel(self.bandwidth))
+        return mbpa.Adapted(rule, k=self.k, kernel=make_kernel(self.bandwidth, scale))
 
 
 @dataclass(frozen=True)
-class Untold(Recalling):
+class DefaultAdaptation(PredictorSettings):
     """An adaptation without settings: the library's defaults, with steps that follow the
     neighbours.
     """
 
-    def predictor(self) -> mbpa.Predictor:
+    def predictor(self, scale: Scale = UNSCALED) -> mbpa.Predictor:
         return mbpa.Adapted()
 
 
 @dataclass(frozen=True)
-class AutoStep(Vote):
+class AutoStepAdaptation(Vote):
     """Steps that follow the neighbours; number and weighting of the neighbours are set."""
 
-    def predictor(self) -> mbpa.Predictor:
-        return mbpa.Adapted(k=self.k, kernel=_kernel(self.bandwidth))
+    def predictor(self, scale: Scale = UNSCALED) -> mbpa.Predictor:
+        return mbpa.Adapted(k=self.k, kernel=make_kernel(self.bandwidth, scale))
 
 
 @dataclass(frozen=True)
-class Optimum(Vote):
+class OptimalAdaptation(Vote):
     """The optimum of the adaptation, `mbpa.MAP`."""
 
     prior: float = 1e-3
 
-    def predictor(self) -> mbpa.Predictor:
+    def predictor(self, scale: Scale = UNSCALED) -> mbpa.Predictor:
         rule = mbpa.MAP(self.prior, tolerance=1e-3)  # accuracies are the same with less
-        return mbpa.Adapted(rule, k=self.k, kernel=_kernel(self.bandwidth))
+        return mbpa.Adapted(rule, k=self.k, kernel=make_kernel(self.bandwidth, scale))
 
 
 @dataclass(frozen=True)
-class LocalOnRetrained(Local):
+class AdaptationOnRetrained(GradientAdaptation):
     """Local adaptation of a head that is first trained on all examples."""
 
-    retraining: Trained = field(default_factory=Trained)
-
-    def classifier(self, start: Start, memory: mbpa.Memory | None = None) -> OnRetrained:
-        return OnRetrained(start, self, memory)
+    retraining: HeadTraining = field(default_factory=HeadTraining)
 
 
 @dataclass(frozen=True)
-class Rows(Recalling):
-    """Rows of new intents in closed form (`heads.with_means`); nothing is adapted."""
+class MeanRows(PredictorSettings):
+    """Rows of new intents in closed form (`heads.add_mean_rows`); nothing is adapted."""
 
     scale: float = 15.0
     """Scale of the new rows."""
@@ -414,27 +371,48 @@ class Rows(Recalling):
         if not (self.scale > 0 and math.isfinite(self.offset)):
             raise ValueError(f"scale must be positive, offset finite, got {self}")
 
-    def predictor(self) -> mbpa.Predictor:
+    def predictor(self, scale: Scale = UNSCALED) -> mbpa.Predictor:
         return mbpa.Parametric()
-
-    def classifier(self, start: Start, memory: mbpa.Memory | None = None) -> WithRows:
-        return WithRows(start, self, memory)
 
 
 @dataclass(frozen=True)
-class LocalRows(Rows, Local):
+class AdaptedMeanRows(MeanRows, GradientAdaptation):
     """Rows in closed form, followed by local adaptation."""
 
     lr: float = 3.0
     steps: int = 5
 
     def __post_init__(self) -> None:
-        Rows.__post_init__(self)
-        Local.__post_init__(self)
+        MeanRows.__post_init__(self)
+        GradientAdaptation.__post_init__(self)
 
-    def predictor(self) -> mbpa.Predictor:
-        return Local.predictor(self)
+    def predictor(self, scale: Scale = UNSCALED) -> mbpa.Predictor:
+        return GradientAdaptation.predictor(self, scale)
 
 
-def _kernel(bandwidth: float) -> mbpa.kernels.Kernel:
-    return mbpa.gaussian(bandwidth) if bandwidth else mbpa.inverse_distance()
+# From settings to classifiers
+
+IntentMethodSettings = ClassifierSettings | PredictorSettings
+"""The common type of all methods' settings."""
+
+
+def make_classifier(settings: IntentMethodSettings, start: Start) -> Classifier:
+    """Return the classifier as deployed, before anything new."""
+    if isinstance(settings, ClassifierSettings):
+        return settings.classifier(start)
+    return make_memory_classifier(settings, start)
+
+
+def make_memory_classifier(
+    settings: PredictorSettings, start: Start, memory: mbpa.Memory | None = None
+) -> MemoryClassifier:
+    """Return the classifier with a memory that these settings describe.
+
+    Args:
+        memory: filled with the known sentences, or more; by default a new one is made.
+    """
+    if isinstance(settings, MeanRows):
+        return MeanRowsClassifier(start, settings, memory)
+    if isinstance(settings, AdaptationOnRetrained):
+        return RetrainedClassifier(start, settings, memory)
+    return MemoryClassifier(start, settings, memory)

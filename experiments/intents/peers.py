@@ -22,13 +22,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from experiments.intents.methods import Classifier, Settings, Start
+from experiments.intents.methods import Classifier, ClassifierSettings, Start
 from experiments.intents.task import Sentences
 from mbpa.encoders import text
 from mbpa.errors import MissingExtraError
 
 
-class Peer(Settings):
+class Peer(ClassifierSettings):
     """Settings of another library's classifier."""
 
     module: ClassVar[str]
@@ -84,7 +84,7 @@ class Prototypes(Classifier):
 
     def log_probs(self, queries: Sentences) -> Float[Tensor, "Q C"]:
         found = self._model.predict_batch(list(queries.texts), k=self._intents)
-        return _logs(found, self._intents).to(self._device)
+        return _log_shares(found, self._intents).to(self._device)
 
 
 # semantic-router: the route with the nearest sentences
@@ -130,17 +130,17 @@ class Router(Classifier):
             [(route.name, route.confidence) for route in self._router(sentence, limit=None)]
             for sentence in queries.texts
         ]
-        return _logs(found, self._intents).to(self._device)
+        return _log_shares(found, self._intents).to(self._device)
 
     def _note(self, sentences: Sentences) -> None:
         self._keys |= zip(sentences.texts, sentences.keys.tolist(), strict=True)
 
     def _encoder(self) -> Any:
-        def looked_up(_: object, sentences: Sequence[str]) -> list[list[float]]:
+        def look_up(_: object, sentences: Sequence[str]) -> list[list[float]]:
             return [self._keys[sentence] for sentence in sentences]
 
         base = importlib.import_module("semantic_router.encoders").DenseEncoder
-        return type("KeysAtHand", (base,), {"__call__": looked_up})(name="keys at hand")
+        return type("KeysAtHand", (base,), {"__call__": look_up})(name="keys at hand")
 
 
 # SetFit: the encoder itself is fine-tuned with pairs of sentences, under a logistic regression
@@ -178,7 +178,7 @@ class FineTuned(Classifier):
         self._start, self._settings, self._library = start, settings, library
         labels = start.known.labels
         rows = [(labels == each).nonzero()[: settings.examples, 0] for each in range(start.old)]
-        self._given = start.known.chosen(torch.cat(rows))
+        self._given = start.known.select(torch.cat(rows))
         self._model: Any = None
 
     def learn(self, new: Sentences) -> None:
@@ -188,7 +188,7 @@ class FineTuned(Classifier):
     def log_probs(self, queries: Sentences) -> Float[Tensor, "Q C"]:
         with _quietly():
             if self._model is None:
-                self._model = self._fitted()
+                self._model = self._fit()
             shares = self._model.predict_proba(list(queries.texts), show_progress_bar=False)
         device = self._start.known.keys.device
         found = torch.full((len(queries), self._start.intents), -torch.inf, device=device)
@@ -196,7 +196,7 @@ class FineTuned(Classifier):
         found[:, labels.to(device)] = shares.to(device, found.dtype).log()
         return found
 
-    def _fitted(self) -> Any:
+    def _fit(self) -> Any:
         library, given = self._library, self._given
         of_transformers = importlib.import_module("transformers")
         device = given.keys.device.type
@@ -244,7 +244,7 @@ def _quietly() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _logs(found: list[list[tuple[str, float]]], intents: int) -> Float[Tensor, "Q C"]:
+def _log_shares(found: list[list[tuple[str, float]]], intents: int) -> Float[Tensor, "Q C"]:
     """Convert pairs of label and share, in any order, to logarithms; other labels have share 0."""
     shares = torch.zeros(len(found), intents)
     for row, named in zip(shares, found, strict=True):

@@ -24,7 +24,7 @@ CORPORA: Mapping[str, tuple[float, Callable[..., data.IntentSet]]] = {
     "banking77": (50 / 77, data.banking77),
 }
 """Share of the intents that is known, and the reader, by corpus."""
-HELD_OUT = 20
+HELD_OUT_SENTENCES = 20
 """Training sentences per intent used for validation where a corpus publishes none for it."""
 
 Part = Literal["test", "validation"]
@@ -41,7 +41,7 @@ class Sentences:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def chosen(self, rows: Int[Tensor, "M"]) -> Sentences:
+    def select(self, rows: Int[Tensor, "M"]) -> Sentences:
         """Return the sentences at `rows`, in this order."""
         texts = tuple(self.texts[row] for row in rows.tolist())
         return Sentences(texts, self.keys[rows], self.labels[rows])
@@ -55,7 +55,7 @@ class Sentences:
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class IntentTask:
     """One split of one corpus, with the part to score; the other part is not included."""
 
     corpus: str
@@ -82,7 +82,7 @@ class Task:
                     f"{skipped + len(found)} of them, got {skipped + shots}"
                 )
             rows.append(found)
-        return self.new.chosen(torch.cat(rows))
+        return self.new.select(torch.cat(rows))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Size:
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
+class EmbeddedCorpus:
     """A corpus with the keys of its sentences, ready for any split."""
 
     name: str
@@ -119,67 +119,67 @@ def require_corpora(names: Iterable[str], context: Context) -> None:
         CORPORA[name][1](context.data_dir)
 
 
-def read_corpus(
+def embed_corpus(
     name: str, part: Part, size: Size, encoder: text.TextEncoder, context: Context
-) -> Corpus:
+) -> EmbeddedCorpus:
     """Read a corpus and embed its sentences, with one part to score; the other part is not used.
 
     Training sentences that also occur, word for word, among the sentences to score are removed.
     """
     _, reader = CORPORA[name]
-    found = _smaller(reader(context.data_dir), size)
-    train, scored, outside = _parts(found, part, size.scored)
+    found = _shrink(reader(context.data_dir), size)
+    train, scored, outside = _select_parts(found, part, size.scored)
     seen = set(scored.texts)
     fresh = [row for row, text in enumerate(train.texts) if text not in seen]
-    train = _rows(train, torch.tensor(fresh))
+    train = _select_rows(train, torch.tensor(fresh))
     total = len(train.texts) + len(scored.texts) + len(outside)
     with context.bar(total, f"{name}: keys", "sentences") as bar:
 
-        def embedded(texts: tuple[str, ...], labels: Int[Tensor, "N"]) -> Sentences:
+        def embed(texts: tuple[str, ...], labels: Int[Tensor, "N"]) -> Sentences:
             keys = text.embedded(encoder, texts, context.cache, tick=bar.update)
             return Sentences(texts, keys.to(context.device), labels.to(context.device))
 
-        return Corpus(
+        return EmbeddedCorpus(
             name,
             found.names,
-            embedded(train.texts, train.labels),
-            embedded(scored.texts, scored.labels),
-            embedded(outside, torch.full((len(outside),), -1)),
+            embed(train.texts, train.labels),
+            embed(scored.texts, scored.labels),
+            embed(outside, torch.full((len(outside),), -1)),
         )
 
 
-def make_task(corpus: Corpus, split: int) -> Task:
+def make_intent_task(corpus: EmbeddedCorpus, split: int) -> IntentTask:
     """Choose the known intents of this split, and the order in which examples are drawn."""
     draws = torch.Generator().manual_seed(split + 1)
     order = torch.randperm(len(corpus.names), generator=draws)
     place = order.argsort().to(corpus.train.labels.device)
     old = round(len(corpus.names) * CORPORA[corpus.name][0])
     shuffled = torch.randperm(len(corpus.train), generator=draws).to(place.device)
-    train = corpus.train.chosen(shuffled)
+    train = corpus.train.select(shuffled)
     labels = place[train.labels]
     train = Sentences(train.texts, train.keys, labels)
-    return Task(
+    return IntentTask(
         corpus=corpus.name,
         names=tuple(corpus.names[number] for number in order.tolist()),
         old=old,
-        known=train.chosen((labels < old).nonzero()[:, 0]),
-        new=train.chosen((labels >= old).nonzero()[:, 0]),
+        known=train.select((labels < old).nonzero()[:, 0]),
+        new=train.select((labels >= old).nonzero()[:, 0]),
         scored=Sentences(corpus.scored.texts, corpus.scored.keys, place[corpus.scored.labels]),
         outside=corpus.outside,
     )
 
 
-def _smaller(found: data.IntentSet, size: Size) -> data.IntentSet:
+def _shrink(found: data.IntentSet, size: Size) -> data.IntentSet:
     """Keep some random intents, the same in every split, and their first sentences."""
     draws = torch.Generator().manual_seed(0)
     chosen = torch.randperm(len(found.names), generator=draws)[: size.intents].sort().values
     place = torch.full((len(found.names),), -1)
     place[chosen] = torch.arange(len(chosen))
 
-    def some(part: data.Sentences, most: int) -> data.Sentences:
+    def some(part: data.LabelledTexts, most: int) -> data.LabelledTexts:
         rows = [(part.labels == label).nonzero()[:, 0][:most] for label in chosen.tolist()]
-        taken = _rows(part, torch.cat(rows).sort().values)
-        return data.Sentences(taken.texts, place[taken.labels])
+        taken = _select_rows(part, torch.cat(rows).sort().values)
+        return data.LabelledTexts(taken.texts, place[taken.labels])
 
     return data.IntentSet(
         some(found.train, size.sentences),
@@ -190,30 +190,32 @@ def _smaller(found: data.IntentSet, size: Size) -> data.IntentSet:
     )
 
 
-def _parts(
+def _select_parts(
     found: data.IntentSet, part: Part, scored: int
-) -> tuple[data.Sentences, data.Sentences, tuple[str, ...]]:
+) -> tuple[data.LabelledTexts, data.LabelledTexts, tuple[str, ...]]:
     """Return the sentences to train on, those to score, and out-of-scope ones to score."""
     if part == "test":
         return found.train, found.test, found.out_of_scope.get("test", ())
     outside = found.out_of_scope.get("valid", ())
     if found.valid.texts:
         return found.train, found.valid, outside
-    kept, held = _held_out(found.train.labels, scored)
-    return _rows(found.train, kept), _rows(found.train, held), outside
+    kept, held = _hold_out(found.train.labels, scored)
+    return _select_rows(found.train, kept), _select_rows(found.train, held), outside
 
 
-def _held_out(labels: Int[Tensor, "N"], most: int) -> tuple[Int[Tensor, "K"], Int[Tensor, "H"]]:
+def _hold_out(labels: Int[Tensor, "N"], most: int) -> tuple[Int[Tensor, "K"], Int[Tensor, "H"]]:
     """Return rows to train on, and at most half of each intent's rows for validation."""
     draws = torch.Generator().manual_seed(0)
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():
         rows = (labels == label).nonzero()[:, 0]
-        some = torch.randperm(len(rows), generator=draws)[: min(most, HELD_OUT, len(rows) // 2)]
+        some = torch.randperm(len(rows), generator=draws)[
+            : min(most, HELD_OUT_SENTENCES, len(rows) // 2)
+        ]
         held[rows[some]] = True
     return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
 
 
-def _rows(sentences: data.Sentences, rows: Int[Tensor, "M"]) -> data.Sentences:
+def _select_rows(sentences: data.LabelledTexts, rows: Int[Tensor, "M"]) -> data.LabelledTexts:
     texts = tuple(sentences.texts[row] for row in rows.tolist())
-    return data.Sentences(texts, sentences.labels[rows])
+    return data.LabelledTexts(texts, sentences.labels[rows])

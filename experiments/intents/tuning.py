@@ -20,20 +20,22 @@ from torch import Tensor, nn
 
 import mbpa
 from experiments.experiment import BySeed, Context
-from experiments.intents.comparison import METHODS, Method
+from experiments.intents.comparison import METHODS, IntentMethod
 from experiments.intents.config import IntentsConfig
-from experiments.intents.incremental import confidences, start_of, taught
-from experiments.intents.measures import calibration_error, subsets, top1
+from experiments.intents.incremental import confidences, start_of, teach
 from experiments.intents.methods import (
-    OnRetrained,
-    Parametric,
-    Recalling,
-    Settings,
+    DeployedHead,
+    HeadTraining,
+    IntentMethodSettings,
+    RetrainedClassifier,
     Start,
-    Trained,
-    filled_memory,
+    make_classifier,
+    make_memory,
+    make_memory_classifier,
 )
-from experiments.intents.task import Task, make_task, read_corpus, require_corpora
+from experiments.intents.task import IntentTask, embed_corpus, make_intent_task, require_corpora
+from experiments.measures import calibration_error, percent, split_labels
+from experiments.methods import PredictorSettings
 from experiments.results import Record
 from experiments.search import Grid, Search, count_settings
 from mbpa.encoders import text
@@ -59,7 +61,7 @@ def make_search_config(config: IntentsConfig) -> IntentsConfig:
 
 
 def tune(
-    config: IntentsConfig, context: Context, methods: Mapping[str, Method] = SEARCHED_METHODS
+    config: IntentsConfig, context: Context, methods: Mapping[str, IntentMethod] = SEARCHED_METHODS
 ) -> BySeed:
     """Return records of all trials, and of the chosen settings.
 
@@ -72,8 +74,8 @@ def tune(
     grids = [grid for method in methods.values() for grid in method.stages]
     situations = []
     for name in config.corpora:
-        corpus = read_corpus(name, config.part, config.size, encoder, context)
-        situations.append(Situation(make_task(corpus, SPLIT), config, grids))
+        corpus = embed_corpus(name, config.part, config.size, encoder, context)
+        situations.append(Situation(make_intent_task(corpus, SPLIT), config, grids))
     with Search(context, expected_settings=count_settings(grids)) as search:
         intents = IntentSearch(situations, config, search, methods)
         for method in methods:
@@ -94,7 +96,7 @@ class Score(NamedTuple):
 class Situation:
     """One corpus. One reading of the memory per number of examples serves all settings."""
 
-    task: Task
+    task: IntentTask
     config: IntentsConfig
     grids: Sequence[Grid]
     """Grids of all settings to try."""
@@ -107,8 +109,7 @@ class Situation:
     def memories(self) -> list[mbpa.Memory]:
         """Memories, by number of examples."""
         return [
-            filled_memory(self.task.known + self.task.examples(count))
-            for count in self.config.shots
+            make_memory(self.task.known + self.task.examples(count)) for count in self.config.shots
         ]
 
     @cached_property
@@ -118,26 +119,26 @@ class Situation:
         queries = self.task.scored.keys
         return [memory.read(queries, min(most, len(memory))) for memory in self.memories]
 
-    def scores(self, settings: Settings) -> list[Score]:
+    def scores(self, settings: IntentMethodSettings) -> list[Score]:
         """Return the scores after each number of examples."""
         task, shots = self.task, self.config.shots
-        if not isinstance(settings, Recalling):
-            found = taught(settings.classifier(self.start), task, shots)
+        if not isinstance(settings, PredictorSettings):
+            found = teach(make_classifier(settings, self.start), task, shots)
             return [self._score(classifier.log_probs(task.scored)) for _, classifier in found]
         scores = []
         for place, memory in enumerate(self.memories):
-            classifier = settings.classifier(self.start, memory)
-            if isinstance(classifier, OnRetrained):
+            classifier = make_memory_classifier(settings, self.start, memory)
+            if isinstance(classifier, RetrainedClassifier):
                 classifier.use(self._retrain_head(classifier.settings.retraining, place))
             neighbors = self.neighbors[place] if classifier.model.predictor.k else None
             scores.append(self._score(classifier.log_probs(task.scored, neighbors)))
         return scores
 
     @cached_property
-    def _heads(self) -> dict[tuple[Trained, int], nn.Linear]:
+    def _heads(self) -> dict[tuple[HeadTraining, int], nn.Linear]:
         return {}
 
-    def _retrain_head(self, settings: Trained, place: int) -> nn.Linear:
+    def _retrain_head(self, settings: HeadTraining, place: int) -> nn.Linear:
         if (settings, place) not in self._heads:
             new = self.task.examples(self.config.shots[place])
             self._heads[settings, place] = settings.head(self.start, new)
@@ -146,7 +147,9 @@ class Situation:
     def _score(self, found: Float[Tensor, "Q C"]) -> Score:
         labels = self.task.scored.labels
         right = found.argmax(1) == labels
-        of = {name: top1(right[rows]) for name, rows in subsets(labels, self.task.old).items()}
+        of = {
+            name: percent(right[rows]) for name, rows in split_labels(labels, self.task.old).items()
+        }
         error = calibration_error(confidences(found), right)
         return Score(of["novel"], of["pre-trained"], of["all"], error)
 
@@ -159,7 +162,7 @@ class IntentSearch:
         situations: list[Situation],
         config: IntentsConfig,
         search: Search,
-        methods: Mapping[str, Method],
+        methods: Mapping[str, IntentMethod],
     ) -> None:
         self.situations, self.config, self.search = situations, config, search
         self.methods = methods
@@ -171,12 +174,12 @@ class IntentSearch:
         best = self.search.choose(method, start, grids, partial(self._judge, method))
         changed: dict[str, Any] = {field: best}
         self.search.record_choices(field, best, grids)
-        if isinstance(best, Trained) and best.on == "everything":
+        if isinstance(best, HeadTraining) and best.on == "everything":
             changed["on_retrained"] = replace(self.config.on_retrained, retraining=best)
             self.search.record_choice("on_retrained.retraining.lr", best.lr)
         self.config = replace(self.config, **changed)
 
-    def _judge(self, method: str, settings: Settings) -> tuple[float, float]:
+    def _judge(self, method: str, settings: IntentMethodSettings) -> tuple[float, float]:
         """Return the worth of a setting and minus its calibration error, and record both."""
         scores = self._score(method, settings)
         error = fmean(score.calibration_error for score in scores)
@@ -190,7 +193,7 @@ class IntentSearch:
         shown: Record = {
             f.name: getattr(settings, f.name)
             for f in fields(settings)
-            if not isinstance(getattr(settings, f.name), Trained)
+            if not isinstance(getattr(settings, f.name), HeadTraining)
         }
         trial: list[Record] = [
             {"method": method, **shown, "name": what, "value": number}
@@ -201,11 +204,11 @@ class IntentSearch:
 
     def _measure_loss(self, scores: list[Score]) -> float:
         """Return the points lost on old intents, on the corpus where the loss is largest."""
-        before, each = self._score("parametric", Parametric()), len(self.config.shots)
+        before, each = self._score("parametric", DeployedHead()), len(self.config.shots)
         lost = [was.old - score.old for was, score in zip(before, scores, strict=True)]
         return max(fmean(lost[place : place + each]) for place in range(0, len(lost), each))
 
-    def _score(self, method: str, settings: Settings) -> list[Score]:
+    def _score(self, method: str, settings: IntentMethodSettings) -> list[Score]:
         """Return the scores on each corpus, after each number of examples."""
 
         def compute() -> list[list[float]]:
@@ -214,6 +217,6 @@ class IntentSearch:
         return [Score(*score) for score in self.search.judge((method, settings), compute)]
 
 
-def _get_field(method: Method) -> str:
+def _get_field(method: IntentMethod) -> str:
     assert isinstance(method.settings, str), "what is searched for is in the config"
     return method.settings

@@ -1,6 +1,6 @@
-"""Language modelling: a trained LSTM reads new text, with and without a memory of that text.
+"""Language modelling: a train_or_load LSTM reads new text, with and without a memory of that text.
 
-After section 4.3, table 2 and the appendix of the paper. The network is trained once for all
+After section 4.3, table 2 and the appendix of the paper. The network is train_or_load once for all
 methods, which differ in how they use its states. Mixture weights and all other settings are chosen
 on the validation text. Differences from the paper are listed in docs/paper.md.
 """
@@ -10,13 +10,18 @@ from __future__ import annotations
 import contextlib
 
 from experiments.data import Corpus
-from experiments.experiment import BySeed, Context, Experiment
+from experiments.experiment import BySeed, Context, Experiment, run_each_seed
 from experiments.language.config import PRESETS, LanguageConfig
 from experiments.language.corpus import read_corpus
-from experiments.language.evaluation import evaluated
+from experiments.language.evaluation import evaluate
 from experiments.language.figures import sections
 from experiments.language.search_figures import search_sections
-from experiments.language.training import WIDE, adam_state, learning_curve, trained
+from experiments.language.training import (
+    LSTM_THREADING_UNITS,
+    adam_state,
+    learning_curve,
+    train_or_load,
+)
 from experiments.language.tuning import make_search_config, tune
 from experiments.results import Record
 from mbpa.device import use_one_thread
@@ -27,25 +32,26 @@ __all__ = ["EXPERIMENT", "LanguageConfig", "run", "tune"]
 def run(config: LanguageConfig, context: Context) -> BySeed:
     """Run one network after the other; completed work is not repeated."""
     corpus = read_corpus(config, context)
-    threads = use_one_thread() if config.network.hidden < WIDE else contextlib.nullcontext()
-    records: BySeed = {}
+    threads = (
+        use_one_thread()
+        if config.network.hidden < LSTM_THREADING_UNITS
+        else contextlib.nullcontext()
+    )
+
+    def run_seed(seed: int) -> list[Record]:
+        model = train_or_load(config, corpus, context, seed)
+        moments = adam_state(config, corpus, context, seed)
+        found = evaluate(model, corpus, config, context, seed, moments)
+        return curve_records(config, corpus, context, seed) + found
+
     with threads:
-        for seed in config.seeds:
-            kept = context.workspace.load(f"records-{seed}")
-            if kept is None:
-                model = trained(config, corpus, context, seed)
-                moments = adam_state(config, corpus, context, seed)
-                found = evaluated(model, corpus, config, context, seed, moments)
-                kept = {"records": curve_records(config, corpus, context, seed) + found}
-                context.workspace.save(f"records-{seed}", kept)
-            records[seed] = kept["records"]
-    return records
+        return run_each_seed(config.seeds, context, run_seed)
 
 
 def curve_records(
     config: LanguageConfig, corpus: Corpus, context: Context, seed: int
 ) -> list[Record]:
-    """Return the learning curve and the training time of a trained network."""
+    """Return the learning curve and the training time of a train_or_load network."""
     curve, seconds = learning_curve(config, corpus, context, seed)
     where: Record = {"method": "LSTM", "corpus": config.corpus}
     records: list[Record] = [{**where, "name": "training_seconds", "value": seconds}]

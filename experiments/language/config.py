@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import mbpa
+from experiments.config_checks import check_finite, check_minima, check_seeds
 from experiments.language.network import Dropouts
 from experiments.tuned_settings import apply_tuned_settings
 from mbpa.kernels import Kernel
 
 
-def _check_finite(
-    settings: object, positive: tuple[str, ...], others: tuple[str, ...] = ()
-) -> None:
-    """Refuse numbers that are not finite, not positive or, in `others`, negative."""
-    for name in (*positive, *others):
-        value = getattr(settings, name)
-        if not (math.isfinite(value) and (value > 0 if name in positive else value >= 0)):
-            least = "positive" if name in positive else "not negative"
-            raise ValueError(f"{name} must be finite and {least}, got {value}")
-
-
 @dataclass(frozen=True)
-class Network:
+class NetworkSizes:
     """Sizes of the language model."""
 
     hidden: int = 1194
@@ -34,13 +23,11 @@ class Network:
     """Size of a word's vector, and of the input of the softmax layer."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_minima(self, dict.fromkeys(vars(self), 1))
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSettings:
     """Training of the language model."""
 
     epochs: int = 400
@@ -77,13 +64,11 @@ class Training:
     """Penalty on the mean squared difference between its outputs at adjacent tokens."""
 
     def __post_init__(self) -> None:
-        for name, least in {"epochs": 0, "batch": 1, "bptt": 1}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        _check_finite(
+        check_minima(self, {"epochs": 0, "batch": 1, "bptt": 1})
+        check_finite(
             self,
             positive=("lr", "clip"),
-            others=("weight_decay", "activation_penalty", "temporal_penalty"),
+            not_negative=("weight_decay", "activation_penalty", "temporal_penalty"),
         )
         shares = {"beta1": (self.beta1,), "beta2": (self.beta2,), "averages": self.averages}
         for name, values in shares.items():
@@ -107,11 +92,11 @@ class Cache:
     def __post_init__(self) -> None:
         if self.window < 0:
             raise ValueError(f"window must not be negative, got {self.window}")
-        _check_finite(self, positive=("scale",))
+        check_finite(self, positive=("scale",))
 
 
 @dataclass(frozen=True)
-class Local:
+class SoftmaxAdaptation:
     """Adaptation of the softmax layer by MbPA."""
 
     rule: Literal["gradient", "rmsprop", "adam", "map"] = "gradient"
@@ -134,7 +119,7 @@ class Local:
     def __post_init__(self) -> None:
         if min(self.steps, self.k) < 1:
             raise ValueError(f"steps and k must be at least 1, got {self.steps} and {self.k}")
-        _check_finite(self, positive=("lr", "prior", "kernel_scale"), others=("decay",))
+        check_finite(self, positive=("lr", "prior", "kernel_scale"), not_negative=("decay",))
 
     @property
     def weighting(self) -> Kernel:
@@ -180,7 +165,7 @@ class Dynamic:
     """Learning rate of Adam as an alternative rule; 0 skips this variant."""
     on_top: bool = True
     """Whether to try MbPA on top; slow, because the layer then changes with every segment."""
-    mbpa: Local = field(default_factory=lambda: Local(steps=5, k=64))
+    mbpa: SoftmaxAdaptation = field(default_factory=lambda: SoftmaxAdaptation(steps=5, k=64))
     """Adaptation by MbPA on top of dynamic evaluation."""
 
     def __post_init__(self) -> None:
@@ -188,11 +173,11 @@ class Dynamic:
             raise ValueError(
                 f"segment, statistics and statistics_batch must be at least 1, got {self}"
             )
-        _check_finite(self, positive=("lr", "epsilon"), others=("adam_lr", "decay"))
+        check_finite(self, positive=("lr", "epsilon"), not_negative=("adam_lr", "decay"))
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchBudget:
     """Budget of a search for settings."""
 
     tokens: int = 12_000
@@ -212,7 +197,7 @@ class Search:
         for name in ("tokens", "dynamic_tokens", "max_neighbor_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        _check_finite(self, positive=("seconds",))
+        check_finite(self, positive=("seconds",))
 
 
 @dataclass(frozen=True)
@@ -237,23 +222,20 @@ class LanguageConfig:
     """Tokens of the training text to use, from its beginning; 0 uses all."""
     scored_tokens: int = 0
     """Tokens of the validation and test texts to use, from their beginning; 0 uses all."""
-    network: Network = field(default_factory=Network)
-    training: Training = field(default_factory=Training)
+    network: NetworkSizes = field(default_factory=NetworkSizes)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
     memory: int = 5000
     """Number of most recent tokens that are remembered."""
     cache: Cache = field(default_factory=Cache)
-    mbpa: Local = field(default_factory=Local)
-    combined: Local = field(default_factory=Local)
+    mbpa: SoftmaxAdaptation = field(default_factory=SoftmaxAdaptation)
+    combined: SoftmaxAdaptation = field(default_factory=SoftmaxAdaptation)
     """MbPA when mixed with the cache. Mixture weights are solved for on the validation text."""
     dynamic: Dynamic = field(default_factory=Dynamic)
-    search: Search = field(default_factory=Search)
+    search: SearchBudget = field(default_factory=SearchBudget)
 
     def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must name at least one, none of them twice, got {self.seeds}")
-        for name, least in {"vocabulary": 1, "tokens": 0, "scored_tokens": 0, "memory": 1}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_seeds(self.seeds)
+        check_minima(self, {"vocabulary": 1, "tokens": 0, "scored_tokens": 0, "memory": 1})
         if self.scored_tokens == 1:  # the learning curve omits a text's first token
             raise ValueError("scored_tokens must be 0, for all, or at least 2, got 1")
         files = {name: getattr(self, name) for name in ("train", "valid", "test")}
@@ -270,8 +252,8 @@ class LanguageConfig:
 PAPER = apply_tuned_settings(
     LanguageConfig(
         # docs/paper.md explains how these were found.
-        training=Training(epochs=520, decay_to=0.25),
-        search=Search(seconds=900.0),
+        training=TrainingSettings(epochs=520, decay_to=0.25),
+        search=SearchBudget(seconds=900.0),
     ),
     "language",
     "paper",
@@ -280,38 +262,40 @@ PRESETS = {
     "smoke": LanguageConfig(
         tokens=5_000,
         scored_tokens=500,
-        network=Network(hidden=32, embedding=16),
-        training=Training(epochs=1, batch=8, bptt=20),
+        network=NetworkSizes(hidden=32, embedding=16),
+        training=TrainingSettings(epochs=1, batch=8, bptt=20),
         memory=200,
-        mbpa=Local(steps=5, k=20),
-        combined=Local(steps=2, k=20),
-        dynamic=Dynamic(decay=0.002, statistics=20, statistics_batch=10, mbpa=Local(steps=2, k=10)),
-        search=Search(tokens=20, dynamic_tokens=20, seconds=30.0, max_neighbor_steps=640),
+        mbpa=SoftmaxAdaptation(steps=5, k=20),
+        combined=SoftmaxAdaptation(steps=2, k=20),
+        dynamic=Dynamic(
+            decay=0.002, statistics=20, statistics_batch=10, mbpa=SoftmaxAdaptation(steps=2, k=10)
+        ),
+        search=SearchBudget(tokens=20, dynamic_tokens=20, seconds=30.0, max_neighbor_steps=640),
     ),
     "quick": LanguageConfig(
         corpus="wikitext-2",
         vocabulary=5_000,
         tokens=200_000,
         scored_tokens=10_000,
-        network=Network(hidden=200, embedding=100),
-        training=Training(
+        network=NetworkSizes(hidden=200, embedding=100),
+        training=TrainingSettings(
             epochs=5,
             batch=16,
             averages=(0.99,),
             dropouts=Dropouts(words=0.0, input=0.2, recurrent=0.2, output=0.2, projected=0.1),
         ),
         memory=2_000,
-        mbpa=Local(lr=0.5, steps=1, k=128),
-        combined=Local(lr=0.5, steps=1, k=128),
+        mbpa=SoftmaxAdaptation(lr=0.5, steps=1, k=128),
+        combined=SoftmaxAdaptation(lr=0.5, steps=1, k=128),
         dynamic=Dynamic(decay=0.002, statistics=100, on_top=False),
-        search=Search(tokens=100, dynamic_tokens=500, seconds=120.0, max_neighbor_steps=640),
+        search=SearchBudget(tokens=100, dynamic_tokens=500, seconds=120.0, max_neighbor_steps=640),
     ),
     "paper": PAPER,
     "paper-wikitext-2": apply_tuned_settings(
         LanguageConfig(
             corpus="wikitext-2",
-            network=Network(hidden=1853, embedding=241),
-            training=Training(
+            network=NetworkSizes(hidden=1853, embedding=241),
+            training=TrainingSettings(
                 epochs=200,
                 batch=128,
                 weight_decay=1.1e-6,
@@ -320,7 +304,7 @@ PRESETS = {
             ),
             # The paper did not try Adam here either; MbPA on top would take ten minutes.
             dynamic=Dynamic(adam_lr=0.0, on_top=False),
-            search=Search(tokens=5_000, dynamic_tokens=20_000, max_neighbor_steps=2_560),
+            search=SearchBudget(tokens=5_000, dynamic_tokens=20_000, max_neighbor_steps=2_560),
         ),
         "language",
         "paper-wikitext-2",

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from experiments import data
-from experiments.data import END, Corpus
+from experiments.data import END_OF_LINE, Corpus
 from experiments.errors import ExperimentError
 from experiments.experiment import Context
 from experiments.language.config import LanguageConfig
@@ -25,7 +25,7 @@ UNKNOWN = "<unk>"
 PARTS = "train", "valid", "test"
 # Minimum tokens per text. All are predicted, the first one after the end of a line; only the
 # learning curve omits the first token of the validation text.
-FEWEST = {"train": 20, "valid": 2, "test": 2}
+MIN_TOKENS = {"train": 20, "valid": 2, "test": 2}
 
 
 def read_corpus(config: LanguageConfig, context: Context) -> Corpus:
@@ -38,8 +38,10 @@ def read_corpus(config: LanguageConfig, context: Context) -> Corpus:
     if config.corpus == "own":
         files = {name: getattr(config, name) for name in PARTS}
         sources = {name: f"--{name} {path}" for name, path in files.items()}
-        texts = {name: _words(sources[name], files[name], _most(config, name)) for name in PARTS}
-        return _numbered(texts, sources, config.vocabulary)
+        texts = {
+            name: _read_words(sources[name], files[name], _most(config, name)) for name in PARTS
+        }
+        return _number_words(texts, sources, config.vocabulary)
     data.require(config.corpus, context.data_dir)
     read = data.ptb if config.corpus == "ptb" else data.wikitext_2
     corpus = read(context.data_dir)
@@ -48,7 +50,7 @@ def read_corpus(config: LanguageConfig, context: Context) -> Corpus:
         return replace(corpus, **cut)
     texts = {name: [corpus.words[number] for number in cut[name].tolist()] for name in PARTS}
     sources = {name: f"the beginning of {config.corpus}, {name}," for name in PARTS}
-    return _numbered(texts, sources, config.vocabulary)
+    return _number_words(texts, sources, config.vocabulary)
 
 
 def frequencies(corpus: Corpus) -> Int[Tensor, "V"]:
@@ -61,7 +63,7 @@ def _most(config: LanguageConfig, name: str) -> int | None:
     return (config.tokens if name == "train" else config.scored_tokens) or None
 
 
-def _numbered(texts: dict[str, list[str]], sources: dict[str, str], most: int) -> Corpus:
+def _number_words(texts: dict[str, list[str]], sources: dict[str, str], most: int) -> Corpus:
     """Convert the texts to word ids, with the vocabulary of the training text.
 
     Args:
@@ -69,21 +71,21 @@ def _numbered(texts: dict[str, list[str]], sources: dict[str, str], most: int) -
         most: maximum number of words.
     """
     for name, text in texts.items():
-        if all(word == END for word in text):
+        if all(word == END_OF_LINE for word in text):
             raise ExperimentError(f"{sources[name]} is empty: it must have words, spaces between")
-        if len(text) < FEWEST[name]:
+        if len(text) < MIN_TOKENS[name]:
             raise ExperimentError(
-                f"{sources[name]} must have at least {FEWEST[name]} tokens, "
+                f"{sources[name]} must have at least {MIN_TOKENS[name]} tokens, "
                 f"with one for the end of each line, got {len(text)}"
             )
-    if set(texts["train"]) <= {END, UNKNOWN}:
+    if set(texts["train"]) <= {END_OF_LINE, UNKNOWN}:
         raise ExperimentError(f"{sources['train']} has no word but {UNKNOWN}: it teaches nothing")
     words = _vocabulary(texts["train"], most)
-    if not set(words) - {END, UNKNOWN}:
+    if not set(words) - {END_OF_LINE, UNKNOWN}:
         raise ExperimentError(
             f"{sources['train']} has no word twice: it is too short to learn from"
         )
-    known = set(words) - {END, UNKNOWN}
+    known = set(words) - {END_OF_LINE, UNKNOWN}
     for name, text in texts.items():
         if known.isdisjoint(text):
             raise ExperimentError(
@@ -100,27 +102,27 @@ def _numbered(texts: dict[str, list[str]], sources: dict[str, str], most: int) -
 
 
 def _vocabulary(text: Sequence[str], most: int) -> tuple[str, ...]:
-    """Return the most frequent words, in the order of their first occurrence, with `END` and
-    `UNKNOWN`.
+    """Return the most frequent words, in the order of their first occurrence, with `END_OF_LINE`
+    and `UNKNOWN`.
 
     If all words would be known, those that occur once become unknown: a network that has never seen
     an unknown word cannot tell how probable the next one is.
     """
     counts = Counter(text)  # in order of first occurrence, which breaks ties
-    ranked = [word for word, _ in counts.most_common() if word not in (END, UNKNOWN)]
+    ranked = [word for word, _ in counts.most_common() if word not in (END_OF_LINE, UNKNOWN)]
     known = set(ranked[:most])
     if len(known) == len(ranked) and UNKNOWN not in counts:
         known = {word for word in ranked if counts[word] > 1}
-    known.add(END)
+    known.add(END_OF_LINE)
     words = dict.fromkeys(word if word in known else UNKNOWN for word in counts)
-    return tuple(words | dict.fromkeys((END, UNKNOWN)))
+    return tuple(words | dict.fromkeys((END_OF_LINE, UNKNOWN)))
 
 
-def _words(source: str, path: Path, most: int | None) -> list[str]:
-    """Read the first words of a file, every line ended by `END`."""
+def _read_words(source: str, path: Path, most: int | None) -> list[str]:
+    """Read the first words of a file, every line ended by `END_OF_LINE`."""
     words: list[str] = []
     for line in _lines(source, path):
-        words += (*line.split(), END)
+        words += (*line.split(), END_OF_LINE)
         if most and len(words) >= most:
             return words[:most]
     return words

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mbpa
-from experiments.language.config import Dynamic, Local
+from experiments.language.config import Dynamic, SoftmaxAdaptation
 from experiments.language.network import LanguageModel, products
 from experiments.language.passage import Passage
 from experiments.language.recording import Recorded
@@ -206,7 +206,7 @@ class DynamicEvaluation:
         model: LanguageModel,
         make_update: Callable[[Params], Update],
         settings: Dynamic,
-        on_top: Local | None = None,
+        on_top: SoftmaxAdaptation | None = None,
         memory: int = 1,
     ) -> None:
         self._model = trainable_copy(model)

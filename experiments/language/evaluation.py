@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
-from experiments.data import END, Corpus
+from experiments.data import END_OF_LINE, Corpus
 from experiments.experiment import Context
-from experiments.language.config import LanguageConfig, Local
+from experiments.language.config import LanguageConfig, SoftmaxAdaptation
 from experiments.language.dynamic import (
     AdamUpdate,
     DynamicEvaluation,
@@ -36,17 +36,18 @@ from experiments.language.network import LanguageModel
 from experiments.language.passage import (
     Passage,
     Retrieval,
-    adapted_scores,
-    cache_scores,
     engine_for,
-    mixed,
+    mix,
     perplexity,
     read_passage,
-    retrieved,
-    solved_weights,
-    vote_scores,
+    retrieve,
+    score_adapted,
+    score_cache,
+    score_vote,
+    solve_weights,
 )
 from experiments.language.words import examples, improvements
+from experiments.measures import wait_for_device
 from experiments.results import Record
 
 Found = TypeVar("Found")
@@ -66,12 +67,12 @@ METHODS = {
     ALL: ("dynamic", "MbPA on dynamic", "cache on dynamic"),
 }
 """The components of each method's mixture."""
-LOOPED = 200  # tokens from which the time of a loop is extrapolated
-WARM_UP = 2048  # tokens
-PIECE = 25_000  # tokens of dynamic evaluation between saves
+LOOPED_TOKENS = 200  # tokens from which the time of a loop is extrapolated
+WARM_UP_TOKENS = 2048  # tokens
+TOKENS_PER_SAVE = 25_000  # tokens of dynamic evaluation between saves
 
 
-def evaluated(
+def evaluate(
     model: LanguageModel,
     corpus: Corpus,
     config: LanguageConfig,
@@ -94,13 +95,13 @@ def evaluated(
     last = (DYNAMIC, ALL) if config.dynamic.on_top else ()
     weights: dict[str, Tensor] = {}
     with context.bar(2 * len(methods), f"scoring, seed {seed}", "methods") as bar:
-        records = _perplexities(texts, [m for m in methods if m not in last], weights, bar)
+        records = _score_texts(texts, [m for m in methods if m not in last], weights, bar)
         records += _word_records(texts["test"], weights) + texts["test"].timings()
-        records += _perplexities(texts, last, weights, bar)
+        records += _score_texts(texts, last, weights, bar)
     return records + _weight_records(config, methods, weights, moments is not None)
 
 
-def _perplexities(
+def _score_texts(
     texts: dict[str, Text], methods: Sequence[str], weights: dict[str, Tensor], bar: tqdm
 ) -> list[Record]:
     """Score both texts; the weights solved for on the first are added to `weights`."""
@@ -108,9 +109,9 @@ def _perplexities(
     for (split, text), name in itertools.product(texts.items(), methods):
         logs = text.parts(METHODS[name])
         if split == "valid":
-            weights[name] = solved_weights(logs)
+            weights[name] = solve_weights(logs)
         where: Record = {"method": name, "corpus": text.config.corpus, "split": split}
-        value = perplexity(mixed(logs, weights[name]))
+        value = perplexity(mix(logs, weights[name]))
         records.append({**where, "name": "perplexity", "value": value})
         bar.update()
     return records
@@ -118,7 +119,7 @@ def _perplexities(
 
 def _word_records(test: Text, weights: dict[str, Tensor]) -> list[Record]:
     """Return which words gain when MbPA joins the cache."""
-    both, beside = (mixed(test.parts(METHODS[name]), weights[name]) for name in (BOTH, CACHE))
+    both, beside = (mix(test.parts(METHODS[name]), weights[name]) for name in (BOTH, CACHE))
     found = improvements(test.corpus, test.tokens.cpu(), beside.cpu(), both.cpu())
     found += examples(test.corpus, test.retrieval, test.config.combined, beside, both)
     where: Record = {"method": BOTH, "against": CACHE, "corpus": test.config.corpus}
@@ -152,7 +153,7 @@ def _weight_records(
 
 def first_word(corpus: Corpus) -> int:
     """Return the word before the first word of a text: the end of a line."""
-    return corpus.words.index(END) if END in corpus.words else 0
+    return corpus.words.index(END_OF_LINE) if END_OF_LINE in corpus.words else 0
 
 
 @dataclass(eq=False)
@@ -175,12 +176,12 @@ class Text:
     @cached_property
     def passage(self) -> Passage:
         first = first_word(self.corpus)
-        return self._timed(LSTM, lambda: read_passage(self.model, self.tokens, first))
+        return self._time(LSTM, lambda: read_passage(self.model, self.tokens, first))
 
     @cached_property
     def retrieval(self) -> Retrieval:
         k = max(self.config.mbpa.k, self.config.combined.k)
-        return self._timed(RETRIEVAL, lambda: retrieved(self.passage, self.config.memory, k))
+        return self._time(RETRIEVAL, lambda: retrieve(self.passage, self.config.memory, k))
 
     @cached_property
     def positions(self) -> range:
@@ -204,9 +205,9 @@ class Text:
         where: Record = {"corpus": self.config.corpus, "split": self.split, "name": "seconds"}
         local = replace(self.config.mbpa, rule="gradient")
         if LOOP not in self._kept["seconds"]:
-            positions, head = self.positions[-LOOPED:], self.model.decoder
+            positions, head = self.positions[-LOOPED_TOKENS:], self.model.decoder
             retrieval = self.retrieval
-            self._timed(LOOP, lambda: loop_scores(head, retrieval, local, positions))
+            self._time(LOOP, lambda: loop_scores(head, retrieval, local, positions))
             self._kept["seconds"][LOOP] *= len(self.positions) / len(positions)
             self._save()
         seconds = dict(self._kept["seconds"])
@@ -220,31 +221,31 @@ class Text:
     def _part(self, name: str) -> Tensor:
         kept: dict[str, Tensor] = self._kept["parts"]
         if name not in kept:
-            for each, found in self._computed(name).items():
+            for each, found in self._compute(name).items():
                 kept[each] = found.masked_fill(found.isnan(), -math.inf).cpu()
             self._save()
         return kept[name]
 
-    def _computed(self, name: str) -> dict[str, Tensor]:
+    def _compute(self, name: str) -> dict[str, Tensor]:
         """Return the component of this name, and those computed with it."""
         config = self.config
         if name == "LSTM":
             return {name: self.passage.own}
         if name == "cache":
             passage = self.passage
-            return {name: self._timed(CACHE, lambda: self._cache(passage))}
+            return {name: self._time(CACHE, lambda: self._cache(passage))}
         if name == "MbPA":
             _ = self.retrieval  # timed separately
             if self.context.device.type == "cuda":  # compile kernels before timing
-                self._mbpa(config.mbpa, self.positions[:WARM_UP])
-            return {name: self._timed(MBPA, lambda: self._mbpa(config.mbpa, self.positions))}
+                self._mbpa(config.mbpa, self.positions[:WARM_UP_TOKENS])
+            return {name: self._time(MBPA, lambda: self._mbpa(config.mbpa, self.positions))}
         if name == "MbPA beside the cache":
             if config.combined == config.mbpa:
                 return {name: self._part("MbPA")}
             return {name: self._mbpa(config.combined, self.positions)}
         if name == "vote":
             k = min(config.mbpa.k, config.memory)
-            return {name: vote_scores(self.retrieval, config.mbpa.weighting, k, self.positions)}
+            return {name: score_vote(self.retrieval, config.mbpa.weighting, k, self.positions)}
         if name == "uniform":
             even = torch.full_like(self.passage.own, -math.log(len(self.corpus.words)))
             even[:1] = self.passage.own[:1]  # before there is a memory, the network decides
@@ -262,17 +263,17 @@ class Text:
     def _cache(self, passage: Passage) -> Tensor:
         config = self.config
         window = config.cache.window or config.memory
-        return cache_scores(passage, window, (config.cache.scale,), self.positions)[0]
+        return score_cache(passage, window, (config.cache.scale,), self.positions)[0]
 
-    def _mbpa(self, local: Local, positions: range) -> Tensor:
+    def _mbpa(self, local: SoftmaxAdaptation, positions: range) -> Tensor:
         predictor, engine = local.predictor(self.config.memory), engine_for(self.context.device)
-        return adapted_scores(self.model.decoder, self.retrieval, predictor, positions, engine)
+        return score_adapted(self.model.decoder, self.retrieval, predictor, positions, engine)
 
     # Dynamic evaluation
 
     def _rms(self, params: Params) -> Update:
         name = f"gradients-{self.seed}"  # shared by both texts
-        scale = kept_gradient_scale(self.config, self.context, self.model, self.corpus, name)
+        scale = load_gradient_scale(self.config, self.context, self.model, self.corpus, name)
         return RMSUpdate(params, scale, self.config.dynamic)
 
     def _adam(self, params: Params) -> Update:
@@ -281,7 +282,10 @@ class Text:
         return AdamUpdate(params, self.config.dynamic.adam_lr, self.moments, *betas)
 
     def _dynamic(
-        self, make_update: Callable[[Params], Update], kind: str, on_top: Local | None = None
+        self,
+        make_update: Callable[[Params], Update],
+        kind: str,
+        on_top: SoftmaxAdaptation | None = None,
     ) -> tuple[Passage, Tensor]:
         """Return the text as read by a network that keeps learning, and MbPA's scores on top."""
         name, config, device = self._name(f"dynamic-{kind}"), self.config, self.context.device
@@ -298,7 +302,7 @@ class Text:
             read = {each: tensor.to(device) for each, tensor in kept["read"].items()}
             done = len(read["own"])
             network.resume(kept["network"], Passage(read["keys"], self.tokens[:done], read["own"]))
-        piece = max(1, PIECE // config.dynamic.segment) * config.dynamic.segment
+        piece = max(1, TOKENS_PER_SAVE // config.dynamic.segment) * config.dynamic.segment
         for start in range(len(read["own"]), len(inputs), piece):
             part = slice(start, start + piece)
             found = network.read(inputs[part], self.tokens[part])
@@ -308,11 +312,11 @@ class Text:
 
     # Bookkeeping
 
-    def _timed(self, method: str, work: Callable[[], Found]) -> Found:
-        _wait(self.context.device)
+    def _time(self, method: str, work: Callable[[], Found]) -> Found:
+        wait_for_device(self.context.device)
         start = time.perf_counter()
         found = work()
-        _wait(self.context.device)
+        wait_for_device(self.context.device)
         self._kept["seconds"].setdefault(method, time.perf_counter() - start)
         return found
 
@@ -323,7 +327,7 @@ class Text:
         return f"{what}-{self.seed}-{self.split}"
 
 
-def kept_gradient_scale(
+def load_gradient_scale(
     config: LanguageConfig, context: Context, model: LanguageModel, corpus: Corpus, name: str
 ) -> list[Tensor]:
     """Return the gradient scale, computed once even if a run is interrupted, and saved under
@@ -337,7 +341,7 @@ def kept_gradient_scale(
 
 
 def loop_scores(
-    head: nn.Linear, retrieval: Retrieval, local: Local, positions: range
+    head: nn.Linear, retrieval: Retrieval, local: SoftmaxAdaptation, positions: range
 ) -> Float[Tensor, "P"]:
     """Adapt in the most obvious way: for each token a copy of the layer, and autograd.
 
@@ -368,8 +372,3 @@ def loop_scores(
             logits = functional.linear(passage.keys[position], *params)
             scores.append(logits.log_softmax(0)[passage.targets[position]])
     return torch.stack(scores)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from experiments.language.config import Local
+from experiments.language.config import SoftmaxAdaptation
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Grids:
     """Numbers of steps besides one."""
 
     # Beyond the paper's grid.
-    start: Local = field(default_factory=lambda: Local(lr=1.0, steps=20, k=128))
+    start: SoftmaxAdaptation = field(
+        default_factory=lambda: SoftmaxAdaptation(lr=1.0, steps=20, k=128)
+    )
     """The adaptation with which rates and steps are first compared."""
     one_step_rates: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
     rates: tuple[float, ...] = (0.04, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

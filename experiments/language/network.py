@@ -94,20 +94,20 @@ class LanguageModel(nn.Module):
             multiple: widths are padded to a multiple of this while computing, without changing the
                 result: tensor cores need aligned rows, and those of width 1853 are not.
         """
-        vectors = _widened(self.decoder.weight, multiple, 2)
+        vectors = _widen(self.decoder.weight, multiple, 2)
         inputs = functional.embedding(tokens, vectors)
         if drawn.words is not None:
             inputs = inputs * drawn.words[tokens][..., None]
-        inputs = _masked(inputs, drawn.input, multiple)
-        carried = _widened(state[0], multiple), _widened(state[1], multiple)
+        inputs = _mask(inputs, drawn.input, multiple)
+        carried = _widen(state[0], multiple), _widen(state[1], multiple)
         weights = side_by_side(self.lstm, drawn.recurrent, multiple)
         outputs, hidden, cells = torch.lstm(
             inputs, carried, weights, True, 1, 0.0, True, False, True
         )  # has biases, layers, dropout, training, bidirectional, batch first
-        dropped = _masked(outputs, drawn.output, multiple)
-        projected = functional.linear(dropped, _widened(self.projection.weight, multiple, 2))
-        states = _masked(projected, drawn.projected, multiple)
-        biases = _widened(self.decoder.bias, multiple, value=-math.inf)
+        dropped = _mask(outputs, drawn.output, multiple)
+        projected = functional.linear(dropped, _widen(self.projection.weight, multiple, 2))
+        states = _mask(projected, drawn.projected, multiple)
+        biases = _widen(self.decoder.bias, multiple, value=-math.inf)
         units = self.lstm.hidden_size
         return Noisy(
             logits=functional.linear(states, vectors, biases),
@@ -141,7 +141,9 @@ class Noisy:
     state: State
 
 
-def draw(model: LanguageModel, batch: int, dropouts: Dropouts, source: torch.Generator) -> Drawn:
+def draw_masks(
+    model: LanguageModel, batch: int, dropouts: Dropouts, source: torch.Generator
+) -> Drawn:
     """Draw the dropout masks of the next batch.
 
     Args:
@@ -173,11 +175,11 @@ def side_by_side(
     Units that pad the width have zero weights and biases, so their cells and outputs are zero.
     """
     own: dict[str, Tensor] = {name: lstm.get_parameter(f"{name}_l0") for name in _ORDER}
-    own["weight_hh"] = _masked(own["weight_hh"], recurrent)
+    own["weight_hh"] = _mask(own["weight_hh"], recurrent)
     gates = []
     for weights in own.values():
         four = weights.unflatten(0, (4, lstm.hidden_size))
-        gates.append(_widened(four, multiple, weights.dim()).flatten(0, 1))
+        gates.append(_widen(four, multiple, weights.dim()).flatten(0, 1))
     parts = torch.cat([gate.flatten() for gate in gates]).split([gate.numel() for gate in gates])
     return [part.view(gate.shape) for part, gate in zip(parts, gates, strict=True)]
 
@@ -199,12 +201,12 @@ def products(precision: Literal["ieee", "tf32"], device: torch.device) -> Iterat
             backend.fp32_precision = setting
 
 
-def _masked(numbers: Tensor, factors: Tensor | None, multiple: int = 1) -> Tensor:
+def _mask(numbers: Tensor, factors: Tensor | None, multiple: int = 1) -> Tensor:
     """Multiply by factors, which are first padded to the width that the numbers already have."""
-    return numbers if factors is None else numbers * _widened(factors, multiple)
+    return numbers if factors is None else numbers * _widen(factors, multiple)
 
 
-def _widened(numbers: Tensor, multiple: int, dims: int = 1, value: float = 0.0) -> Tensor:
+def _widen(numbers: Tensor, multiple: int, dims: int = 1, value: float = 0.0) -> Tensor:
     """Pad the last `dims` dimensions to a multiple, with zeros or another value."""
     more = [-size % multiple for size in numbers.shape[-dims:]]
     padding = [side for each in reversed(more) for side in (0, each)]

@@ -23,11 +23,11 @@ import mbpa
 from experiments.language.network import LanguageModel
 from mbpa.kernels import Kernel, neighbor_weights
 
-CHUNK = 2048  # tokens whose states are computed at once
-SPANS = 64, 2048  # tokens that a block of queries spans, on a CPU and on a GPU
-FEWEST = 1024  # minimum queries per GPU call, however far apart
+TOKENS_PER_CHUNK = 2048  # tokens whose states are computed at once
+BLOCK_TOKENS = 64, 2048  # tokens that a block of queries spans, on a CPU and on a GPU
+MIN_GPU_QUERIES = 1024  # minimum queries per GPU call, however far apart
 STORE_BYTES = 1 << 33  # for outputs on the window: 20,000 of 33,278 words take 2.7 GB
-SCORES = 1 << 26  # scores of queries against keys at a time
+SCORES_PER_CHUNK = 1 << 26  # scores of queries against keys at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,9 @@ def read_passage(model: LanguageModel, tokens: Int[Tensor, "T"], first: int) -> 
     keys, own = [], []
     with torch.no_grad():
         state = model.initial_state(1)
-        for words, targets in zip(inputs.split(CHUNK), tokens.split(CHUNK), strict=True):
+        for words, targets in zip(
+            inputs.split(TOKENS_PER_CHUNK), tokens.split(TOKENS_PER_CHUNK), strict=True
+        ):
             states, state = model.states(words[None], state)
             keys.append(states[0].float())
             logits = model.decoder(states[0]).float()
@@ -104,7 +106,7 @@ class Retrieval:
         )
 
 
-def retrieved(passage: Passage, window: int, k: int) -> Retrieval:
+def retrieve(passage: Passage, window: int, k: int) -> Retrieval:
     """Read each token's window, as a memory of this size would hold it before the token."""
     device, k = passage.keys.device, min(k, window)
     memory = mbpa.ExactMemory(window, passage.keys.shape[1], device=device)
@@ -134,7 +136,7 @@ def engine_for(device: torch.device) -> mbpa.Engine:
     return mbpa.Engine(store_bytes=STORE_BYTES) if device.type == "cuda" else mbpa.Engine()
 
 
-def adapted_scores(
+def score_adapted(
     head: nn.Linear,
     retrieval: Retrieval,
     predictor: mbpa.Adapted,
@@ -157,7 +159,7 @@ def adapted_scores(
     return found.masked_fill(found.isnan(), -math.inf)  # from a rate that is far too large
 
 
-def vote_scores(
+def score_vote(
     retrieval: Retrieval, kernel: Kernel, k: int, positions: range
 ) -> Float[Tensor, "P"]:
     """Return scores of the neighbours' vote, unsmoothed: −∞ where no neighbour has the word."""
@@ -171,7 +173,7 @@ def vote_scores(
     return torch.cat(scores)
 
 
-def cache_scores(
+def score_cache(
     passage: Passage, window: int, scales: Sequence[float], positions: range
 ) -> Float[Tensor, "S P"]:
     """Return scores of the neural cache alone, `softmax(θ h·h_i)` over the whole window, for
@@ -179,7 +181,9 @@ def cache_scores(
 
     Equal to `NeighborVote(exp_dot(θ), k=window)`, which would sort entries needlessly.
     """
-    size = max(1, min(_span(passage.keys.device) // positions.step, SCORES // (window + 1)))
+    size = max(
+        1, min(_span(passage.keys.device) // positions.step, SCORES_PER_CHUNK // (window + 1))
+    )
     parts = []
     for start in range(0, len(positions), size):
         block = positions[start : start + size]
@@ -201,19 +205,19 @@ def cache_scores(
 def _blocks(positions: range, device: torch.device) -> Iterator[range]:
     """Yield blocks of positions whose windows overlap strongly."""
     size = max(1, _span(device) // positions.step)
-    size = size if device.type == "cpu" else max(FEWEST, size)
+    size = size if device.type == "cpu" else max(MIN_GPU_QUERIES, size)
     for start in range(0, len(positions), size):
         yield positions[start : start + size]
 
 
 def _span(device: torch.device) -> int:
-    return SPANS[device.type != "cpu"]
+    return BLOCK_TOKENS[device.type != "cpu"]
 
 
 # Mixtures
 
 
-def mixed(logs: Float[Tensor, "M P"], weights: Float[Tensor, "M"]) -> Float[Tensor, "P"]:
+def mix(logs: Float[Tensor, "M P"], weights: Float[Tensor, "M"]) -> Float[Tensor, "P"]:
     """Return log-probabilities of a mixture, in double precision."""
     return (logs.double() + weights.double().log()[:, None].to(logs.device)).logsumexp(0)
 
@@ -224,7 +228,7 @@ def perplexity(logs: Float[Tensor, "P"]) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def solved_weights(logs: Float[Tensor, "M P"]) -> Float[Tensor, "M"]:
+def solve_weights(logs: Float[Tensor, "M P"]) -> Float[Tensor, "M"]:
     """Return the weights with which a mixture gives these words the highest probability.
 
     With p = P λ, −mean log p + Σ λ is convex, and its minimum over λ ≥ 0 has Σ λ = 1. It is found

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-FIRST = 3  # calls before recording, in which libraries initialise themselves
+WARM_UP_CALLS = 3  # calls before recording, in which libraries initialise themselves
 
 
 class Recorded:
@@ -25,7 +25,7 @@ class Recorded:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        if self._graph is None and self._made < FIRST:
+        if self._graph is None and self._made < WARM_UP_CALLS:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self._call()

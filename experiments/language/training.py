@@ -20,7 +20,6 @@ import json
 import math
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
@@ -38,21 +37,22 @@ from experiments.data import Corpus
 from experiments.errors import ExperimentError
 from experiments.experiment import Context
 from experiments.language import network, recording
-from experiments.language.config import LanguageConfig, Training
-from experiments.language.network import LanguageModel, draw, products
+from experiments.language.config import LanguageConfig, TrainingSettings
+from experiments.language.network import LanguageModel, draw_masks, products
 from experiments.language.recording import Recorded
+from experiments.tensor_cache import read_cached
 from mbpa.device import use_one_thread
 from mbpa.files import write_durably
 
-FORMAT = 1  # version of the network files
+NETWORK_FORMAT = 1  # version of the network files
 WEIGHTS, SQUARES, MEANS = "weights/", "squares/", "means/"  # prefixes: best weights, Adam's moments
-SAVE_EVERY = 20.0  # seconds
-POINTS = 50  # of the learning curve
+NETWORK_SAVE_EVERY_S = 20.0  # seconds
+CURVE_POINTS = 50  # of the learning curve
 STREAMS = 32  # positions at which the curve's text is read in parallel
-LONGEST = 2_300  # tokens between two of them, or there are more positions
-CHUNK = 1024  # tokens whose logits are held at a time
-WIDE = 400  # units from which a second thread helps, even on a busy machine
-TENSOR_CORES = 8  # widths are padded to a multiple of this
+MAX_STREAM_TOKENS = 2_300  # tokens between two of them, or there are more positions
+SCORED_TOKENS_PER_CHUNK = 1024  # tokens whose logits are held at a time
+LSTM_THREADING_UNITS = 400  # units from which a second thread helps, even on a busy machine
+WIDTH_MULTIPLE = 8  # widths are padded to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,20 @@ class Point:
     """Perplexity of the best averaged weights, the text read at several positions in parallel."""
 
 
-def trained(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -> LanguageModel:
+def train_or_load(
+    config: LanguageConfig, corpus: Corpus, context: Context, seed: int
+) -> LanguageModel:
     """Return the network of this seed, with the averaged weights that did best on the validation
     text; from the cache if it is there.
     """
-    path = _path(config, corpus, context, seed)
-    weights = _read(path, WEIGHTS, context.device)
+    path = _cache_path(config, corpus, context, seed)
+    weights = _read_tensors(path, WEIGHTS, context.device)
     if weights is None:
-        threads = use_one_thread() if config.network.hidden < WIDE else contextlib.nullcontext()
+        threads = (
+            use_one_thread()
+            if config.network.hidden < LSTM_THREADING_UNITS
+            else contextlib.nullcontext()
+        )
         with threads:
             run = TrainingRun(config, corpus, context, seed, path.stem)
             run.finish()
@@ -90,7 +96,7 @@ def learning_curve(
     config: LanguageConfig, corpus: Corpus, context: Context, seed: int
 ) -> tuple[list[Point], float]:
     """Return how a cached network was trained, and in how many seconds."""
-    with safe_open(_path(config, corpus, context, seed), framework="pt") as file:
+    with safe_open(_cache_path(config, corpus, context, seed), framework="pt") as file:
         told = json.loads(file.metadata()["training"])
     return [Point(*point) for point in told["curve"]], told["seconds"]
 
@@ -99,9 +105,9 @@ def adam_state(
     config: LanguageConfig, corpus: Corpus, context: Context, seed: int
 ) -> dict[str, Any] | None:
     """Return the `state_dict()` of the Adam that trained a cached network, if it was kept."""
-    path = _path(config, corpus, context, seed)
-    squares = _read(path, SQUARES, context.device)
-    means = _read(path, MEANS, context.device)
+    path = _cache_path(config, corpus, context, seed)
+    squares = _read_tensors(path, SQUARES, context.device)
+    means = _read_tensors(path, MEANS, context.device)
     if not squares or means is None:
         return None
     with safe_open(path, framework="pt") as file:
@@ -119,7 +125,7 @@ def adam_state(
 
 
 @torch.no_grad()
-def perplexity(
+def measure_perplexity(
     model: LanguageModel, tokens: Int[Tensor, "T"], device: torch.device, streams: int = 1
 ) -> float:
     """Return the perplexity of all tokens but the first.
@@ -134,7 +140,7 @@ def perplexity(
         tokens[start : start + scored].to(device).view(streams, -1) for start in (0, 1)
     )
     state, total = model.initial_state(streams), torch.zeros((), dtype=torch.float64, device=device)
-    columns = max(1, CHUNK // streams)
+    columns = max(1, SCORED_TOKENS_PER_CHUNK // streams)
     for words, following in zip(inputs.split(columns, 1), targets.split(columns, 1), strict=True):
         logits, state = model(words, state)
         losses = functional.cross_entropy(
@@ -146,10 +152,10 @@ def perplexity(
 
 def streams_of(tokens: int) -> int:
     """Return how many positions to read a text at in parallel, at least a hundred tokens apart."""
-    return max(1, min((tokens - 1) // 100, max(STREAMS, tokens // LONGEST)))
+    return max(1, min((tokens - 1) // 100, max(STREAMS, tokens // MAX_STREAM_TOKENS)))
 
 
-def rate_share(done: float, settings: Training) -> float:
+def rate_share(done: float, settings: TrainingSettings) -> float:
     """Return the share of the learning rate at this share of the training: 1, then falling
     linearly.
     """
@@ -182,7 +188,7 @@ class TrainingRun:
         self.averaged: list[list[Tensor]] = [list(each.parameters()) for each in self.averages]
         self.best = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.optimizer = _optimizer(self.parameters, settings, device)
-        self.multiple = TENSOR_CORES if device.type == "cuda" else 1
+        self.multiple = WIDTH_MULTIPLE if device.type == "cuda" else 1
 
         self.batch = max(1, min(settings.batch, len(self.text) // (settings.bptt + 1)))
         self.length = len(self.text) // self.batch
@@ -196,9 +202,9 @@ class TrainingRun:
         self.loss = torch.zeros((), device=device)
         self.words = torch.zeros(self.batch, self.bptt, dtype=torch.long, device=device)
         self.following = torch.zeros_like(self.words)
-        self._learn: Callable[[], None] = self._learned
+        self._learn: Callable[[], None] = self._learn_batch
         if device.type == "cuda":
-            self._learn = Recorded(self._learned, self.source)
+            self._learn = Recorded(self._learn_batch, self.source)
         self.curve: list[Point] = []
         self._seconds_before, self._start = 0.0, time.perf_counter()
         self._saved_at, self._saving = self._start, Future[None]()
@@ -232,7 +238,10 @@ class TrainingRun:
                     if self.curve:
                         bar.set_postfix_str(f"perplexity {self.curve[-1].valid:.1f}", refresh=False)
                     bar.update()
-                if time.perf_counter() - self._saved_at > SAVE_EVERY and self._saving.done():
+                if (
+                    time.perf_counter() - self._saved_at > NETWORK_SAVE_EVERY_S
+                    and self._saving.done()
+                ):
                     self._save(saver)
         self._saving.result()
 
@@ -264,7 +273,7 @@ class TrainingRun:
             for averaged, share in zip(self.averaged, self.settings.averages, strict=True):
                 torch._foreach_lerp_(averaged, self.parameters, 1 - min(share, most))
 
-    def _learned(self) -> None:
+    def _learn_batch(self) -> None:
         """Learn from the current words. Everything that changes is changed in place."""
         before = self.state
         loss = self._loss(self.words, self.following)
@@ -279,7 +288,7 @@ class TrainingRun:
     def _loss(self, inputs: Int[Tensor, "B T"], targets: Int[Tensor, "B T"]) -> Tensor:
         """Return the loss of a batch, with penalties, and advance the state."""
         settings = self.settings
-        drawn = draw(self.model, self.batch, settings.dropouts, self.source)
+        drawn = draw_masks(self.model, self.batch, settings.dropouts, self.source)
         if settings.state_reset:
             keeps = torch.rand((1, self.batch, 1), device=inputs.device, generator=self.source)
             keeps = (keeps >= settings.state_reset).float()
@@ -296,13 +305,13 @@ class TrainingRun:
         return loss
 
     def _end_epoch(self) -> None:
-        if self.epochs % max(1, self.settings.epochs // POINTS) and (
+        if self.epochs % max(1, self.settings.epochs // CURVE_POINTS) and (
             self.epochs < self.settings.epochs
         ):
             return
         device = self.text.device
         found = [
-            perplexity(each, self.valid, device, streams_of(len(self.valid)))
+            measure_perplexity(each, self.valid, device, streams_of(len(self.valid)))
             for each in self.averages
         ]
         valid = min((value for value in found if math.isfinite(value)), default=math.inf)
@@ -370,7 +379,7 @@ def _initial(config: LanguageConfig, corpus: Corpus, seed: int) -> LanguageModel
 
 
 def _optimizer(
-    parameters: list[Tensor], settings: Training, device: torch.device
+    parameters: list[Tensor], settings: TrainingSettings, device: torch.device
 ) -> torch.optim.Adam:
     on_gpu = device.type == "cuda"
     return torch.optim.Adam(
@@ -403,9 +412,9 @@ def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 # The network on disk
 
 
-def _path(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -> Path:
+def _cache_path(config: LanguageConfig, corpus: Corpus, context: Context, seed: int) -> Path:
     """Return the path, whose name is a digest of everything the network depends on."""
-    told: dict[str, Any] = {"seed": seed, "format": FORMAT, "words": len(corpus.words)}
+    told: dict[str, Any] = {"seed": seed, "format": NETWORK_FORMAT, "words": len(corpus.words)}
     told |= {"torch": str(torch.__version__), "device": context.device.type}
     for name in ("train", "valid"):  # the latter decides when the network was best
         told[name] = hashlib.sha256(getattr(corpus, name).numpy().tobytes()).hexdigest()
@@ -421,17 +430,14 @@ def _code() -> list[str]:
     return [inspect.getsource(module) for module in (network, recording, sys.modules[__name__])]
 
 
-def _read(path: Path, kind: str, device: torch.device) -> dict[str, Tensor] | None:
+def _read_tensors(path: Path, kind: str, device: torch.device) -> dict[str, Tensor] | None:
     """Read the tensors of a kind, in the order of the parameters, if the file is intact."""
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            order, there = json.loads(file.metadata()["training"])["order"], set(file.keys())
-            return {name: file.get_tensor(kind + name) for name in order if kind + name in there}
-    except FileNotFoundError:
-        return None
-    except SafetensorError:
-        warnings.warn(f"{path} is damaged and is computed anew", stacklevel=2)
-        return None
+
+    def read(file: Any) -> dict[str, Tensor]:
+        order, there = json.loads(file.metadata()["training"])["order"], set(file.keys())
+        return {name: file.get_tensor(kind + name) for name in order if kind + name in there}
+
+    return read_cached(path, device, read)
 
 
 def _write(path: Path, run: TrainingRun) -> None:

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from experiments.data import Corpus
 from experiments.experiment import BySeed, Context
-from experiments.language.config import Cache, Dynamic, LanguageConfig, Local
+from experiments.language.config import Cache, Dynamic, LanguageConfig, SoftmaxAdaptation
 from experiments.language.corpus import read_corpus
 from experiments.language.dynamic import AdamUpdate, DynamicEvaluation, Params, RMSUpdate, Update
 from experiments.language.evaluation import (
@@ -36,23 +36,23 @@ from experiments.language.evaluation import (
     LSTM,
     MBPA,
     first_word,
-    kept_gradient_scale,
+    load_gradient_scale,
 )
 from experiments.language.grids import Grids
 from experiments.language.network import LanguageModel
 from experiments.language.passage import (
     Retrieval,
-    adapted_scores,
-    cache_scores,
     engine_for,
-    mixed,
+    mix,
     perplexity,
     read_passage,
-    retrieved,
-    solved_weights,
+    retrieve,
+    score_adapted,
+    score_cache,
+    solve_weights,
 )
 from experiments.language.search_figures import BEGINNING, SPREAD
-from experiments.language.training import adam_state, trained
+from experiments.language.training import adam_state, train_or_load
 from experiments.results import Record
 from experiments.search import Search
 
@@ -101,7 +101,7 @@ def search_settings(
         grids: values to try; all by default.
         clock: returns the current time in seconds, for the budget.
     """
-    model = trained(config, corpus, context, config.seeds[0])
+    model = train_or_load(config, corpus, context, config.seeds[0])
     with Search(context, budget_s=config.search.seconds, clock=clock) as search:
         language = LanguageSearch(config, context, corpus, model, search, grids or Grids())
         language.choose_cache()
@@ -125,7 +125,7 @@ class Trial(NamedTuple):
     """A memory size and a way to adapt."""
 
     window: int
-    local: Local
+    local: SoftmaxAdaptation
 
     def change(self, **changes: Any) -> Trial:
         """Return the trial with other settings of the adaptation."""
@@ -257,7 +257,7 @@ class LanguageSearch:
         self.mbpa.try_new("optimum", [optimum.change(prior=prior) for prior in grids.priors])
         window = min(best.window, max(grids.paper_windows))
         grid = itertools.product(grids.paper_steps, grids.paper_counts, grids.paper_rates)
-        paper = [Trial(window, Local(lr=lr, steps=steps, k=k)) for steps, k, lr in grid]
+        paper = [Trial(window, SoftmaxAdaptation(lr=lr, steps=steps, k=k)) for steps, k, lr in grid]
         self.mbpa.try_new("paper's grid for several steps", paper)
 
     def _explore_mbpa(self) -> None:
@@ -266,7 +266,9 @@ class LanguageSearch:
         largest = max(usual or windows[:1])
         paper = [window for window in grids.paper_windows if window in windows] or [largest]
         one_step = itertools.product(paper, grids.paper_counts, grids.paper_rates)
-        trials = [Trial(window, Local(lr=lr, steps=1, k=k)) for window, k, lr in one_step]
+        trials = [
+            Trial(window, SoftmaxAdaptation(lr=lr, steps=1, k=k)) for window, k, lr in one_step
+        ]
         self.mbpa.try_new("paper's grid for one step", trials)
         pairs = [(lr, 1) for lr in grids.one_step_rates]
         pairs += itertools.product(grids.rates, grids.steps)
@@ -316,7 +318,7 @@ class LanguageSearch:
         def compute() -> list[float]:
             predictor = trial.local.predictor(trial.window)
             retrieval, head = self._retrieve(trial.window), self.model.decoder
-            adapted = adapted_scores(head, retrieval, predictor, self.positions, self._engine)
+            adapted = score_adapted(head, retrieval, predictor, self.positions, self._engine)
             return [self._mix(adapted), self._mix(adapted, self._cache)]
 
         found = self.search.judge(trial, compute)
@@ -344,22 +346,22 @@ class LanguageSearch:
         return found
 
     def _mix(self, *parts: Tensor) -> float:
-        """Return the perplexity of the LSTM mixed with these components, with the best weights."""
+        """Return the perplexity of the LSTM mix with these components, with the best weights."""
         logs = torch.stack([self._own, *parts])
-        return perplexity(mixed(logs, solved_weights(logs)))
+        return perplexity(mix(logs, solve_weights(logs)))
 
     def _score_cache(self, cache: Cache) -> Tensor:
-        return cache_scores(self.passage, cache.window, (cache.scale,), self.positions)[0]
+        return score_cache(self.passage, cache.window, (cache.scale,), self.positions)[0]
 
     def _retrieve(self, window: int) -> Retrieval:
         if window not in self._retrievals:
             most = max(*self.grids.counts, *self.grids.paper_counts)
-            self._retrievals[window] = retrieved(self.passage, window, most)
+            self._retrievals[window] = retrieve(self.passage, window, most)
         return self._retrievals[window]
 
     @cached_property
     def _gradient_scale(self) -> list[Tensor]:
-        return kept_gradient_scale(self.config, self.context, self.model, self.corpus, "gradients")
+        return load_gradient_scale(self.config, self.context, self.model, self.corpus, "gradients")
 
     @cached_property
     def _moments(self) -> dict[str, Any] | None:
@@ -384,7 +386,7 @@ def _describe_dynamic(method: str, settings: Dynamic) -> dict[str, float]:
     return {"lr": settings.lr, "epsilon": settings.epsilon, "decay": settings.decay}
 
 
-def _is_fast(local: Local) -> bool:
+def _is_fast(local: SoftmaxAdaptation) -> bool:
     return local.steps <= MAX_STEPS_ON_TOP and local.k <= MAX_COUNT_ON_TOP
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from experiments.data import Corpus
-from experiments.language.config import Local
+from experiments.language.config import SoftmaxAdaptation
 from experiments.language.corpus import frequencies
 from experiments.language.passage import Retrieval
 from experiments.results import Record
@@ -67,7 +67,7 @@ def improvements(
 def examples(
     corpus: Corpus,
     retrieval: Retrieval,
-    local: Local,
+    local: SoftmaxAdaptation,
     before: Float[Tensor, "T"],
     after: Float[Tensor, "T"],
 ) -> list[Record]:
@@ -84,7 +84,7 @@ def examples(
     return [
         {
             "word": corpus.words[word],
-            "context": _words(corpus, targets[max(0, position - CONTEXT) : position]),
+            "context": _join_words(corpus, targets[max(0, position - CONTEXT) : position]),
             **_memories(corpus, retrieval, local, position, targets),
             "position": position,
             "before": float(before[position].exp()),
@@ -97,7 +97,11 @@ def examples(
 
 
 def _memories(
-    corpus: Corpus, retrieval: Retrieval, local: Local, position: int, targets: list[int]
+    corpus: Corpus,
+    retrieval: Retrieval,
+    local: SoftmaxAdaptation,
+    position: int,
+    targets: list[int],
 ) -> Record:
     """Describe the memories: the words before, the actual word, and its weight in percent. Those
     with the token's own word come first, by weight, since only they can have made it more probable.
@@ -111,10 +115,10 @@ def _memories(
     by_weight.sort(key=lambda place: not has_word[place])
     for place in by_weight[:MEMORIES]:
         when = moments[place]
-        text = _words(corpus, targets[max(0, when - REMEMBERED) : when])
+        text = _join_words(corpus, targets[max(0, when - REMEMBERED) : when])
         told.append(f"{text} → {corpus.words[targets[when]]} ({100 * weights[place]:.0f}%)")
     return {"memories": "; ".join(told), "with_the_word": sum(has_word.values())}
 
 
-def _words(corpus: Corpus, numbers: list[int]) -> str:
+def _join_words(corpus: Corpus, numbers: list[int]) -> str:
     return " ".join(corpus.words[number] for number in numbers)

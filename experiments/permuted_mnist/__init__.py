@@ -12,15 +12,20 @@ import contextlib
 
 from experiments import data
 from experiments.experiment import BySeed, Context, Experiment
-from experiments.permuted_mnist.config import PRESETS, Local, PermutedMnistConfig, searched
+from experiments.permuted_mnist.config import (
+    PRESETS,
+    AdaptationBySize,
+    PermutedMnistConfig,
+    searched,
+)
 from experiments.permuted_mnist.figures import sections
-from experiments.permuted_mnist.scoring import records_of, scored
+from experiments.permuted_mnist.scoring import record_scores, score_methods
 from experiments.permuted_mnist.training import Training
 from experiments.permuted_mnist.tuning import tune
 from mbpa.device import use_one_thread
 
-WIDE = 100  # units from which a second thread helps
-__all__ = ["EXPERIMENT", "Local", "PermutedMnistConfig", "run", "tune"]
+MLP_THREADING_UNITS = 100  # units from which a second thread helps
+__all__ = ["EXPERIMENT", "AdaptationBySize", "PermutedMnistConfig", "run", "tune"]
 
 
 def run(config: PermutedMnistConfig, context: Context) -> BySeed:
@@ -28,7 +33,7 @@ def run(config: PermutedMnistConfig, context: Context) -> BySeed:
     data.require("mnist", context.data_dir)
     streams = [False, True] if config.switching else [False]
     records: BySeed = {seed: [] for seed in config.seeds}
-    threads = use_one_thread() if config.hidden < WIDE else contextlib.nullcontext()
+    threads = use_one_thread() if config.hidden < MLP_THREADING_UNITS else contextlib.nullcontext()
     with threads, context.bar(len(streams) * config.tasks, "permuted MNIST", "tasks") as bar:
         for switches in streams:
             training = Training(config, context, switches)
@@ -41,8 +46,8 @@ def run(config: PermutedMnistConfig, context: Context) -> BySeed:
                 if training.is_over or not switches:
                     images = config.test_images if training.is_over else config.curve_images
                     for place, seed in enumerate(config.seeds):
-                        scores = scored(training, place, images)
-                        training.records[seed] += records_of(training, scores)
+                        scores = score_methods(training, place, images)
+                        training.records[seed] += record_scores(training, scores)
                 training.save()
                 bar.update()
             for seed in config.seeds:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import mbpa
+from experiments.config_checks import check_minima, check_seeds
+from experiments.methods import make_kernel
 from experiments.tuned_settings import apply_tuned_settings
 
-POOL = 50_000
+POOL_IMAGES = 50_000
 """Training images that tasks draw from; the following 10,000 are for choosing settings."""
 
-SCORED = 10_000
+SCORED_IMAGES = 10_000
 """Number of images to score, test or validation."""
 LAYERS = ("0", "2", "4")
 """Names of the linear layers in `networks.sequential`."""
@@ -27,7 +29,7 @@ Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
-class Local:
+class AdaptationBySize:
     """Adaptation by MbPA. Each field has one value, or one per memory size."""
 
     lr: tuple[float, ...] = (0.1,)
@@ -57,10 +59,10 @@ class Local:
 
     def predictor(self, size: int) -> mbpa.Adapted:
         """Return the predictor for the memory at this index among the sizes."""
-        return adapted(**{name: of_size(values, size) for name, values in vars(self).items()})
+        return make_adapted(**{name: of_size(values, size) for name, values in vars(self).items()})
 
 
-def adapted(
+def make_adapted(
     lr: float, steps: float, k: float, bandwidth: float, decay: float, layers: float
 ) -> mbpa.Adapted:
     """Return the predictor with these settings, for the networks of this experiment."""
@@ -68,7 +70,7 @@ def adapted(
     return mbpa.Adapted(
         mbpa.Gradient(lr, int(steps), decay),
         k=int(k),
-        kernel=kernel_of(bandwidth),
+        kernel=make_kernel(bandwidth),
         params=tuple(f"{layer}.{kind}" for layer in upper for kind in ("weight", "bias")),
     )
 
@@ -115,15 +117,15 @@ class PermutedMnistConfig:
     """Number of neighbours that vote."""
     vote_bandwidth: tuple[float, ...] = (0.0,)
     """Bandwidth of the vote's kernel; 0 selects the paper's inverse distance."""
-    alone: Local = field(default_factory=Local)
+    alone: AdaptationBySize = field(default_factory=AdaptationBySize)
     """MbPA on the plain MLP."""
-    random: Local = field(default_factory=Local)
+    random: AdaptationBySize = field(default_factory=AdaptationBySize)
     """The control that adapts to memories drawn at random."""
-    on_ewc: Local = field(default_factory=Local)
+    on_ewc: AdaptationBySize = field(default_factory=AdaptationBySize)
     """MbPA on the network trained by EWC."""
-    on_replay: Local = field(default_factory=Local)
+    on_replay: AdaptationBySize = field(default_factory=AdaptationBySize)
     """MbPA on the network trained by replay."""
-    on_der: Local = field(default_factory=Local)
+    on_der: AdaptationBySize = field(default_factory=AdaptationBySize)
     """MbPA on the network trained by DER++."""
     switching: bool = True
     """Also run a stream whose task changes every `switch_every` examples."""
@@ -131,14 +133,11 @@ class PermutedMnistConfig:
     """Number of examples between changes of the task."""
 
     def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must name at least one, none of them twice, got {self.seeds}")
+        check_seeds(self.seeds)
         if not self.memory_per_task:
             raise ValueError("memory_per_task must name at least one size, got none")
         counts = "tasks", "examples", "hidden", "epochs", "batch", "fisher_images", "switch_every"
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_minima(self, dict.fromkeys(counts, 1))
         for n in self.memory_per_task:
             if not 1 <= n <= self.examples or self.examples % n:
                 raise ValueError(f"memory_per_task must divide examples {self.examples}, got {n}")
@@ -151,8 +150,8 @@ class PermutedMnistConfig:
             raise ValueError(
                 f"switch_every must divide examples {self.examples}, got {self.switch_every}"
             )
-        if not 1 <= self.examples <= POOL:
-            raise ValueError(f"examples must be between 1 and {POOL}, got {self.examples}")
+        if not 1 <= self.examples <= POOL_IMAGES:
+            raise ValueError(f"examples must be between 1 and {POOL_IMAGES}, got {self.examples}")
         if self.switching and any(
             self.switch_every % (self.examples // n) for n in self.memory_per_task
         ):
@@ -161,8 +160,8 @@ class PermutedMnistConfig:
                 f"multiple of that: {self.switch_every} is not, for {self.memory_per_task}"
             )
         for name in ("test_images", "curve_images"):
-            if not 1 <= getattr(self, name) <= SCORED:
-                raise ValueError(f"{name} must be 1 to {SCORED}, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= SCORED_IMAGES:
+                raise ValueError(f"{name} must be 1 to {SCORED_IMAGES}, got {getattr(self, name)}")
         sizes = len(self.memory_per_task)
         for name in BY_SIZE:
             _check_sizes(name, getattr(self, name), sizes)
@@ -184,11 +183,6 @@ def of_size(values: tuple[Number, ...], size: int) -> Number:
     return values[size] if len(values) > 1 else values[0]
 
 
-def kernel_of(bandwidth: float) -> mbpa.kernels.Kernel:
-    """Return a Gaussian kernel, or the paper's kernel if the bandwidth is 0."""
-    return mbpa.gaussian(bandwidth) if bandwidth else mbpa.inverse_distance()
-
-
 def _check_sizes(name: str, values: tuple[object, ...], sizes: int) -> None:
     if len(values) not in (1, sizes):
         raise ValueError(f"{name} must have one value, or {sizes}, one a memory size; got {values}")
@@ -198,13 +192,15 @@ def _with_sizes(config: PermutedMnistConfig, sizes: tuple[int, ...]) -> Permuted
     """Return the config for some of its memory sizes, with their settings."""
     places = [config.memory_per_task.index(n) for n in sizes]
 
-    def chosen(values: tuple[Number, ...]) -> tuple[Number, ...]:
+    def select(values: tuple[Number, ...]) -> tuple[Number, ...]:
         return tuple(of_size(values, place) for place in places)
 
-    changes: dict[str, Any] = {name: chosen(getattr(config, name)) for name in BY_SIZE}
+    changes: dict[str, Any] = {name: select(getattr(config, name)) for name in BY_SIZE}
     for name in LOCALS:
         settings = vars(getattr(config, name))
-        changes[name] = Local(**{field: chosen(values) for field, values in settings.items()})
+        changes[name] = AdaptationBySize(
+            **{field: select(values) for field, values in settings.items()}
+        )
     return replace(config, memory_per_task=sizes, **changes)
 
 

@@ -13,18 +13,24 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import mbpa
-from experiments.permuted_mnist.config import Local, PermutedMnistConfig, kernel_of, of_size
+from experiments.measures import wait_for_device
+from experiments.methods import make_kernel
+from experiments.permuted_mnist.config import (
+    AdaptationBySize,
+    PermutedMnistConfig,
+    of_size,
+)
 from experiments.permuted_mnist.stream import PIXELS, generator
 from experiments.permuted_mnist.training import Training
 from experiments.results import Record
 
-MOST_QUERIES = {"cuda": 10_000, "cpu": 1_000}  # at a time
-Name = tuple[str, int | None]
+MAX_QUERIES = {"cuda": 10_000, "cpu": 1_000}  # at a time
+MethodAtSize = tuple[str, int | None]
 """A method, and the index of its memory among the sizes if it has one."""
 
 
 @dataclass
-class Score:
+class TaskScores:
     """The score of one method on the tasks so far."""
 
     right: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -42,9 +48,9 @@ class Score:
         """Compare predictions with the answers, and time them; `before` is the time of their
         inputs.
         """
-        start = now(answers)
+        start = now(answers.device)
         predictions = predict()
-        self.seconds += before + now(answers) - start
+        self.seconds += before + now(answers.device) - start
         right = tasks[predictions.argmax(1) == answers].bincount(minlength=int(tasks.max()) + 1)
         for task, count in enumerate(tasks.bincount().tolist()):
             if count:
@@ -57,11 +63,11 @@ class Score:
         return {task: self.right[task] / self.asked[task] for task in self.right}
 
 
-def scored(training: Training, place: int, images: int) -> dict[Name, Score]:
+def score_methods(training: Training, place: int, images: int) -> dict[MethodAtSize, TaskScores]:
     """Score all methods of one seed, on this many images of every task so far."""
     config = training.config
-    scores: dict[Name, Score] = defaultdict(Score)
-    networks = trained_networks(training, place)
+    scores: dict[MethodAtSize, TaskScores] = defaultdict(TaskScores)
+    networks = copy_networks(training, place)
     memories = {
         size: memory_of(training, place, size) for size in range(len(config.memory_per_task))
     }
@@ -70,17 +76,17 @@ def scored(training: Training, place: int, images: int) -> dict[Name, Score]:
         for name, network in networks.items():
             scores[name].take(tasks, answers, partial(network, queries))
         for size, memory in memories.items():
-            start = now(queries)
+            start = now(queries.device)
             k = max(model.predictor.k for model in models[size].values())
             neighbors = memory.read(queries, k)
-            reading = now(queries) - start
+            reading = now(queries.device) - start
             draws = generator(config.seeds[place], "random memories", size, training.done, part)
             for method, model in models[size].items():
                 found, needed = neighbors, reading
                 if method == "random memories":
-                    start = now(queries)
+                    start = now(queries.device)
                     found = random_neighbors(memory, queries, model.predictor.k, draws)
-                    needed = now(queries) - start
+                    needed = now(queries.device) - start
                 predict = partial(model, keys=queries, neighbors=found)
                 if not part and queries.is_cuda:
                     predict()  # compile kernels before timing
@@ -88,7 +94,7 @@ def scored(training: Training, place: int, images: int) -> dict[Name, Score]:
     return scores
 
 
-def records_of(training: Training, scores: dict[Name, Score]) -> list[Record]:
+def record_scores(training: Training, scores: dict[MethodAtSize, TaskScores]) -> list[Record]:
     """Return the records of scores."""
     config = training.config
     records: list[Record] = []
@@ -117,7 +123,7 @@ def questions(
     training: Training, place: int, images: int
 ) -> Iterator[tuple[Int[Tensor, "Q"], Float[Tensor, "Q 784"], Int[Tensor, "Q"]]]:
     """Yield tasks, images and labels of every task so far, in batches that suit the device."""
-    most = MOST_QUERIES[training.streams.device.type]
+    most = MAX_QUERIES[training.streams.device.type]
     at_once = max(1, most // images)
     for first in range(0, training.tasks_seen, at_once):
         tasks = range(first, min(first + at_once, training.tasks_seen))
@@ -128,7 +134,7 @@ def questions(
         yield from zip(*(column.split(most) for column in columns), strict=True)
 
 
-def trained_networks(training: Training, place: int) -> dict[Name, nn.Sequential]:
+def copy_networks(training: Training, place: int) -> dict[MethodAtSize, nn.Sequential]:
     """Return a copy of every network of a seed."""
     return {
         (group.method, network.size): group.learner.stack.network(i)
@@ -148,20 +154,20 @@ def memory_of(training: Training, place: int, size: int) -> mbpa.ExactMemory:
 
 def _models(
     config: PermutedMnistConfig,
-    networks: dict[Name, nn.Sequential],
+    networks: dict[MethodAtSize, nn.Sequential],
     memory: mbpa.Memory,
     size: int,
 ) -> dict[str, mbpa.MbPA]:
     """Return all models that read this memory."""
     plain = networks["MLP", None]
-    kernel = kernel_of(of_size(config.vote_bandwidth, size))
+    kernel = make_kernel(of_size(config.vote_bandwidth, size))
     vote = mbpa.NeighborVote(kernel, k=of_size(config.vote_k, size))
     heads: dict[str, tuple[nn.Sequential, mbpa.Predictor]] = {
         "kernel vote": (plain, vote),
         "random memories": (plain, config.random.predictor(size)),
         "MbPA": (plain, config.alone.predictor(size)),
     }
-    for method, local in combined(config).items():
+    for method, local in adaptations_on_top(config).items():
         network = networks.get((method, size), networks.get((method, None)))
         if network is not None:
             heads[f"MbPA + {method}"] = network, local.predictor(size)
@@ -171,7 +177,7 @@ def _models(
     }
 
 
-def combined(config: PermutedMnistConfig) -> dict[str, Local]:
+def adaptations_on_top(config: PermutedMnistConfig) -> dict[str, AdaptationBySize]:
     """Return the methods that MbPA is put on top of, and how it adapts there."""
     return {"EWC": config.on_ewc, "replay": config.on_replay, "DER++": config.on_der}
 
@@ -196,8 +202,7 @@ def random_neighbors(
     )
 
 
-def now(like: Tensor) -> float:
+def now(device: torch.device) -> float:
     """Return the time, after waiting for the device to finish all its work."""
-    if like.is_cuda:
-        torch.cuda.synchronize(like.device)
+    wait_for_device(device)
     return time.perf_counter()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experiments import data
 from experiments.experiment import Context
-from experiments.permuted_mnist.config import POOL, PermutedMnistConfig
+from experiments.permuted_mnist.config import POOL_IMAGES, PermutedMnistConfig
 
 PIXELS, CLASSES = 784, 10
 
@@ -32,12 +32,12 @@ def load_digits(config: PermutedMnistConfig, context: Context) -> Digits:
     images = data.mnist(context.data_dir)
     rows = images.train.images.flatten(1).to(context.device).float() / 255
     labels = images.train.labels.to(context.device)
-    scored, scored_labels = rows[POOL:], labels[POOL:]
+    scored, scored_labels = rows[POOL_IMAGES:], labels[POOL_IMAGES:]
     if config.part == "test":
         scored = images.test.images.flatten(1).to(context.device).float() / 255
         scored_labels = images.test.labels.to(context.device)
     order = torch.randperm(len(scored), generator=generator("scored")).to(context.device)
-    return Digits(rows[:POOL], labels[:POOL], scored[order], scored_labels[order])
+    return Digits(rows[:POOL_IMAGES], labels[:POOL_IMAGES], scored[order], scored_labels[order])
 
 
 class Streams:
@@ -45,13 +45,11 @@ class Streams:
 
     def __init__(self, config: PermutedMnistConfig, digits: Digits) -> None:
         self.config, self.digits, self.device = config, digits, digits.pool.device
-        self.permutations = self._drawn(
-            "permutation", lambda g: torch.randperm(PIXELS, generator=g)
-        )
-        chosen = self._drawn("examples", lambda g: torch.randperm(POOL, generator=g))
+        self.permutations = self._draw("permutation", lambda g: torch.randperm(PIXELS, generator=g))
+        chosen = self._draw("examples", lambda g: torch.randperm(POOL_IMAGES, generator=g))
         self.chosen: Int[Tensor, "S T E"] = chosen[..., : config.examples].contiguous()
         """The images of each task, in order of arrival."""
-        self._lots = self._drawn("kept", lambda g: torch.rand(config.examples, generator=g))
+        self._lots = self._draw("kept", lambda g: torch.rand(config.examples, generator=g))
 
     def examples(self, task: int) -> tuple[Float[Tensor, "S E 784"], Int[Tensor, "S E"]]:
         """Return the examples of a task, in order of arrival."""
@@ -73,7 +71,7 @@ class Streams:
         images = self.digits.scored[chosen][:, self.permutations[seed, task]]
         return images, self.digits.scored_labels[chosen]
 
-    def kept(self, n: int) -> Int[Tensor, "S T n"]:
+    def positions_stored(self, n: int) -> Int[Tensor, "S T n"]:
         """Return the positions of the examples that are stored: of every `examples / n` that
         arrive, the one that drew the lowest lot. No task boundary needs to be known, and smaller
         memories are subsets of larger ones.
@@ -90,7 +88,7 @@ class Streams:
         pixels = self.digits.pool[images].gather(-1, self.permutations[seeds, tasks])
         return pixels, self.digits.pool_labels[images]
 
-    def _drawn(self, what: str, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
+    def _draw(self, what: str, draw: Callable[[torch.Generator], Tensor]) -> Tensor:
         rows = [
             torch.stack([draw(generator(seed, what, task)) for task in range(self.config.tasks)])
             for seed in self.config.seeds
@@ -125,7 +123,7 @@ def generator(*what: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-class Kept:
+class StoredExamples:
     """Stored and past examples, by their position in the whole stream.
 
     One example is stored out of every window of `examples / n` that has passed, so the j-th stored
@@ -145,7 +143,8 @@ class Kept:
         self._windows = [config.examples // n for n in config.memory_per_task]
         most = max(config.memory_per_task)
         padded = [
-            torch.nn.functional.pad(streams.kept(n), (0, most - n)) for n in config.memory_per_task
+            torch.nn.functional.pad(streams.positions_stored(n), (0, most - n))
+            for n in config.memory_per_task
         ]
         self._places: Int[Tensor, "Z S T n"] = torch.stack(padded)
 
@@ -164,7 +163,7 @@ class Kept:
         place = self._places[sizes, seeds, self._tasks[block], of_task]
         return block * self.block_size + place - self._firsts[block]
 
-    def passed(
+    def examples_at(
         self, seeds: Int[Tensor, "*B"], positions: Int[Tensor, "*B"]
     ) -> tuple[Float[Tensor, "*B 784"], Int[Tensor, "*B"]]:
         """Return the examples at these positions of the stream."""
@@ -178,4 +177,4 @@ class Kept:
         """Return everything stored after `passed` examples have passed, in order of time."""
         stored = torch.arange(self.count(size, passed), device=self.streams.device)
         seeds, sizes = torch.full_like(stored, seed), torch.full_like(stored, size)
-        return self.passed(seeds, self.positions(sizes, seeds, stored))
+        return self.examples_at(seeds, self.positions(sizes, seeds, stored))

@@ -17,7 +17,7 @@ from experiments.permuted_mnist.config import PermutedMnistConfig, of_size
 from experiments.permuted_mnist.stream import (
     CLASSES,
     PIXELS,
-    Kept,
+    StoredExamples,
     Streams,
     blocks_of,
     generator,
@@ -26,12 +26,12 @@ from experiments.permuted_mnist.stream import (
 from experiments.results import Record
 
 TOLD = "EWC, told every switch"
-SAVE_EVERY = 30.0  # seconds; small states are saved after every task
+TASK_SAVE_EVERY_S = 30.0  # seconds; small states are saved after every task
 QUICKLY_SAVED = 1 << 26  # bytes
 
 
 @dataclass(frozen=True)
-class Network:
+class StackedNetwork:
     """One of the networks trained in parallel."""
 
     seed: int
@@ -45,7 +45,7 @@ class Group:
     """The networks of one method, and the learner that trains them."""
 
     method: str
-    networks: list[Network]
+    networks: list[StackedNetwork]
     learner: Learner
     logits: Float[Tensor, "S N 10"] | None = None
     """Logits of each example of the stream when it passed; for `DER++`."""
@@ -53,14 +53,14 @@ class Group:
 
 def make_groups(config: PermutedMnistConfig, context: Context, switches: bool) -> list[Group]:
     """Return all groups to train. Networks with the same seed start alike."""
-    alone = [Network(seed) for seed in range(len(config.seeds))]
+    alone = [StackedNetwork(seed) for seed in range(len(config.seeds))]
     sized = [
-        Network(seed, size)
+        StackedNetwork(seed, size)
         for size in range(len(config.memory_per_task))
         for seed in range(len(config.seeds))
     ]
 
-    def stack(networks: list[Network]) -> Stack:
+    def stack(networks: list[StackedNetwork]) -> Stack:
         seeds = [config.seeds[network.seed] for network in networks]
         return Stack(seeds, (PIXELS, config.hidden, config.hidden, CLASSES), context.device)
 
@@ -103,7 +103,7 @@ class Training:
         self.blocks = blocks_of(config, switches)
         self.blocks_a_task = len(self.blocks) // config.tasks
         self.groups = make_groups(config, context, switches) if groups is None else groups
-        self.kept = Kept(self.streams, self.blocks)
+        self.kept = StoredExamples(self.streams, self.blocks)
         self.done = 0
         """Number of blocks that have been learnt."""
         self.records: dict[int, list[Record]] = {seed: [] for seed in config.seeds}
@@ -150,13 +150,15 @@ class Training:
                 with torch.no_grad():
                     at = slice(before + passed, before + passed + batch)
                     group.logits[:, at] = group.learner.stack(inputs)
-            stored = self._stored(group, draws[..., start : start + batch], before + max(0, passed))
+            stored = self._draw_stored(
+                group, draws[..., start : start + batch], before + max(0, passed)
+            )
             if stored and isinstance(group.learner, Rehearsing):
                 group.learner.rehearse(inputs, answers, stored)
             else:
                 group.learner.learn(inputs, answers)
 
-    def _stored(
+    def _draw_stored(
         self, group: Group, draws: Float[Tensor, "J S B"], passed: int
     ) -> tuple[Batch, ...]:
         """Return batches of what is stored after `passed` examples, one row per network."""
@@ -174,7 +176,7 @@ class Training:
             logits = group.logits
             if logits is not None:
                 logits = logits.gather(1, positions[..., None].expand(-1, -1, CLASSES))
-            batches.append(Batch(*self.kept.passed(seeds, positions), logits))
+            batches.append(Batch(*self.kept.examples_at(seeds, positions), logits))
         return tuple(batches)
 
     def _orders(self, size: int) -> Int[Tensor, "S P"]:
@@ -228,7 +230,9 @@ class Training:
             ]
         ).to(self.streams.device)
         seed_of = torch.tensor([n.seed for n in group.networks], device=ago.device)[:, None]
-        inputs, _ = self.kept.passed(seed_of.expand_as(ago), self.kept.starts[self.done] - 1 - ago)
+        inputs, _ = self.kept.examples_at(
+            seed_of.expand_as(ago), self.kept.starts[self.done] - 1 - ago
+        )
         uniform = torch.stack(
             [torch.rand(count, generator=generator(seed, "labels", self.done)) for seed in seeds]
         )
@@ -265,7 +269,7 @@ class Training:
             if group.logits is not None:
                 size += group.logits.nbytes
                 states[group.method]["logits"] = group.logits
-        is_soon = time.monotonic() - self._saved < SAVE_EVERY
+        is_soon = time.monotonic() - self._saved < TASK_SAVE_EVERY_S
         if size > QUICKLY_SAVED and is_soon and not self.is_over:
             return
         records = {str(seed): found for seed, found in self.records.items()}

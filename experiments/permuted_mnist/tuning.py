@@ -21,17 +21,17 @@ import mbpa
 from experiments import data
 from experiments.baselines import EWC, DERPlusPlus, Learner, Replay
 from experiments.experiment import BySeed, Context
+from experiments.methods import make_kernel
 from experiments.networks import Stack
 from experiments.permuted_mnist.config import (
     SEARCH_SEED,
     PermutedMnistConfig,
-    adapted,
-    kernel_of,
+    make_adapted,
     searched,
 )
 from experiments.permuted_mnist.scoring import memory_of, random_neighbors
 from experiments.permuted_mnist.stream import CLASSES, PIXELS, generator
-from experiments.permuted_mnist.training import Group, Network, Training
+from experiments.permuted_mnist.training import Group, StackedNetwork, Training
 from experiments.results import Record
 from experiments.search import Search
 
@@ -138,17 +138,19 @@ def _make_candidates(config: PermutedMnistConfig, context: Context, grids: Grids
         tensor([each["der_alpha"] for each in weights]),
         tensor([each["der_beta"] for each in weights]),
     )
-    der_networks = [Network(0, size) for size in sizes for _ in grids.pair_der_weights()]
+    der_networks = [StackedNetwork(0, size) for size in sizes for _ in grids.pair_der_weights()]
     length = config.tasks * config.examples
     seen = torch.zeros(len(weights), length, CLASSES, device=context.device)
     return [
-        Group("MLP", [Network(0)], Learner(stack(1), config.lr)),
+        Group("MLP", [StackedNetwork(0)], Learner(stack(1), config.lr)),
         Group(
             "EWC",
-            [Network(0)] * len(strengths),
+            [StackedNetwork(0)] * len(strengths),
             EWC(stack(len(strengths)), config.lr, tensor(strengths)),
         ),
-        Group("replay", [Network(0, s) for s in sizes], Replay(stack(len(sizes)), config.lr)),
+        Group(
+            "replay", [StackedNetwork(0, s) for s in sizes], Replay(stack(len(sizes)), config.lr)
+        ),
         Group("DER++", der_networks, der, seen),
     ]
 
@@ -219,7 +221,7 @@ class MnistSearch:
         questions = self._read_memory(size)
 
         def vote(setting: Setting) -> float:
-            kernel = kernel_of(setting["vote_bandwidth"])
+            kernel = make_kernel(setting["vote_bandwidth"])
             voting = mbpa.NeighborVote(kernel, k=int(setting["vote_k"]))
             return questions.measure_accuracy(heads["alone"], voting)
 
@@ -238,7 +240,7 @@ class MnistSearch:
             size,
             [best | setting for setting in steps],
             lambda setting: questions.measure_accuracy(
-                heads["alone"], adapted(**setting), at_random=True
+                heads["alone"], make_adapted(**setting), at_random=True
             ),
         )
         self._record_choice(_find_best(tried), size, "random.")
@@ -272,7 +274,7 @@ class MnistSearch:
                 method,
                 size,
                 [best | setting for setting in list_settings()],
-                lambda setting: questions.measure_accuracy(head, adapted(**setting)),
+                lambda setting: questions.measure_accuracy(head, make_adapted(**setting)),
             )
             best = _find_best(found)
             tried += found

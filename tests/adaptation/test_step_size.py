@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
-from benchmarks.steps import refreshed
+from benchmarks.steps import STEPS_TABLE
 from mbpa.adaptation import Problem
 from mbpa.adaptation.engine import SOLVERS
 from mbpa.adaptation.step_size import settled
@@ -429,7 +429,7 @@ def test_the_table_of_the_document_is_that_of_the_results() -> None:
     root = Path(mbpa.__file__).parents[1]
     page = (root / "docs" / "tuning.md").read_text("utf-8")
     report = json.loads((root / "results" / "steps.json").read_text("utf-8"))
-    assert refreshed(page, report) == page, "run `python -m benchmarks.steps --only`"
+    assert STEPS_TABLE.refresh(page, report) == page, "run `python -m benchmarks.steps --only`"
     for kind, by_steps in report["kinds"].items():  # the claim: as good as a step that was tuned
         found = by_steps["20 steps"]
         if found["measure"] == "accuracy":

@@ -17,9 +17,9 @@ from experiments.baselines import (
     Learner,
     Replay,
     diagonal_fisher,
-    projected,
+    project_gradients,
 )
-from experiments.networks import Stack, initial_network
+from experiments.networks import Stack, make_mlp
 
 SIZES, SEEDS, LR = (6, 9, 7, 4), (3, 8), 0.01
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def each(values: float | list[float]) -> Tensor:
 
 def trained_alone(place: int, losses: list) -> nn.Sequential:
     """One network with torch.optim, a step for each function from the network to a loss."""
-    network = initial_network(SEEDS[place], SIZES)
+    network = make_mlp(SEEDS[place], SIZES)
     optimizer = torch.optim.Adam(network.parameters(), lr=LR)
     for loss in losses:
         optimizer.zero_grad()
@@ -67,7 +67,7 @@ def test_networks_of_a_stack_are_those_they_would_be_alone() -> None:
             for x, y in batches
         ]
         assert_same(learner.stack.network(place), trained_alone(place, losses))
-    moved = learner.stack.network(0)[0].weight - initial_network(SEEDS[0], SIZES)[0].weight
+    moved = learner.stack.network(0)[0].weight - make_mlp(SEEDS[0], SIZES)[0].weight
     assert moved.abs().max() > 0.05
 
 
@@ -90,7 +90,7 @@ def test_fisher_is_that_of_single_examples() -> None:
     uniform = torch.rand(inputs.shape[:2], generator=torch.Generator().manual_seed(2))
     fisher = diagonal_fisher(networks, inputs, uniform)
     for place in range(len(SEEDS)):
-        network = initial_network(SEEDS[place], SIZES)
+        network = make_mlp(SEEDS[place], SIZES)
         labels = drawn_labels(network, inputs[place], uniform[place])
         expected = [torch.zeros_like(param) for param in network.parameters()]
         for image, label in zip(inputs[place], labels, strict=True):
@@ -211,7 +211,7 @@ def test_a_gem_takes_away_what_points_against_the_reference_and_nothing_else() -
     if flat(new, 1) @ flat(old, 1) >= 0:
         old = [torch.cat([o[:1], -o[1:2], o[2:]]) for o in old]
     old = [torch.cat([o[:2], 0 * o[2:]]) for o in old]  # and one that has nothing to say
-    found = projected(new, old)
+    found = project_gradients(new, old)
     assert torch.equal(flat(found, 0), flat(new, 0))
     g, r = flat(new, 1), flat(old, 1)
     assert torch.allclose(flat(found, 1), g - (g @ r) / (r @ r) * r, atol=1e-6)
@@ -228,10 +228,10 @@ def test_a_gem_steps_along_the_projected_gradient() -> None:
     ]
     expected = [
         param.detach() - LR * slope.sign()  # what Adam does first, but for its epsilon
-        for param, slope in zip(params, projected(*gradients), strict=True)
+        for param, slope in zip(params, project_gradients(*gradients), strict=True)
     ]
     learner.rehearse(*new, (Batch(*old),))
-    for param, wanted, slope in zip(params, expected, projected(*gradients), strict=True):
+    for param, wanted, slope in zip(params, expected, project_gradients(*gradients), strict=True):
         sure = slope.abs() > 1e-4
         assert torch.allclose(param[sure], wanted[sure], atol=1e-5)
 

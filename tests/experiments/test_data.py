@@ -205,7 +205,7 @@ def test_the_directory_is_the_flag_then_the_environment_then_the_cache(
 
 
 def test_the_table_is_complete() -> None:
-    assert tuple(data.SETS) == get_args(sources.Name)
+    assert tuple(data.SETS) == get_args(sources.DataSetName)
     users = {user for one in data.SETS.values() for user in one.used_by}
     ours = {name for name, place in EXPERIMENTS.items() if place.startswith("experiments.")}
     assert users == ours - {"illustration"}
@@ -373,7 +373,7 @@ def test_a_part_that_is_whole_is_used(server: Server, tmp_path: Path, size: bool
 def test_an_interrupted_download_keeps_its_part(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, blocks = download._received, itertools.count()
+    read, blocks = download._receive, itertools.count()
 
     def interrupted(response: object) -> bytes:
         if next(blocks) == 3:
@@ -382,7 +382,7 @@ def test_an_interrupted_download_keeps_its_part(
 
     data_set = one(server.put("/a", CONTENT))
     with monkeypatch.context() as patch:
-        patch.setattr(download, "_received", interrupted)
+        patch.setattr(download, "_receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             data.fetch(data_set, tmp_path, patience=SOON)
     size = (tmp_path / "numbers" / "numbers.bin.part").stat().st_size
@@ -1075,7 +1075,7 @@ def test_the_published_digits_are_those_of_the_field(published: Path) -> None:
 def test_the_published_corpus_has_a_rare_word_as_often_as_told(published: Path) -> None:
     the("ptb", published)
     corpus = data.ptb(published)
-    unknown, end = corpus.words.index("<unk>"), corpus.words.index(data.END)
+    unknown, end = corpus.words.index("<unk>"), corpus.words.index(data.END_OF_LINE)
     parts = (corpus.train, corpus.valid, corpus.test)
     assert [(part == unknown).sum().item() for part in parts] == [45_020, 3_485, 4_794]
     assert [(part == end).sum().item() for part in parts] == [42_068, 3_370, 3_761]

@@ -12,7 +12,7 @@ import torch
 import mbpa
 from experiments import cli, illustration
 from experiments.experiment import Context
-from experiments.illustration import EXPERIMENT, IllustrationConfig, adapted_function
+from experiments.illustration import EXPERIMENT, IllustrationConfig, adapt_function
 from experiments.results import Record, Result, read_results
 from experiments.workspace import Workspace
 
@@ -55,7 +55,7 @@ def test_the_adapted_network_beats_the_network_and_attention(records) -> None:
 def test_the_network_cannot_explain_all_memories_and_the_adapted_one_can(records) -> None:
     memories = points(records[0], "memory", "entry")
     config = EXPERIMENT.presets["quick"]
-    scene = illustration._Scene.drawn(config, 0, torch.device("cpu"))
+    scene = illustration._Scene.draw(config, 0, torch.device("cpu"))
     predictors = config.predictors()
     misses = {
         method: (scene.model(predictors[method])(scene.x) - scene.y).abs().max().item()
@@ -78,12 +78,12 @@ def test_at_the_query_of_the_figure_the_three_are_in_the_order_of_the_paper(reco
 
 def test_the_adapted_function_is_the_one_the_library_predicts_with() -> None:
     config = replace(SMOKE, mbpa_steps=20)
-    scene = illustration._Scene.drawn(config, 3, torch.device("cpu"))
+    scene = illustration._Scene.draw(config, 3, torch.device("cpu"))
     model = scene.model(config.predictors()["MbPA"])
     before = [p.clone() for p in scene.head.parameters()]
     for x in (-1.7, 0.0, 1.2):
         query = torch.tensor([[x]])
-        torch.testing.assert_close(adapted_function(model, query)(query), model(query))
+        torch.testing.assert_close(adapt_function(model, query)(query), model(query))
     assert all(map(torch.equal, before, scene.head.parameters()))
 
 
@@ -109,7 +109,7 @@ def test_the_same_seed_gives_the_same_records_and_disturbs_no_random_numbers(tmp
 def test_seeds_that_are_done_are_not_done_again(tmp_path, monkeypatch) -> None:
     config = replace(SMOKE, seeds=(0, 1))
     first = illustration.run(config, context(tmp_path))
-    monkeypatch.setattr(illustration, "_measured", lambda *_: pytest.fail("it was done"))
+    monkeypatch.setattr(illustration, "_measure_seed", lambda *_: pytest.fail("it was done"))
     assert illustration.run(config, context(tmp_path)) == first
 
 

@@ -23,9 +23,9 @@ from experiments.experiment import Context
 from experiments.images import task as task_module
 from experiments.images.config import ImagesConfig
 from experiments.images.presets import PRESETS
-from experiments.images.task import make_task
+from experiments.images.task import make_image_task
 from experiments.picture_sets import Held, Share, Streamed
-from experiments.pretraining import Pretraining, features_of, initial_network
+from experiments.pretraining import Pretraining, features_of, make_resnet
 from experiments.workspace import Workspace
 
 Image = pytest.importorskip("PIL.Image")
@@ -134,7 +134,7 @@ def test_streamed_pictures_have_the_features_of_held_ones(folder: Path) -> None:
             squares.append(slowly(path, 48, reading.middle_box(*opened.size)))
     held = Held(torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2), files.labels)
     streamed = Streamed(files, files.labels, 48)
-    network = initial_network(Pretraining(width=4), 2, 48, 0).eval()
+    network = make_resnet(Pretraining(width=4), 2, 48, 0).eval()
     wanted = features_of(network, held, most=5)
     assert torch.equal(features_of(network, streamed, most=5), wanted)
     new_numbers = streamed.of_classes(torch.tensor([3, 1]))
@@ -173,7 +173,7 @@ def test_shares_of_streamed_batches_are_parts_of_what_one_process_sees(folder: P
     shares = (Share(), Share(0, 2), Share(1, 2))
     whole, first, second = (
         list(
-            some.altered(
+            some.augment(
                 order,
                 10,
                 torch.Generator().manual_seed(4),
@@ -203,7 +203,7 @@ def test_half_of_the_streamed_pictures_are_mirrored(tmp_path: Path) -> None:
     files = data.ImageFiles((str(path),) * 60, torch.zeros(60, dtype=torch.int64))
     some = Streamed(files, files.labels, 8)
     draws = torch.Generator().manual_seed(0)
-    ((images, _),) = some.altered(torch.arange(60), 60, draws, padding=0, smallest_crop=0.5, size=8)
+    ((images, _),) = some.augment(torch.arange(60), 60, draws, padding=0, smallest_crop=0.5, size=8)
     rises = images[:, 0, 0, -1] > images[:, 0, 0, 0]
     assert 15 < rises.sum() < 45
     assert torch.equal(images[:, :, 0], images[:, :, 5])
@@ -270,7 +270,7 @@ def test_pictures_that_cannot_be_read_are_refused_before_the_training(
 def test_a_task_has_the_folders_classes_and_its_pictures_are_checked_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = make_task(CONFIG, context(folder), 1)
+    task = make_image_task(CONFIG, context(folder), 1)
     assert task.old == 2
     assert sorted(task.classes.tolist()) == [0, 1, 2, 3]
     assert task.train_labels.bincount().tolist() == [TRAIN] * 4
@@ -279,9 +279,9 @@ def test_a_task_has_the_folders_classes_and_its_pictures_are_checked_once(
         task.classes.tolist().index(number) for number in range(4) for _ in range(VAL)
     ]
     monkeypatch.setattr(data.ImageFiles, "verify", None)
-    again = make_task(replace(CONFIG, lr=0.5), context(folder), 1)
+    again = make_image_task(replace(CONFIG, lr=0.5), context(folder), 1)
     assert torch.equal(again.train, task.train)
-    other = make_task(CONFIG, context(folder), 2)
+    other = make_image_task(CONFIG, context(folder), 2)
     assert other.train.shape == task.train.shape
 
 
@@ -325,13 +325,13 @@ def test_settings_that_the_folder_is_too_small_for_are_refused(
     folder: Path, change: dict, message: str
 ) -> None:
     with pytest.raises(ExperimentError, match=message):
-        make_task(replace(CONFIG, **change), context(folder), 1)
+        make_image_task(replace(CONFIG, **change), context(folder), 1)
 
 
 def test_large_pictures_have_the_first_layer_of_published_networks() -> None:
     settings = Pretraining(width=4)
-    assert initial_network(settings, 2, 224, 0).conv1.kernel_size == (7, 7)
-    assert initial_network(settings, 2, 64, 0).conv1.kernel_size == (3, 3)
+    assert make_resnet(settings, 2, 224, 0).conv1.kernel_size == (7, 7)
+    assert make_resnet(settings, 2, 64, 0).conv1.kernel_size == (3, 3)
 
 
 def test_the_commands_of_the_run_sheet_are_understood() -> None:

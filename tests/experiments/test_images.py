@@ -18,35 +18,34 @@ from torch.nn import functional
 import mbpa
 from experiments.experiment import Context
 from experiments.images import INCREMENTAL, NEIGHBOURHOODS, SENSITIVITY, UNBALANCED, run
-from experiments.images import roots as roots_module
 from experiments.images import task as task_module
 from experiments.images.incremental import (
     area,
-    compared,
-    grown_head,
-    known_of,
+    compare_models,
+    fit_known_layer,
+    make_head,
     moments,
     run_split,
-    scored_part,
+    select_scored,
     situation_of,
+    split_answers,
     stream_of,
-    subsets,
 )
 from experiments.images.methods import (
     METHODS,
-    Kept,
-    Local,
-    Mixed,
-    Retrained,
+    PreservingAdaptation,
+    RetrainedLayer,
+    ScaledAdaptation,
     Situation,
-    Vote,
+    make_model,
 )
 from experiments.images.presets import PRESETS
-from experiments.images.roots import RIDGE, Known, translated
-from experiments.images.scale import Scale, spacing
-from experiments.images.task import Task, make_task
+from experiments.images.roots import RIDGE_SHARE, KnownLayer, translate_layer
+from experiments.images.spacing import measure_spacing
+from experiments.images.task import ImageTask, make_image_task
+from experiments.methods import Scale, Vote, VoteMixture
 from experiments.picture_sets import Held
-from experiments.pretraining import Pretraining, features_of, initial_network
+from experiments.pretraining import Pretraining, features_of, make_resnet
 from experiments.results import Record, Result
 from experiments.workspace import Workspace
 
@@ -66,15 +65,17 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
 
 
 @pytest.fixture(scope="module")
-def task(context: Context) -> Task:
-    return make_task(SMOKE, context, 1)
+def task(context: Context) -> ImageTask:
+    return make_image_task(SMOKE, context, 1)
 
 
 def of(records: list[Record], **fields: object) -> list[Record]:
     return [r for r in records if all(r.get(name) == value for name, value in fields.items())]
 
 
-def test_half_of_the_classes_are_known_and_what_is_scored_is_never_trained_on(task: Task) -> None:
+def test_half_of_the_classes_are_known_and_what_is_scored_is_never_trained_on(
+    task: ImageTask,
+) -> None:
     assert task.old == 3
     assert len(task.classes.unique()) == len(task.classes) == 6
     assert task.train_labels.bincount().tolist() == [500] * 6
@@ -86,7 +87,7 @@ def test_half_of_the_classes_are_known_and_what_is_scored_is_never_trained_on(ta
 def test_images_are_held_out_where_they_are_scored(context: Context, tmp_path: Path) -> None:
     pretraining = replace(SMOKE.pretraining, epochs=0)
     config = replace(SMOKE, part="validation", pretraining=pretraining)
-    task = make_task(config, replace(context, cache=tmp_path), 1)
+    task = make_image_task(config, replace(context, cache=tmp_path), 1)
     assert task.train_labels.bincount().tolist() == [400] * 6
     assert task.validation_labels.bincount().tolist() == [100] * 6
     seen = {row.numpy().tobytes() for row in task.train}
@@ -95,23 +96,23 @@ def test_images_are_held_out_where_they_are_scored(context: Context, tmp_path: P
 
 def test_images_held_out_are_no_training_images() -> None:
     labels = torch.arange(40) % 4
-    kept, held = task_module.parts_of(labels, 3)
+    kept, held = task_module.split_held_out(labels, 3)
     assert sorted([*kept.tolist(), *held.tolist()]) == list(range(40))
     assert labels[held].bincount().tolist() == [3] * 4
 
 
 def test_features_are_computed_once(
-    task: Task, context: Context, monkeypatch: pytest.MonkeyPatch
+    task: ImageTask, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(task_module, "pretrained", fail)
-    again = make_task(replace(SMOKE, lr=0.5, scarce=0.1), context, 1)
+    monkeypatch.setattr(task_module, "pretrain", fail)
+    again = make_image_task(replace(SMOKE, lr=0.5, scarce=0.1), context, 1)
     assert torch.equal(again.train, task.train)
     assert (again.old, again.known) == (task.old, task.known)
     with pytest.raises(AssertionError, match="trained again"):
-        make_task(SMOKE, context, 2)
+        make_image_task(SMOKE, context, 2)
 
 
 def test_the_network_sees_nothing_that_is_scored_and_no_new_class(
@@ -121,15 +122,15 @@ def test_the_network_sees_nothing_that_is_scored_and_no_new_class(
 
     def spied(settings: Pretraining, pictures: Held, classes: int, *rest: Any) -> Any:
         shown.append((pictures, classes))
-        return initial_network(settings, classes, 40, 0).eval()
+        return make_resnet(settings, classes, 40, 0).eval()
 
-    monkeypatch.setattr(task_module, "pretrained", spied)
+    monkeypatch.setattr(task_module, "pretrain", spied)
     config = replace(SMOKE, pretraining=replace(SMOKE.pretraining, epochs=0))
-    task = make_task(config, replace(context, cache=tmp_path), 1)
+    task = make_image_task(config, replace(context, cache=tmp_path), 1)
     ((pictures, classes),) = shown
     assert classes == 3
     assert pictures.labels.bincount().tolist() == [500] * 3
-    network = initial_network(config.pretraining, 3, 40, 0).eval()
+    network = make_resnet(config.pretraining, 3, 40, 0).eval()
     seen = features_of(network, pictures)
     for label in range(3):  # in the data set's order, whatever else is left out
         kept = seen[pictures.labels == label].half().float()
@@ -139,15 +140,15 @@ def test_the_network_sees_nothing_that_is_scored_and_no_new_class(
 def test_damaged_features_are_computed_anew(context: Context, tmp_path: Path) -> None:
     own = replace(context, cache=tmp_path, workspace=Workspace(tmp_path / "work"))
     config = replace(SMOKE, pretraining=replace(SMOKE.pretraining, epochs=0))
-    before = make_task(config, own, 1)
+    before = make_image_task(config, own, 1)
     (path,) = tmp_path.glob("features-*.safetensors")
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.warns(UserWarning, match="is damaged and is computed anew"):
-        after = make_task(config, own, 1)
+        after = make_image_task(config, own, 1)
     assert torch.equal(after.train, before.train)
 
 
-def test_where_it_is_tested_does_not_change_what_is_learnt(task: Task) -> None:
+def test_where_it_is_tested_does_not_change_what_is_learnt(task: ImageTask) -> None:
     often, once = (
         list(moments(task, replace(SMOKE, points=points), 1))[-1].head.weight
         for points in ((0.013, 0.1, 0.2, 0.5), (0.5,))
@@ -157,13 +158,13 @@ def test_where_it_is_tested_does_not_change_what_is_learnt(task: Task) -> None:
 
 def test_other_splits_know_other_classes(context: Context) -> None:
     config = replace(SMOKE, pretraining=replace(SMOKE.pretraining, epochs=0))
-    splits = [make_task(config, context, seed).classes for seed in range(3)]
+    splits = [make_image_task(config, context, seed).classes for seed in range(3)]
     assert len({tuple(sorted(split[:3].tolist())) for split in splits}) > 1
     assert len({tuple(sorted(split.tolist())) for split in splits}) == 1
 
 
-def test_the_head_knows_what_it_knew_and_nothing_of_new_classes(task: Task) -> None:
-    head = grown_head(task)
+def test_the_head_knows_what_it_knew_and_nothing_of_new_classes(task: ImageTask) -> None:
+    head = make_head(task)
     assert head.weight.shape == (6, task.train.shape[1])
     assert torch.equal(head.weight[:3], task.weight)
     assert torch.equal(head.bias[:3], task.bias)
@@ -171,7 +172,7 @@ def test_the_head_knows_what_it_knew_and_nothing_of_new_classes(task: Task) -> N
 
 
 @pytest.mark.parametrize("scarce", [1.0, 0.1])
-def test_an_epoch_shows_every_image_once(task: Task, scarce: float) -> None:
+def test_an_epoch_shows_every_image_once(task: ImageTask, scarce: float) -> None:
     rows, orders = stream_of(task, replace(SMOKE, scarce=scarce), 1)
     first, second = next(orders), next(orders)
     assert sorted(first.tolist()) == sorted(second.tolist()) == sorted(rows.tolist())
@@ -180,9 +181,9 @@ def test_an_epoch_shows_every_image_once(task: Task, scarce: float) -> None:
     assert counts == ([500] * 6 if scarce == 1 else [500] * 3 + [50] + [500] * 2)
 
 
-def test_the_memory_holds_what_has_passed_and_the_layer_learns(task: Task) -> None:
+def test_the_memory_holds_what_has_passed_and_the_layer_learns(task: ImageTask) -> None:
     config = replace(SMOKE, points=(0.1, 0.5, 1.5), capacity=2000)
-    start = grown_head(task)
+    start = make_head(task)
     sizes, accuracies = [], []
     for moment in moments(task, config, 1):
         entries = moment.memory.entries()
@@ -202,7 +203,7 @@ def test_the_memory_holds_what_has_passed_and_the_layer_learns(task: Task) -> No
     assert accuracies[-1] > before
 
 
-def test_everything_is_measured_at_every_point(task: Task) -> None:
+def test_everything_is_measured_at_every_point(task: ImageTask) -> None:
     records = run_split(task, SMOKE, 1)
     methods = {r["method"] for r in of(records, name="top1")}
     assert methods == set(METHODS)
@@ -215,17 +216,17 @@ def test_everything_is_measured_at_every_point(task: Task) -> None:
                 1.0,
             ]
     assert len(of(records, name="pretrained_top1")) == 1
-    queries, answers = scored_part(task, SMOKE)
+    queries, answers = select_scored(task, SMOKE)
     moment = next(iter(moments(task, SMOKE, 1)))
     right = 100 * float((moment.head(queries).argmax(1) == answers).double().mean())
     found = of(records, name="top1", method="parametric", subset="all", epochs=0.1)
     assert found[0]["value"] == pytest.approx(right)
 
 
-def test_curves_begin_with_what_is_known_before_the_first_entry(task: Task) -> None:
+def test_curves_begin_with_what_is_known_before_the_first_entry(task: ImageTask) -> None:
     records = run_split(task, SMOKE, 1)
-    queries, answers = scored_part(task, SMOKE)
-    known = 100 * float((grown_head(task)(queries).argmax(1) == answers).double().mean())
+    queries, answers = select_scored(task, SMOKE)
+    known = 100 * float((make_head(task)(queries).argmax(1) == answers).double().mean())
     for method in METHODS:
         first = 0.0 if method == "memory only" else known
         (then,) = of(records, name="top1", method=method, subset="all", epochs=0.1)
@@ -233,25 +234,29 @@ def test_curves_begin_with_what_is_known_before_the_first_entry(task: Task) -> N
         assert area["value"] == pytest.approx((first + then["value"]) / 2)
 
 
-def test_methods_that_share_a_retrieval_answer_as_they_would_alone(task: Task) -> None:
-    queries, answers = scored_part(task, SMOKE)
+def test_methods_that_share_a_retrieval_answer_as_they_would_alone(task: ImageTask) -> None:
+    queries, answers = select_scored(task, SMOKE)
     moment = next(iter(moments(task, SMOKE, 1)))
     situation = situation_of(moment, task)
-    settings = {"vote": Vote(5), "MbPA": Local(lr=1.0, k=20), "kept": Kept(k=10)}
-    models = {name: each.model(situation) for name, each in settings.items()}
-    together = compared(models, queries, answers)
+    settings = {
+        "vote": Vote(5),
+        "MbPA": ScaledAdaptation(lr=1.0, k=20),
+        "kept": PreservingAdaptation(k=10),
+    }
+    models = {name: make_model(each, situation) for name, each in settings.items()}
+    together = compare_models(models, queries, answers)
     for name, model in models.items():
         alone = model(queries).argmax(1) == answers
         assert (together[name] == alone).float().mean() > 0.99
 
 
-def test_scarce_classes_are_a_subset_of_their_own(task: Task) -> None:
-    _, answers = scored_part(task, SMOKE)
-    found = subsets(task, replace(SMOKE, scarce=0.1), answers)
+def test_scarce_classes_are_a_subset_of_their_own(task: ImageTask) -> None:
+    _, answers = select_scored(task, SMOKE)
+    found = split_answers(task, replace(SMOKE, scarce=0.1), answers)
     assert set(answers[found["novel-scarce"]].tolist()) == {3}
     assert set(answers[found["novel-full"]].tolist()) == {4, 5}
     assert torch.equal(found["novel"], found["novel-scarce"] | found["novel-full"])
-    assert set(subsets(task, SMOKE, answers)) == {"novel", "pre-trained", "all"}
+    assert set(split_answers(task, SMOKE, answers)) == {"novel", "pre-trained", "all"}
 
 
 def test_areas_are_those_under_straight_lines() -> None:
@@ -261,7 +266,7 @@ def test_areas_are_those_under_straight_lines() -> None:
 
 
 def test_a_split_that_is_done_is_not_done_again(
-    context: Context, task: Task, monkeypatch: pytest.MonkeyPatch
+    context: Context, task: ImageTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = run(SMOKE, context)
     assert set(records) == {1}
@@ -271,9 +276,13 @@ def test_a_split_that_is_done_is_not_done_again(
 
 @pytest.mark.parametrize("experiment", [SENSITIVITY, NEIGHBOURHOODS], ids=lambda e: e.name)
 def test_other_experiments_have_the_same_features(
-    experiment: Any, task: Task, context: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    experiment: Any,
+    task: ImageTask,
+    context: Context,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(task_module, "pretrained", None)
+    monkeypatch.setattr(task_module, "pretrain", None)
     config = experiment.presets["smoke"]
     (records,) = experiment.run(config, replace(context, workspace=Workspace(tmp_path))).values()
     assert {r["split"] for r in records} == {1}
@@ -283,7 +292,7 @@ def test_other_experiments_have_the_same_features(
         assert {r["method"] for r in of(records, name="top1")} == set(METHODS)
 
 
-def test_the_report_is_made_of_records_alone(task: Task) -> None:
+def test_the_report_is_made_of_records_alone(task: ImageTask) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
@@ -330,12 +339,12 @@ def test_settings_that_make_no_sense_are_refused(change: dict, message: str) -> 
 
 
 def test_settings_follow_the_scale_of_the_keys() -> None:
-    rule = Local(lr=2.0, bandwidth=0.5).predictor(Scale(4.0, 10.0)).rule
+    rule = ScaledAdaptation(lr=2.0, bandwidth=0.5).predictor(Scale(4.0, 10.0)).rule
     assert isinstance(rule, mbpa.Gradient)
     assert rule.lr == pytest.approx(0.2)
-    config = replace(SMOKE, vote=Vote(7, 0.5), mixture=Mixed(9, 0.25, weight=0.3))
+    config = replace(SMOKE, vote=Vote(7, 0.5), mixture=VoteMixture(9, 0.25, weight=0.3))
     head = nn.Linear(3, 6)
-    known = Known(head, 10.0)
+    known = KnownLayer(head, 10.0)
     situation = Situation(head, mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3, known, 1)
     situation.memory.write(torch.ones(1, 3), [4])
     found = {name: model.predictor for name, model in config.models(situation).items()}
@@ -346,12 +355,11 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
 
 
 def test_a_layer_of_roots_says_what_the_layer_of_features_said(
-    task: Task, monkeypatch: pytest.MonkeyPatch
+    task: ImageTask,
 ) -> None:
-    monkeypatch.setattr(roots_module, "AT_ONCE", 700)  # of 1,500
     features = task.train[task.train_labels < task.old]
-    layer = grown_head(task)
-    found, length = translated(layer, features)
+    layer = make_head(task)
+    found, length = translate_layer(layer, features, images_per_chunk=700)  # of 1,500
     roots = features.sqrt()
     assert length == pytest.approx(float(roots.square().sum(1).mean()))
     with torch.no_grad():
@@ -360,19 +368,19 @@ def test_a_layer_of_roots_says_what_the_layer_of_features_said(
         assert said[:, 3:].abs().max() < 1e-5  # of new classes neither says anything
         keys, others = roots.double() - roots.double().mean(0), meant.double()
         spread = keys.mT @ keys
-        ridge = RIDGE * spread.diagonal().mean()
+        ridge = RIDGE_SHARE * spread.diagonal().mean()
         slope = 2 * keys.mT @ (keys @ found.weight.double().mT - (others - others.mean(0)))
         slope = slope + 2 * ridge * found.weight.double().mT
         assert slope.abs().max() < 1e-3 * (keys.mT @ others).abs().max()  # it is least there
-    assert known_of(task) is known_of(task)
+    assert fit_known_layer(task) is fit_known_layer(task)
 
 
 def test_what_keeps_the_old_classes_adapts_a_layer_of_the_memory_and_holds_new_classes_back(
-    task: Task,
+    task: ImageTask,
 ) -> None:
     moment = next(iter(moments(task, SMOKE, 1)))
     situation, queries = situation_of(moment, task), task.test[:50]
-    entries, known, roots = moment.memory.entries(), known_of(task).layer, situation.roots
+    entries, known, roots = moment.memory.entries(), fit_known_layer(task).layer, situation.roots
     assert torch.equal(roots.memory.entries().keys, entries.keys.sqrt())
     assert torch.equal(roots.memory.entries().values, entries.values)
     weight, bias = (
@@ -388,27 +396,27 @@ def test_what_keeps_the_old_classes_adapts_a_layer_of_the_memory_and_holds_new_c
         away = length * (weight - known.weight).square().sum() + (bias - known.bias).square().sum()
         return shares @ losses + 0.2 / 2 * away
 
-    found = roots.retrained(0.2)
+    found = roots.retrain(0.2)
     slopes = torch.autograd.grad(loss(weight, bias), (weight, bias))
     there = found.weight.double().requires_grad_(), found.bias.double().requires_grad_()
     least = torch.autograd.grad(loss(*there), there)
     for begun, ended in zip(slopes, least, strict=True):
         assert ended.abs().max() < 0.02 * begun.abs().max()  # it is where the loss is least
-    assert roots.retrained(0.2) is found
-    local = Local(lr=2.0, steps=3, k=15, bandwidth=0.5)
-    kept = Kept(penalty=0.2, lr=2.0, steps=3, k=15, bandwidth=0.5, offset=2.0)
-    predictor = local.predictor(Scale(spacing(roots.memory, 1), length))
+    assert roots.retrain(0.2) is found
+    local = ScaledAdaptation(lr=2.0, steps=3, k=15, bandwidth=0.5)
+    kept = PreservingAdaptation(penalty=0.2, lr=2.0, steps=3, k=15, bandwidth=0.5, offset=2.0)
+    predictor = local.predictor(Scale(measure_spacing(roots.memory, 1), length))
     model = mbpa.MbPA(head=found, memory=roots.memory, predictor=predictor)
     surer = torch.tensor([0.0, 0.0, 0.0, 2.0, 2.0, 2.0])
     expected = model(keys=queries.sqrt()).exp() * torch.exp(-surer)
-    said = kept.model(situation)(queries).exp()
+    said = make_model(kept, situation)(queries).exp()
     assert torch.allclose(said, expected / expected.sum(1, keepdim=True), atol=1e-5)
-    only = Retrained(0.2).model(situation)(queries)
+    only = make_model(RetrainedLayer(0.2), situation)(queries)
     assert torch.equal(only.argmax(1), found(queries.sqrt()).argmax(1))
 
 
 def test_rmsprop_starts_where_it_is_told_to() -> None:
-    local = Local("rmsprop", lr=0.01, steps=3, decay=0.1, initial_square=1.0)
+    local = ScaledAdaptation("rmsprop", lr=0.01, steps=3, decay=0.1, initial_square=1.0)
     rule = local.predictor(Scale(4.0, 10.0)).rule
     assert rule == mbpa.RMSprop(0.01, 3, 0.1, initial_square=1.0)
 
@@ -417,13 +425,13 @@ def test_rmsprop_starts_where_it_is_told_to() -> None:
     ("settings", "message"),
     [
         (lambda: Vote(k=0), "k must be at least 1"),
-        (lambda: Mixed(bandwidth=-1.0), "bandwidth not negative"),
-        (lambda: Mixed(weight=1.5), "weight must be between 0 and 1, got 1.5"),
-        (lambda: Local(lr=0.0), "lr positive"),
-        (lambda: Local(decay=-0.1), "decay and initial_square must not be negative"),
-        (lambda: Kept(offset=math.inf), "offset must be finite, got inf"),
-        (lambda: Kept(penalty=0.0), "penalty must be positive, got 0.0"),
-        (lambda: Kept(k=0), "k must be at least 1"),
+        (lambda: VoteMixture(bandwidth=-1.0), "bandwidth not negative"),
+        (lambda: VoteMixture(weight=1.5), "weight must be between 0 and 1, got 1.5"),
+        (lambda: ScaledAdaptation(lr=0.0), "lr positive"),
+        (lambda: ScaledAdaptation(decay=-0.1), "decay and initial_square must not be negative"),
+        (lambda: PreservingAdaptation(offset=math.inf), "offset must be finite, got inf"),
+        (lambda: PreservingAdaptation(penalty=0.0), "penalty must be positive, got 0.0"),
+        (lambda: PreservingAdaptation(k=0), "k must be at least 1"),
     ],
 )
 def test_methods_refuse_settings_that_make_no_sense(

@@ -31,17 +31,24 @@ from experiments.images import (
 from experiments.images import task as task_module
 from experiments.images.config import ImagesConfig
 from experiments.images.incremental import (
-    compared,
+    compare_models,
     moments,
     run_split,
     situation_of,
 )
-from experiments.images.methods import WITH_SETTINGS, Kept, Local, Method, Mixed, Vote
+from experiments.images.methods import (
+    WITH_SETTINGS,
+    ImageMethod,
+    PreservingAdaptation,
+    ScaledAdaptation,
+    make_model,
+)
 from experiments.images.neighbourhood_figures import shown_in
-from experiments.images.neighbourhoods import NeighbourhoodsConfig, chosen, numbers
-from experiments.images.presets import PAPER, PRESETS, SMOKE, fields_of
+from experiments.images.neighbourhoods import NeighbourhoodsConfig, choose_queries, numbers
+from experiments.images.presets import PAPER, PRESETS, SMOKE, copy_fields
 from experiments.images.sensitivity import Study, corrections
-from experiments.images.task import Task
+from experiments.images.task import ImageTask
+from experiments.methods import Vote, VoteMixture
 from experiments.results import Record, Result
 from experiments.running import Run, execute
 from experiments.workspace import Workspace
@@ -52,7 +59,7 @@ NAMES = tuple(f"thing {number}, of some kind" for number in range(200))
 
 
 @pytest.fixture(scope="module")
-def task() -> Task:
+def task() -> ImageTask:
     draws = torch.Generator().manual_seed(3)
     centres = 2 * torch.rand(CLASSES, SIZE, generator=draws)
     classes = torch.tensor([40, 7, 12, 99, 3, 150])
@@ -69,7 +76,7 @@ def task() -> Task:
         known.weight.copy_(centres[:OLD])
         known.bias.copy_(-centres[:OLD].square().sum(1) / 2)
     weight, bias = known.weight.detach(), known.bias.detach()
-    return Task(OLD, classes, *train, *validation, *test, weight, bias, 0.5)
+    return ImageTask(OLD, classes, *train, *validation, *test, weight, bias, 0.5)
 
 
 @pytest.fixture
@@ -78,7 +85,7 @@ def context(tmp_path: Path) -> Context:
 
 
 @pytest.fixture
-def _given(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def _given(task: ImageTask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a network would be trained, there is the task."""
     for module in (sensitivity, neighbourhoods):
         monkeypatch.setattr(module, "make_task", lambda config, context, seed: task)
@@ -108,15 +115,15 @@ def drawn(section: Any) -> Iterator[Any]:
 NEAR = {"k": (3, 8), "bandwidth": (0.0, 0.5)}
 STEPS = {"lr": (0.01, 1.0), "initial_square": (0.0, 1.0)}
 FEW = {
-    "memory only": Method("", "vote", (NEAR,)),
-    "mixture": Method("", "mixture", (NEAR, {"weight": (0.5, 0.3, 0.7)})),
-    "MbPA (RMSprop)": Method("", "rmsprop", (STEPS, {"decay": (0.0, 0.1)})),
-    "MbPA (gradient)": Method("", "gradient", ({"lr": (0.3, 3.0)}, {"steps": (1, 2)})),
-    "MbPA (kept)": Method(
+    "memory only": ImageMethod("", "vote", (NEAR,)),
+    "mixture": ImageMethod("", "mixture", (NEAR, {"weight": (0.5, 0.3, 0.7)})),
+    "MbPA (RMSprop)": ImageMethod("", "rmsprop", (STEPS, {"decay": (0.0, 0.1)})),
+    "MbPA (gradient)": ImageMethod("", "gradient", ({"lr": (0.3, 3.0)}, {"steps": (1, 2)})),
+    "MbPA (kept)": ImageMethod(
         "", "kept", ({"k": (5, 20), "offset": (-9.0, 0.0, 2.0)},), keeps_old=True
     ),
 }
-SEARCHED = replace(SMOKE, scored=40, rmsprop=Local("rmsprop", steps=2, k=8))
+SEARCHED = replace(SMOKE, scored=40, rmsprop=ScaledAdaptation("rmsprop", steps=2, k=8))
 
 
 TARGET_EPOCHS = 0.2
@@ -141,7 +148,7 @@ def search_in(
 
 
 def test_the_search_takes_what_did_best_on_images_that_were_held_out(
-    task: Task, context: Context
+    task: ImageTask, context: Context
 ) -> None:
     records = search_in(context, task)
     settled = {str(r["setting"]): r["value"] for r in of(records, name="chosen")}
@@ -156,7 +163,7 @@ def test_the_search_takes_what_did_best_on_images_that_were_held_out(
     queries, truth = task.validation[rows[: config.scored]], task.validation_labels[rows]
     for method, kind, names in (
         ("memory only", Vote, ("k", "bandwidth")),
-        ("mixture", Mixed, ("k", "bandwidth", "weight")),  # it changes with the layer
+        ("mixture", VoteMixture, ("k", "bandwidth", "weight")),  # it changes with the layer
     ):
         tried = of(records, name="top1", method=method)
         best = max(tried, key=lambda record: float(record["value"] or 0))
@@ -164,8 +171,9 @@ def test_the_search_takes_what_did_best_on_images_that_were_held_out(
         assert all(settled[f"{field}.{name}"] == best[name] for name in names)
         values = []
         for moment in moments(task, config, tuning.SPLIT):
-            model = kind(**{name: best[name] for name in names}).model(situation_of(moment, task))
-            right = compared({"": model}, queries, truth[: config.scored])
+            settings = kind(**{name: best[name] for name in names})
+            model = make_model(settings, situation_of(moment, task))
+            right = compare_models({"": model}, queries, truth[: config.scored])
             values.append(100 * float(right[""].double().mean()))
         assert best["value"] == pytest.approx(sum(values) / len(values))
 
@@ -214,12 +222,15 @@ def test_what_is_to_keep_the_old_classes_is_judged_by_new_ones_unless_it_loses_t
     rows = torch.randperm(len(task.validation), generator=torch.Generator().manual_seed(0))[:40]
     queries, truth = task.validation[rows], task.validation_labels[rows]
     vote = Vote(int(settled["vote.k"] or 0), float(settled["vote.bandwidth"] or 0))
-    mixed = Mixed(*(settled[f"mixture.{name}"] for name in ("k", "bandwidth", "weight")))
+    mixed = VoteMixture(*(settled[f"mixture.{name}"] for name in ("k", "bandwidth", "weight")))
     (moment,) = moments(task, config, tuning.SPLIT)
     situation = situation_of(moment, task)
-    models = {"vote": vote.model(situation), "mixture": mixed.model(situation)}
-    models |= {(k, offset): Kept(k=k, offset=offset).model(situation) for k, offset in tried}
-    right = compared(models, queries, truth)
+    models = {"vote": make_model(vote, situation), "mixture": make_model(mixed, situation)}
+    models |= {
+        (k, offset): make_model(PreservingAdaptation(k=k, offset=offset), situation)
+        for k, offset in tried
+    }
+    right = compare_models(models, queries, truth)
     right["layer"] = moment.head(queries).argmax(1) == truth
     is_old = truth < task.old
     old = {name: 100 * float(hits[is_old].double().mean()) for name, hits in right.items()}
@@ -239,7 +250,7 @@ def test_what_is_to_keep_the_old_classes_is_judged_by_new_ones_unless_it_loses_t
 
 
 def test_the_search_says_what_it_ran_with_and_forgets_what_was_chosen_before() -> None:
-    tuned = replace(PAPER, lr=0.7, gradient=Local(lr=9.0), seeds=(3,))
+    tuned = replace(PAPER, lr=0.7, gradient=ScaledAdaptation(lr=9.0), seeds=(3,))
     asked = Run(INCREMENTAL, "paper", tuned, Path("results"), "tune").settings
     assert asked == tuning.make_search_config(PAPER) == tuning.make_search_config(asked)
     assert (asked.part, asked.seeds, asked.points) == ("validation", (0,), tuning.POINTS_EPOCHS)
@@ -271,7 +282,7 @@ def test_all_experiments_have_the_settings_of_the_comparison() -> None:
                 assert getattr(config, field) == getattr(PRESETS[name], field)
 
 
-def test_images_that_are_stored_twice_do_not_change_the_scale(task: Task) -> None:
+def test_images_that_are_stored_twice_do_not_change_the_scale(task: ImageTask) -> None:
     config = replace(SMOKE, points=(1.0, 3.0), capacity=10_000)
     for moment in moments(task, config, 1):
         keys, situation = task.train[moment.passed.unique()], situation_of(moment, task)
@@ -286,7 +297,7 @@ def test_images_that_are_stored_twice_do_not_change_the_scale(task: Task) -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("_given")
 def test_all_of_it_runs_on_a_gpu_and_says_the_same(
-    task: Task, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: ImageTask, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def on(device: str) -> list[list[Record]]:
         where = torch.device(device)
@@ -318,18 +329,20 @@ SENSITIVE = replace(
     scored=60,
     explained=20,
     vote=Vote(8),
-    mixture=Mixed(8),
-    rmsprop=Local("rmsprop", lr=0.01, steps=2, k=8),
-    gradient=Local(lr=1.0, steps=3, k=8),
+    mixture=VoteMixture(8),
+    rmsprop=ScaledAdaptation("rmsprop", lr=0.01, steps=2, k=8),
+    gradient=ScaledAdaptation(lr=1.0, steps=3, k=8),
 )
 
 
 @pytest.fixture(scope="module")
-def records(task: Task) -> list[Record]:
+def records(task: ImageTask) -> list[Record]:
     return Study(task, SENSITIVE, 1).stream()
 
 
-def test_a_smaller_memory_holds_the_last_of_the_stream(task: Task, records: list[Record]) -> None:
+def test_a_smaller_memory_holds_the_last_of_the_stream(
+    task: ImageTask, records: list[Record]
+) -> None:
     moment = next(iter(moments(task, replace(SENSITIVE, points=(0.5,)), 1)))
     sizes = dict.fromkeys(r["capacity"] for r in of(records, epochs=0.5) if "capacity" in r)
     assert list(sizes) == [37, 146, 192]  # a tenth, two fifths, and all that has passed
@@ -347,7 +360,7 @@ def test_a_smaller_memory_holds_the_last_of_the_stream(task: Task, records: list
     assert found["value"] == pytest.approx(right)
 
 
-def test_only_the_sizes_of_the_memory_go_beyond_its_capacity(task: Task) -> None:
+def test_only_the_sizes_of_the_memory_go_beyond_its_capacity(task: ImageTask) -> None:
     config = replace(SENSITIVE, capacity=40, at=(0.5,), long=(0.5,), counts=(10,))
     found = Study(task, config, 1).stream()
     assert {r["capacity"] for r in found if "capacity" in r} == {37, 146}
@@ -364,13 +377,15 @@ def test_only_the_sizes_of_the_memory_go_beyond_its_capacity(task: Task) -> None
     assert small["value"] == pytest.approx(right)
 
 
-def test_one_retrieval_serves_all_numbers_of_neighbours(task: Task, records: list[Record]) -> None:
+def test_one_retrieval_serves_all_numbers_of_neighbours(
+    task: ImageTask, records: list[Record]
+) -> None:
     moment = next(iter(moments(task, replace(SENSITIVE, points=(0.5,)), 1)))
     study, situation = Study(task, SENSITIVE, 1), situation_of(moment, task)
     for method in WITH_SETTINGS:
         settings: Any = SENSITIVE.settings(method)
         for k in (1, 10) if hasattr(settings, "k") else ():
-            model = replace(settings, k=k).model(situation)
+            model = make_model(replace(settings, k=k), situation)
             said = model(study.queries)
             right = 100 * float((said.argmax(1) == study.answers).double().mean())
             (found,) = of(records, method=method, k=k, epochs=0.5, subset="all")
@@ -378,7 +393,7 @@ def test_one_retrieval_serves_all_numbers_of_neighbours(task: Task, records: lis
     assert not of(records, k=1000)  # there are not as many
 
 
-def test_the_long_run_measures_how_far_things_move(task: Task, records: list[Record]) -> None:
+def test_the_long_run_measures_how_far_things_move(task: ImageTask, records: list[Record]) -> None:
     long = [r for r in records if not {"k", "capacity", "lr"} & set(r)]
     assert {r["epochs"] for r in long} == {0.5, 3.0}
     methods = {r["method"] for r in of(long, name="change")}
@@ -438,7 +453,7 @@ def test_a_pass_that_is_done_is_not_done_again(
 
 
 def test_the_report_of_sensitivities_says_when_the_layer_catches_up(
-    task: Task, records: list[Record]
+    task: ImageTask, records: list[Record]
 ) -> None:
     study = Study(task, SENSITIVE, 1)
     records = [*records, *(r for lr in SENSITIVE.rates for r in study.rate(lr))]
@@ -496,9 +511,15 @@ def test_sensitivities_of_nothing_are_refused(change: dict[str, Any], message: s
 # Neighbourhoods
 
 SHOWN = NeighbourhoodsConfig(
-    **fields_of(SMOKE)
-    | {"points": (0.2,), "held_out": HELD, "scored": 180, "vote": Vote(60), "mixture": Mixed(60)}
-    | {"rmsprop": Local("rmsprop", lr=0.01, steps=10, k=15)},
+    **copy_fields(SMOKE)
+    | {
+        "points": (0.2,),
+        "held_out": HELD,
+        "scored": 180,
+        "vote": Vote(60),
+        "mixture": VoteMixture(60),
+    }
+    | {"rmsprop": ScaledAdaptation("rmsprop", lr=0.01, steps=10, k=15)},
     queries=4,
     shown=5,
 )
@@ -516,13 +537,13 @@ def test_queries_are_chosen_by_rule() -> None:
         }
         best = [max(found, key=lambda q: gains[q]) for found in of_class.values() if found]
         expected = sorted(best, key=lambda q: -gains[q])[:count]
-        assert chosen(gains, answers, eligible, count) == expected
+        assert choose_queries(gains, answers, eligible, count) == expected
 
 
-def test_images_are_named_as_the_data_set_counts(task: Task) -> None:
+def test_images_are_named_as_the_data_set_counts(task: ImageTask) -> None:
     counts = TRAIN + HELD + torch.arange(CLASSES) % 3
     everything = task.classes.sort().values.repeat_interleave(counts)
-    kept, held = task_module.parts_of(everything, HELD)
+    kept, held = task_module.split_held_out(everything, HELD)
     for part, rows in (("train", kept), ("validation", held)):
         labels = getattr(task, f"{part}_labels")
         for row, number in enumerate(numbers(task, part).tolist()):
@@ -533,12 +554,12 @@ def test_images_are_named_as_the_data_set_counts(task: Task) -> None:
 
 
 @pytest.fixture
-def gallery(task: Task) -> list[Record]:
+def gallery(task: ImageTask) -> list[Record]:
     *_, moment = moments(task, SHOWN, 1)
     return neighbourhoods.Gallery(task, SHOWN, 1, moment, NAMES).records()
 
 
-def test_what_is_shown_only_mbpa_got_right(task: Task, gallery: list[Record]) -> None:
+def test_what_is_shown_only_mbpa_got_right(task: ImageTask, gallery: list[Record]) -> None:
     shown = shown_in(result("image-neighbourhoods", SHOWN, gallery))
     assert 1 <= len(shown) <= 4
     gains = [float(each.query["value"] or 0) for each in shown]
@@ -558,7 +579,7 @@ def test_what_is_shown_only_mbpa_got_right(task: Task, gallery: list[Record]) ->
         assert sum(weights) < 1
 
 
-def test_neighbours_are_the_images_that_were_stored(task: Task, gallery: list[Record]) -> None:
+def test_neighbours_are_the_images_that_were_stored(task: ImageTask, gallery: list[Record]) -> None:
     *_, moment = moments(task, SHOWN, 1)
     numbered = {part: numbers(task, part).tolist() for part in ("train", "test")}
 

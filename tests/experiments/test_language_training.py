@@ -18,18 +18,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from experiments import cli
-from experiments.data import END, Corpus
+from experiments.data import END_OF_LINE, Corpus
 from experiments.errors import ExperimentError
 from experiments.experiment import Context
 from experiments.language import curve_records, recording, training
-from experiments.language.config import PRESETS, LanguageConfig, Network, Training
+from experiments.language.config import PRESETS, LanguageConfig, NetworkSizes, TrainingSettings
 from experiments.language.corpus import UNKNOWN, frequencies, read_corpus
 from experiments.language.network import (
     Drawn,
     Dropouts,
     LanguageModel,
     State,
-    draw,
+    draw_masks,
     products,
     side_by_side,
 )
@@ -37,10 +37,10 @@ from experiments.language.training import (
     TrainingRun,
     adam_state,
     learning_curve,
-    perplexity,
+    measure_perplexity,
     rate_share,
     streams_of,
-    trained,
+    train_or_load,
 )
 from experiments.workspace import Workspace
 
@@ -48,8 +48,10 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 DROPPED = Dropouts(words=0.2, input=0.3, recurrent=0.4, output=0.3, projected=0.2)
 TINY = LanguageConfig(
-    network=Network(hidden=12, embedding=8),
-    training=Training(epochs=3, batch=4, bptt=7, lr=0.01, averages=(0.9, 0.5), dropouts=DROPPED),
+    network=NetworkSizes(hidden=12, embedding=8),
+    training=TrainingSettings(
+        epochs=3, batch=4, bptt=7, lr=0.01, averages=(0.9, 0.5), dropouts=DROPPED
+    ),
 )
 
 
@@ -127,7 +129,7 @@ def test_what_is_dropped_is_the_same_through_a_sequence_and_gradients_reach_the_
 ) -> None:
     model = a_model()
     tokens, start = torch.randint(11, (3, 6)), (torch.randn(1, 3, 5), torch.randn(1, 3, 5))
-    drawn = draw(model, 3, DROPPED, torch.Generator().manual_seed(1))
+    drawn = draw_masks(model, 3, DROPPED, torch.Generator().manual_seed(1))
     noisy = model.noisy(tokens, start, drawn, multiple)
     states, outputs, end = by_hand(model, tokens, start, drawn)
     torch.testing.assert_close(noisy.outputs, outputs)
@@ -154,13 +156,13 @@ def test_what_is_dropped_is_the_same_through_a_sequence_and_gradients_reach_the_
 def test_without_dropouts_training_computes_what_testing_does() -> None:
     model = a_model()
     tokens, start = torch.randint(11, (2, 4)), model.initial_state(2)
-    drawn = draw(model, 2, Dropouts(0, 0, 0, 0, 0), torch.Generator())
+    drawn = draw_masks(model, 2, Dropouts(0, 0, 0, 0, 0), torch.Generator())
     torch.testing.assert_close(model.noisy(tokens, start, drawn, 1).logits, model(tokens, start)[0])
 
 
 def test_as_much_is_dropped_as_was_asked_for_and_the_mean_is_kept() -> None:
     model = a_model(words=5000, hidden=100, embedding=64)
-    drawn = draw(model, 40, DROPPED, torch.Generator().manual_seed(0))
+    drawn = draw_masks(model, 40, DROPPED, torch.Generator().manual_seed(0))
     shapes = {
         "words": (5000,),
         "input": (40, 1, 64),
@@ -173,7 +175,7 @@ def test_as_much_is_dropped_as_was_asked_for_and_the_mean_is_kept() -> None:
         assert factors.shape == shapes[name]
         assert float((factors == 0).float().mean()) == pytest.approx(share, abs=0.03)
         assert factors.max() == pytest.approx(1 / (1 - share))
-    again = draw(model, 40, DROPPED, torch.Generator().manual_seed(0))
+    again = draw_masks(model, 40, DROPPED, torch.Generator().manual_seed(0))
     assert torch.equal(again.recurrent, drawn.recurrent)
 
 
@@ -200,7 +202,7 @@ def test_softmax_and_embedding_are_one_matrix_that_learns_from_both() -> None:
     model = a_model()
     assert model.decoder.weight is model.embedding.weight
     tokens, targets = torch.randint(11, (2, 4)), torch.randint(11, (8,))
-    drawn = draw(model, 2, Dropouts(0, 0, 0, 0, 0), torch.Generator())
+    drawn = draw_masks(model, 2, Dropouts(0, 0, 0, 0, 0), torch.Generator())
     start, weight = model.initial_state(2), model.decoder.weight
     states = model.states(tokens, start)[0].flatten(0, 1)
 
@@ -244,7 +246,7 @@ def test_settings_of_products_are_put_back() -> None:
 
 
 def test_perplexity_is_that_of_a_loop_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "CHUNK", 10)
+    monkeypatch.setattr(training, "SCORED_TOKENS_PER_CHUNK", 10)
     model, tokens = a_model(), torch.randint(11, (37,))
     state, total = model.initial_state(1), 0.0
     for word, following in itertools.pairwise(tokens):
@@ -252,14 +254,14 @@ def test_perplexity_is_that_of_a_loop_over_tokens(monkeypatch: pytest.MonkeyPatc
             states, _, state = by_hand(model, word.view(1, 1), state)
             logits = model.decoder(states[0, 0])
         total -= float(logits.log_softmax(0)[following])
-    assert perplexity(model, tokens, CPU) == pytest.approx(math.exp(total / 36), rel=1e-5)
+    assert measure_perplexity(model, tokens, CPU) == pytest.approx(math.exp(total / 36), rel=1e-5)
 
 
 def test_perplexity_of_streams_is_that_of_texts_that_begin_anew() -> None:
     model, tokens = a_model(), torch.randint(11, (32,))
-    parts = [perplexity(model, tokens[start : start + 11], CPU) for start in (0, 10, 20)]
+    parts = [measure_perplexity(model, tokens[start : start + 11], CPU) for start in (0, 10, 20)]
     expected = math.exp(sum(map(math.log, parts)) / 3)
-    assert perplexity(model, tokens, CPU, streams=3) == pytest.approx(expected, rel=1e-5)
+    assert measure_perplexity(model, tokens, CPU, streams=3) == pytest.approx(expected, rel=1e-5)
 
 
 # Training
@@ -285,18 +287,18 @@ def test_an_epoch_reads_the_text_once_in_order_from_another_word_each_time(tmp_p
 def test_a_text_that_is_short_for_its_batches_is_learnt_from_all_the_same(
     tmp_path: Path, tokens: int
 ) -> None:
-    config = replace(TINY, training=Training(epochs=1, batch=64, bptt=35))
-    model = trained(config, a_corpus(tokens), a_context(tmp_path), 0)
+    config = replace(TINY, training=TrainingSettings(epochs=1, batch=64, bptt=35))
+    model = train_or_load(config, a_corpus(tokens), a_context(tmp_path), 0)
     before = training._initial(config, a_corpus(tokens), 0)
     assert not torch.equal(model.decoder.weight, before.decoder.weight)
 
 
 def test_the_rate_is_constant_and_then_falls_in_a_line(tmp_path: Path) -> None:
-    half = Training(decay_from=0.5)
+    half = TrainingSettings(decay_from=0.5)
     shares = [rate_share(done, half) for done in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert shares == pytest.approx([1, 1, 1, 0.505, 0.01])
     assert rate_share(0.75, replace(half, decay_to=0.2)) == pytest.approx(0.6)
-    assert rate_share(1.0, Training(decay_from=1.0)) == 1.0
+    assert rate_share(1.0, TrainingSettings(decay_from=1.0)) == 1.0
     run = TrainingRun(TINY, a_corpus(), a_context(tmp_path), 0, "x")
     run._begin_epoch()
     rates = []
@@ -340,7 +342,7 @@ def test_of_several_averages_the_one_that_does_best_is_kept(
     while run.steps < run.steps_an_epoch:
         run._step()
     said = {id(run.averages[better]): 5.0, id(run.averages[1 - better]): math.nan}
-    monkeypatch.setattr(training, "perplexity", lambda model, *rest: said[id(model)])
+    monkeypatch.setattr(training, "measure_perplexity", lambda model, *rest: said[id(model)])
     run._end_epoch()
     assert run.curve[-1].valid == 5.0
     for name, parameter in run.averages[better].named_parameters():
@@ -379,7 +381,7 @@ def test_states_are_forgotten_as_often_as_asked_for(tmp_path: Path) -> None:
     source = torch.Generator()
     source.set_state(run.source.get_state())
     run._loss(run.inputs[:, :7], run.targets[:, :7])
-    drawn = draw(run.model, 4, DROPPED, source)
+    drawn = draw_masks(run.model, 4, DROPPED, source)
     fresh = run.model.noisy(run.inputs[:, :7], run.model.initial_state(4), drawn, 1)
     torch.testing.assert_close(run.state, fresh.state)
 
@@ -389,9 +391,9 @@ def test_what_repeats_itself_is_learnt(tmp_path: Path) -> None:
     corpus = Corpus(text, text[:200], text[:200], tuple(map(str, range(12))))
     mild = Dropouts(words=0.0, input=0.1, recurrent=0.1, output=0.1, projected=0.1)
     settings = replace(TINY.training, epochs=4, dropouts=mild, clip=1.0, lr=0.02)
-    config = LanguageConfig(network=Network(hidden=24, embedding=16), training=settings)
-    model = trained(config, corpus, a_context(tmp_path), 0)
-    assert perplexity(model, corpus.test, CPU) < 1.5  # chance is 12
+    config = LanguageConfig(network=NetworkSizes(hidden=24, embedding=16), training=settings)
+    model = train_or_load(config, corpus, a_context(tmp_path), 0)
+    assert measure_perplexity(model, corpus.test, CPU) < 1.5  # chance is 12
     assert not model.training
     curve, seconds = learning_curve(config, corpus, a_context(tmp_path), 0)
     assert [point.epochs for point in curve] == [1, 2, 3, 4]
@@ -405,18 +407,18 @@ def test_the_weights_that_did_best_are_kept_also_by_a_run_that_is_interrupted(
     none = Dropouts(0, 0, 0, 0, 0)
     settings = replace(TINY.training, epochs=6, lr=0.05, clip=5.0, averages=(0.5,), dropouts=none)
     config, corpus = replace(TINY, training=settings), a_corpus()  # nothing but chance to learn
-    whole = trained(config, corpus, a_context(tmp_path / "whole"), 0)
+    whole = train_or_load(config, corpus, a_context(tmp_path / "whole"), 0)
     curve = [
         point.valid for point in learning_curve(config, corpus, a_context(tmp_path / "whole"), 0)[0]
     ]
     assert 1.05 * min(curve) < curve[-1]
-    assert perplexity(whole, corpus.valid, CPU) == pytest.approx(min(curve), rel=1e-6)
-    monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
+    assert measure_perplexity(whole, corpus.valid, CPU) == pytest.approx(min(curve), rel=1e-6)
+    monkeypatch.setattr(training, "NETWORK_SAVE_EVERY_S", 0.0)
     monkeypatch.setattr(training, "TrainingRun", Interrupted)
     resumed, interruptions = None, 0
     while resumed is None:
         try:
-            resumed = trained(config, corpus, a_context(tmp_path), 0)
+            resumed = train_or_load(config, corpus, a_context(tmp_path), 0)
         except KeyboardInterrupt:
             interruptions += 1
     assert interruptions >= 8  # in sixty steps
@@ -427,7 +429,7 @@ def test_the_weights_that_did_best_are_kept_also_by_a_run_that_is_interrupted(
 def test_a_training_that_diverges_says_so(tmp_path: Path) -> None:
     config = replace(TINY, training=replace(TINY.training, lr=1e30))
     with pytest.raises(ExperimentError, match=r"diverged after 1 epochs: pass a --training\.lr"):
-        trained(config, a_corpus(), a_context(tmp_path), 0)
+        train_or_load(config, a_corpus(), a_context(tmp_path), 0)
 
 
 # Interruptions and the cache
@@ -449,14 +451,14 @@ def test_an_interrupted_training_ends_as_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, corpus = replace(TINY, training=replace(TINY.training, beta1=0.5)), a_corpus()
-    whole = trained(config, corpus, a_context(tmp_path / "whole"), 3)
-    monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
+    whole = train_or_load(config, corpus, a_context(tmp_path / "whole"), 3)
+    monkeypatch.setattr(training, "NETWORK_SAVE_EVERY_S", 0.0)
     monkeypatch.setattr(training, "TrainingRun", Interrupted)
     interruptions = 0
     while True:
         torch.rand(interruptions + 1)  # nobody else's random numbers matter
         try:
-            resumed = trained(config, corpus, a_context(tmp_path), 3)
+            resumed = train_or_load(config, corpus, a_context(tmp_path), 3)
             break
         except KeyboardInterrupt:
             interruptions += 1
@@ -485,13 +487,13 @@ def test_recorded_steps_are_the_steps_that_were_recorded(
         ("recorded", 3, TrainingRun),
         ("interrupted", 3, Interrupted),
     ):
-        monkeypatch.setattr(recording, "FIRST", first)
+        monkeypatch.setattr(recording, "WARM_UP_CALLS", first)
         monkeypatch.setattr(training, "TrainingRun", class_)
-        monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
+        monkeypatch.setattr(training, "NETWORK_SAVE_EVERY_S", 0.0)
         place = replace(a_context(tmp_path / name), device=torch.device("cuda"))
         while name not in found:
             with contextlib.suppress(KeyboardInterrupt):
-                found[name] = trained(TINY, corpus, place, 3)
+                found[name] = train_or_load(TINY, corpus, place, 3)
     untrained = LanguageModel(11, 12, 8).cuda()
     for name, parameter in found["step by step"].named_parameters():
         for other in ("recorded", "interrupted"):
@@ -504,15 +506,15 @@ def test_recorded_steps_are_the_steps_that_were_recorded(
 def test_kept_work_of_another_text_is_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(training, "NETWORK_SAVE_EVERY_S", 0.0)
     monkeypatch.setattr(training, "TrainingRun", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        trained(TINY, a_corpus(), a_context(tmp_path), 0)
+        train_or_load(TINY, a_corpus(), a_context(tmp_path), 0)
     assert a_context(tmp_path).workspace.load("training-0") is not None
     monkeypatch.undo()
     other = a_corpus(seed=1)
-    got = trained(TINY, other, a_context(tmp_path), 0)
-    fresh = trained(TINY, other, a_context(tmp_path / "fresh"), 0)
+    got = train_or_load(TINY, other, a_context(tmp_path), 0)
+    fresh = train_or_load(TINY, other, a_context(tmp_path / "fresh"), 0)
     assert torch.equal(got.decoder.weight, fresh.decoder.weight)
 
 
@@ -520,14 +522,14 @@ def test_a_network_is_trained_once_for_all_that_ask_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context, corpus = a_context(tmp_path), a_corpus()
-    before = trained(TINY, corpus, context, 0)
+    before = train_or_load(TINY, corpus, context, 0)
 
     def fail(*_: object) -> None:
         raise AssertionError("trained again")
 
     monkeypatch.setattr(training, "TrainingRun", fail)
     shorter = replace(corpus, test=corpus.test[:20])
-    again = trained(replace(TINY, memory=7, seeds=(0, 1)), shorter, context, 0)
+    again = train_or_load(replace(TINY, memory=7, seeds=(0, 1)), shorter, context, 0)
     assert torch.equal(again.decoder.weight, before.decoder.weight)
     assert again.decoder.weight.requires_grad
     for config, text, seed in (
@@ -535,27 +537,27 @@ def test_a_network_is_trained_once_for_all_that_ask_for_it(
         (TINY, a_corpus(seed=5), 0),
         (TINY, replace(corpus, valid=corpus.valid[:50]), 0),  # decides when it was best
         (replace(TINY, training=replace(TINY.training, lr=0.02)), corpus, 0),
-        (replace(TINY, network=Network(hidden=12, embedding=9)), corpus, 0),
+        (replace(TINY, network=NetworkSizes(hidden=12, embedding=9)), corpus, 0),
     ):
         with pytest.raises(AssertionError, match="trained again"):
-            trained(config, text, context, seed)
+            train_or_load(config, text, context, seed)
 
 
 def test_seeds_give_networks_of_their_own_and_leave_other_random_numbers_alone(
     tmp_path: Path,
 ) -> None:
     context, corpus, before = a_context(tmp_path), a_corpus(), torch.get_rng_state()
-    models = [trained(TINY, corpus, context, seed) for seed in (0, 1)]
+    models = [train_or_load(TINY, corpus, context, seed) for seed in (0, 1)]
     assert not torch.equal(models[0].decoder.weight, models[1].decoder.weight)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_damaged_network_is_trained_anew(tmp_path: Path) -> None:
-    before = trained(TINY, a_corpus(), a_context(tmp_path), 0)
+    before = train_or_load(TINY, a_corpus(), a_context(tmp_path), 0)
     (path,) = (tmp_path / "cache").glob("language-*.safetensors")
     path.write_bytes(path.read_bytes()[:500])
     with pytest.warns(UserWarning, match="is damaged and is computed anew"):
-        after = trained(TINY, a_corpus(), a_context(tmp_path), 0)
+        after = train_or_load(TINY, a_corpus(), a_context(tmp_path), 0)
     assert torch.equal(after.decoder.weight, before.decoder.weight)
 
 
@@ -564,7 +566,7 @@ def test_adam_can_go_on_where_training_ended(tmp_path: Path, beta1: float) -> No
     config = replace(TINY, training=replace(TINY.training, beta1=beta1))
     run = TrainingRun(config, a_corpus(), a_context(tmp_path), 0, "x")
     run.finish()
-    model = trained(config, a_corpus(), a_context(tmp_path), 0)
+    model = train_or_load(config, a_corpus(), a_context(tmp_path), 0)
     optimizer = torch.optim.Adam(model.parameters(), betas=(beta1, 0.999))
     optimizer.load_state_dict(adam_state(config, a_corpus(), a_context(tmp_path), 0))
     generator = torch.Generator().manual_seed(0)
@@ -582,7 +584,7 @@ def test_adam_can_go_on_where_training_ended(tmp_path: Path, beta1: float) -> No
 
 def test_no_epochs_leave_the_network_as_it_was(tmp_path: Path) -> None:
     config = replace(TINY, training=replace(TINY.training, epochs=0))
-    model = trained(config, a_corpus(), a_context(tmp_path), 0)
+    model = train_or_load(config, a_corpus(), a_context(tmp_path), 0)
     assert torch.equal(
         model.decoder.weight, training._initial(config, a_corpus(), 0).decoder.weight
     )
@@ -591,7 +593,7 @@ def test_no_epochs_leave_the_network_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_learning_curve_is_among_the_records(tmp_path: Path) -> None:
-    trained(TINY, a_corpus(), a_context(tmp_path), 0)
+    train_or_load(TINY, a_corpus(), a_context(tmp_path), 0)
     records = curve_records(TINY, a_corpus(), a_context(tmp_path), 0)
     curve, _ = learning_curve(TINY, a_corpus(), a_context(tmp_path), 0)
     assert [point.epochs for point in curve] == [1, 2, 3]
@@ -618,13 +620,32 @@ def test_own_text_is_numbered_by_its_most_frequent_words(tmp_path: Path) -> None
     config = own_config(tmp_path, train, "a x\nc", "k b", vocabulary=3)
     assert config.corpus == "own"
     corpus = read_corpus(config, a_context(tmp_path))
-    assert corpus.words == ("b", "a", "c", END, UNKNOWN)
+    assert corpus.words == ("b", "a", "c", END_OF_LINE, UNKNOWN)
     words = [corpus.words[number] for number in corpus.train.tolist()]
-    assert words[:12] == ["b", "a", "c", "a", END, "b", "a", UNKNOWN, "a", END, END, "a"]
-    assert [corpus.words[n] for n in corpus.valid.tolist()] == ["a", UNKNOWN, END, "c", END]
-    assert [corpus.words[n] for n in corpus.test.tolist()] == [UNKNOWN, "b", END]
+    assert words[:12] == [
+        "b",
+        "a",
+        "c",
+        "a",
+        END_OF_LINE,
+        "b",
+        "a",
+        UNKNOWN,
+        "a",
+        END_OF_LINE,
+        END_OF_LINE,
+        "a",
+    ]
+    assert [corpus.words[n] for n in corpus.valid.tolist()] == [
+        "a",
+        UNKNOWN,
+        END_OF_LINE,
+        "c",
+        END_OF_LINE,
+    ]
+    assert [corpus.words[n] for n in corpus.test.tolist()] == [UNKNOWN, "b", END_OF_LINE]
     counts = dict(zip(corpus.words, frequencies(corpus).tolist(), strict=True))
-    assert counts == {"b": 4, "a": 5, "c": 2, END: 4, UNKNOWN: 8}
+    assert counts == {"b": 4, "a": 5, "c": 2, END_OF_LINE: 4, UNKNOWN: 8}
 
 
 def test_words_that_occur_once_teach_what_is_unknown_where_nothing_else_does(
@@ -632,10 +653,10 @@ def test_words_that_occur_once_teach_what_is_unknown_where_nothing_else_does(
 ) -> None:
     train = "a b a b c d\n" * 3 + "once e e\n"
     corpus = read_corpus(own_config(tmp_path, train, "a"), a_context(tmp_path))
-    assert corpus.words == ("a", "b", "c", "d", END, UNKNOWN, "e")
+    assert corpus.words == ("a", "b", "c", "d", END_OF_LINE, UNKNOWN, "e")
     with_unknown = train + "<unk>\n"
     corpus = read_corpus(own_config(tmp_path, with_unknown, "a"), a_context(tmp_path))
-    assert corpus.words == ("a", "b", "c", "d", END, "once", "e", UNKNOWN)
+    assert corpus.words == ("a", "b", "c", "d", END_OF_LINE, "once", "e", UNKNOWN)
 
 
 def test_own_text_can_be_cut_and_may_begin_with_a_mark_of_its_encoding(tmp_path: Path) -> None:
@@ -736,14 +757,23 @@ def test_own_text_of_one_line_runs_from_the_command_line(
     ("make", "message"),
     [
         (lambda: Dropouts(input=1.0), "input must be at least 0 and below 1, got 1.0"),
-        (lambda: Network(hidden=0), "hidden must be at least 1, got 0"),
-        (lambda: Training(bptt=0), "bptt must be at least 1, got 0"),
-        (lambda: Training(lr=math.inf), "lr must be finite and positive, got inf"),
-        (lambda: Training(averages=(0.5, 1.0)), r"averages must be at least 0 .*, got 0\.5, 1\.0"),
-        (lambda: Training(averages=()), r"averages must be at least 0 and below 1, got none"),
-        (lambda: Training(decay_to=1.5), r"decay_to must be between 0 and 1, got 1\.5"),
-        (lambda: Training(decay_from=1.5), r"decay_from must be between 0 and 1, got 1\.5"),
-        (lambda: Training(weight_decay=-1.0), "weight_decay must be finite and not negative"),
+        (lambda: NetworkSizes(hidden=0), "hidden must be at least 1, got 0"),
+        (lambda: TrainingSettings(bptt=0), "bptt must be at least 1, got 0"),
+        (lambda: TrainingSettings(lr=math.inf), "lr must be finite and positive, got inf"),
+        (
+            lambda: TrainingSettings(averages=(0.5, 1.0)),
+            r"averages must be at least 0 .*, got 0\.5, 1\.0",
+        ),
+        (
+            lambda: TrainingSettings(averages=()),
+            r"averages must be at least 0 and below 1, got none",
+        ),
+        (lambda: TrainingSettings(decay_to=1.5), r"decay_to must be between 0 and 1, got 1\.5"),
+        (lambda: TrainingSettings(decay_from=1.5), r"decay_from must be between 0 and 1, got 1\.5"),
+        (
+            lambda: TrainingSettings(weight_decay=-1.0),
+            "weight_decay must be finite and not negative",
+        ),
         (lambda: LanguageConfig(seeds=()), "seeds must name at least one"),
         (lambda: LanguageConfig(tokens=-1), "tokens must be at least 0, got -1"),
         (lambda: LanguageConfig(scored_tokens=1), "scored_tokens must be 0, for all, or at least"),
@@ -765,8 +795,11 @@ def test_the_beginning_of_a_corpus_has_the_words_that_occur_there(tmp_path: Path
     counts = Counter(whole.words[n] for n in whole.train[:3000].tolist())
     assert len(part.words) == 202
     assert set(part.words) <= set(counts)
-    kept = [counts[word] for word in part.words if word not in (END, UNKNOWN)]
-    assert sorted(kept) == sorted(n for w, n in counts.items() if w not in (END, UNKNOWN))[-200:]
+    kept = [counts[word] for word in part.words if word not in (END_OF_LINE, UNKNOWN)]
+    assert (
+        sorted(kept)
+        == sorted(n for w, n in counts.items() if w not in (END_OF_LINE, UNKNOWN))[-200:]
+    )
     for name in ("train", "valid", "test"):
         shorter, longer = getattr(part, name).tolist(), getattr(whole, name).tolist()
         for got, own in zip(shorter, longer[:3000], strict=True):

@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,20 +26,20 @@ from experiments.permuted_mnist import EXPERIMENT, run, tune, tuning
 from experiments.permuted_mnist.config import (
     PRESETS,
     SEARCH_SEED,
-    Local,
+    AdaptationBySize,
     PermutedMnistConfig,
     of_size,
     searched,
 )
 from experiments.permuted_mnist.figures import sections
 from experiments.permuted_mnist.scoring import (
+    copy_networks,
     memory_of,
     questions,
     random_neighbors,
-    scored,
-    trained_networks,
+    score_methods,
 )
-from experiments.permuted_mnist.stream import Kept, Streams, blocks_of, load_digits
+from experiments.permuted_mnist.stream import StoredExamples, Streams, blocks_of, load_digits
 from experiments.permuted_mnist.training import Training
 from experiments.results import Record, Result, read_results
 from experiments.workspace import Workspace
@@ -56,7 +58,7 @@ TINY = replace(
     switch_every=40,
     epochs=2,
     fisher_images=50,
-    alone=Local(lr=(0.1, 0.2), steps=(3,), k=(5,), bandwidth=(2.0,)),
+    alone=AdaptationBySize(lr=(0.1, 0.2), steps=(3,), k=(5,), bandwidth=(2.0,)),
 )
 
 
@@ -78,6 +80,16 @@ def records(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Re
     """Of one tiny run."""
     workspace = Workspace(tmp_path_factory.mktemp("run") / "work")
     return run(TINY, Context(torch.device("cpu"), data_dir, workspace, progress=False))[0]
+
+
+@pytest.fixture(scope="module")
+def training(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A training on all tasks, which has ended."""
+    workspace = Workspace(tmp_path_factory.mktemp("training") / "work")
+    training = Training(TINY, Context(torch.device("cpu"), data_dir, workspace, progress=False))
+    while not training.is_over:
+        training.learn_next()
+    return training
 
 
 def of(records: list[Record], **fields: object) -> list[Record]:
@@ -116,7 +128,7 @@ def test_a_seed_sees_the_same_in_any_company(streams: Streams) -> None:
     alone = Streams(replace(TINY, seeds=(0,)), streams.digits)
     assert torch.equal(alone.permutations[0], streams.permutations[1])
     assert torch.equal(alone.chosen[0], streams.chosen[1])
-    assert torch.equal(alone.kept(10)[0], streams.kept(10)[1])
+    assert torch.equal(alone.positions_stored(10)[0], streams.positions_stored(10)[1])
 
 
 def test_what_is_scored_is_never_trained_on(context: Context) -> None:
@@ -134,7 +146,7 @@ def test_what_is_scored_is_never_trained_on(context: Context) -> None:
 def test_one_example_of_every_window_is_stored_and_fewer_are_a_part_of_more(
     streams: Streams,
 ) -> None:
-    few, many = streams.kept(10), streams.kept(40)
+    few, many = streams.positions_stored(10), streams.positions_stored(40)
     assert torch.equal(few // 20, torch.arange(10).expand_as(few))
     assert torch.equal(many // 5, torch.arange(40).expand_as(many))
     for fewer, more in zip(few.flatten(0, 1), many.flatten(0, 1), strict=True):
@@ -154,10 +166,14 @@ def test_every_example_of_every_task_passes_once(streams: Streams, switches: boo
 @pytest.mark.parametrize("switches", [False, True])
 def test_only_what_has_passed_is_ever_stored(streams: Streams, switches: bool) -> None:
     blocks = blocks_of(streams.config, switches)
-    kept = Kept(streams, blocks)
+    kept = StoredExamples(streams, blocks)
     passing = [(b.task, place) for b in blocks for place in range(b.start, b.start + b.size)]
     for size, n in enumerate(streams.config.memory_per_task):
-        stored = {(task, place) for task in range(3) for place in streams.kept(n)[1, task].tolist()}
+        stored = {
+            (task, place)
+            for task in range(3)
+            for place in streams.positions_stored(n)[1, task].tolist()
+        }
         for passed in (0, 40, 120, 240, 600):
             images, labels = kept.memory(1, size, passed)
             expected = [pair for pair in passing[:passed] if pair in stored]
@@ -178,14 +194,14 @@ def test_rehearsed_examples_have_passed_and_bring_the_logits_of_their_time(
     assert group.logits is not None
     group.logits.copy_(torch.arange(group.logits.shape[1])[None, :, None])  # where it was seen
     draws = torch.rand(2, len(group.networks), 3000)
-    for batch in training._stored(group, draws, 300):
+    for batch in training._draw_stored(group, draws, 300):
         assert batch.logits is not None
         for network, row in zip(group.networks, range(len(group.networks)), strict=True):
             positions = batch.logits[row, :, 0].long()
             assert int(positions.max()) < 300
             n = TINY.memory_per_task[network.size or 0]
             assert len(positions.unique()) == 300 * n // 200  # all that are stored
-            images, labels = training.kept.passed(torch.zeros_like(positions), positions)
+            images, labels = training.kept.examples_at(torch.zeros_like(positions), positions)
             assert torch.equal(images, batch.inputs[row])
             assert torch.equal(labels, batch.labels[row])
 
@@ -210,17 +226,35 @@ def test_every_method_is_scored_after_every_task(records: list[Record]) -> None:
         assert sum(tasks) / 3 == pytest.approx(record["value"])
 
 
-def test_the_same_seed_gives_the_same_records(records: list[Record], context: Context) -> None:
+class Stopped(Exception):
+    """What ends a run in the middle."""
+
+
+class StoppingWorkspace(Workspace):
+    """A workspace in which a run ends after some saves."""
+
+    saves_left = 2
+
+    def save(self, name: str, state: Mapping[str, Any]) -> None:
+        super().save(name, state)
+        self.saves_left -= 1
+        if not self.saves_left:
+            raise Stopped
+
+
+def test_a_stopped_run_ends_with_the_records_of_a_whole_one(
+    records: list[Record], context: Context
+) -> None:
+    stopping = replace(context, workspace=StoppingWorkspace(context.workspace.folder))
+    with pytest.raises(Stopped):
+        run(TINY, stopping)
     assert untimed(run(TINY, context)[0]) == untimed(records)
 
 
-def test_scores_are_those_of_each_method_on_its_own(context: Context) -> None:
+def test_scores_are_those_of_each_method_on_its_own(training: Training) -> None:
     """One retrieval for all, several tasks at once: against one model after the other."""
-    training = Training(TINY, context)
-    while not training.is_over:
-        training.learn_next()
-    scores = scored(training, 0, 60)
-    networks, memory = trained_networks(training, 0), memory_of(training, 0, 1)
+    scores = score_methods(training, 0, 60)
+    networks, memory = copy_networks(training, 0), memory_of(training, 0, 1)
     assert len(memory) == 3 * 40
     alone = mbpa.MbPA(head=networks["MLP", None], memory=memory, predictor=TINY.alone.predictor(1))
     on_replay = mbpa.MbPA(
@@ -239,9 +273,7 @@ def test_scores_are_those_of_each_method_on_its_own(context: Context) -> None:
     assert sum(len(answers) for _, _, answers in questions(training, 0, 60)) == 180
 
 
-def test_memories_at_random_are_entries_of_the_memory(context: Context) -> None:
-    training = Training(TINY, context)
-    training.learn_next()
+def test_memories_at_random_are_entries_of_the_memory(training: Training) -> None:
     memory = memory_of(training, 0, 1)
     queries, _ = training.streams.queries(0, 0, 50)
     found = random_neighbors(memory, queries, 30, torch.Generator().manual_seed(0))
@@ -335,12 +367,14 @@ def test_the_search_chooses_on_images_of_its_own_and_goes_on_where_it_was(
     records = tune(TINY, context, GRIDS)[None]
     chosen = {(r["setting"], r["memory_per_task"]): r["value"] for r in of(records, name="chosen")}
     assert ("ewc_strength", None) in chosen
-    assert {(f"alone.{name}", n) for name in vars(Local()) for n in (10, 40)} <= set(chosen)
+    assert {(f"alone.{name}", n) for name in vars(AdaptationBySize()) for n in (10, 40)} <= set(
+        chosen
+    )
     tried = of(records, method="EWC", name="mean_accuracy")
     best = max(tried, key=lambda record: float(record["value"] or 0))
     assert chosen["ewc_strength", None] == best["ewc_strength"]
     adapted = of(records, method="MbPA", memory_per_task=40, name="mean_accuracy")
-    setting = {name: chosen[f"alone.{name}", 40] for name in vars(Local())}
+    setting = {name: chosen[f"alone.{name}", 40] for name in vars(AdaptationBySize())}
     taken = float(of(adapted, **setting)[0]["value"] or 0)
     assert taken >= max(float(r["value"] or 0) for r in adapted) - tuning.ACCURACY_TOLERANCE
     most = GRIDS.count_settings(len(TINY.memory_per_task))
@@ -401,7 +435,7 @@ def test_the_report_is_made_of_records_alone(records: list[Record]) -> None:
         ({"switch_every": 60}, "switch_every must divide examples 200, got 60"),
         ({"test_images": 20_000}, "test_images must be 1 to 10000, got 20000"),
         ({"der_alpha": (1.0, 2.0, 3.0)}, "der_alpha must have one value, or 2"),
-        ({"alone": Local(k=(1, 2, 3))}, "alone.k must have one value, or 2"),
+        ({"alone": AdaptationBySize(k=(1, 2, 3))}, "alone.k must have one value, or 2"),
         ({"seeds": (1, 1)}, "none of them twice"),
         ({"memory_per_task": ()}, "memory_per_task must name at least one size"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
@@ -420,13 +454,15 @@ def test_settings_that_make_no_sense_are_refused(change: dict, message: str) -> 
 )
 def test_adaptations_that_make_no_sense_are_refused(change: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
-        Local(**change)
+        AdaptationBySize(**change)
 
 
 def test_a_search_says_what_it_looked_at_and_does_not_depend_on_what_it_chose() -> None:
     asked = searched(PRESETS["paper"])
     assert (asked.part, asked.seeds, asked.switching) == ("validation", (SEARCH_SEED,), False)
-    changed = replace(PRESETS["paper"], ewc_strength=7.0, alone=Local(k=(3,)), vote_k=(9,))
+    changed = replace(
+        PRESETS["paper"], ewc_strength=7.0, alone=AdaptationBySize(k=(3,)), vote_k=(9,)
+    )
     assert searched(changed) == asked
     assert searched(replace(changed, hidden=300)) != asked
 

@@ -19,19 +19,20 @@ from experiments.experiment import Context
 from experiments.picture_sets import (
     Held,
     Share,
-    cropped,
-    moved,
-    normalised,
-    patched,
-    recoloured,
+    crop,
+    normalise,
+    paste_patches,
+    recolour,
+    shift,
 )
-from experiments.pretraining import Pretraining, features_of, initial_network, pretrained
+from experiments.pretraining import Pretraining, features_of, make_resnet, pretrain
 from experiments.resnet import ResNet
 from experiments.workspace import Workspace
 from mbpa.errors import MissingExtraError
 
 PLAIN: dict[str, Any] = {"smallest_crop": 1.0, "colour": 0.0, "cutmix": 0.0, "weight_decay": 5e-4}
 TINY = Pretraining(width=4, epochs=4, batch=16, lr=0.05, **PLAIN)
+FIVE_EPOCHS = replace(TINY, epochs=5)
 
 
 def context(folder: Path) -> Context:
@@ -127,11 +128,11 @@ def test_small_images_keep_their_size_at_first_and_checkpoints_of_other_classes_
 
 def test_each_image_is_a_crop_of_its_mirrored_surroundings() -> None:
     images = torch.randint(0, 256, (40, 3, 9, 11), dtype=torch.uint8)
-    found = moved(images, 2, torch.Generator().manual_seed(0))
-    assert torch.equal(found, moved(images, 2, torch.Generator().manual_seed(0)))
+    found = shift(images, 2, torch.Generator().manual_seed(0))
+    assert torch.equal(found, shift(images, 2, torch.Generator().manual_seed(0)))
     for rank in range(4):
         share = Share(rank, 4)
-        mine = moved(share.part(images), 2, torch.Generator().manual_seed(0), share)
+        mine = shift(share.part(images), 2, torch.Generator().manual_seed(0), share)
         assert torch.equal(mine, found[10 * rank : 10 * rank + 10])
     padded = torch.nn.functional.pad(images.float(), (2, 2, 2, 2), mode="reflect").to(torch.uint8)
     moves = set()
@@ -156,7 +157,7 @@ def test_a_crop_is_a_part_of_its_picture_enlarged() -> None:
     across, along = torch.meshgrid(torch.arange(20.0), torch.arange(20.0), indexing="ij")
     picture = torch.stack((10 * along, 10 * across, torch.full((20, 20), 7.0))).byte()
     images = picture.expand(400, 3, 20, 20)
-    found = cropped(images, 0.25, 20, torch.Generator().manual_seed(0))
+    found = crop(images, 0.25, 20, torch.Generator().manual_seed(0))
     inner = slice(2, 18)  # the outermost pixels are those of the edge
     wide, high = (found[:, place].float() for place in (0, 1))
     steps_right = (wide[:, 10, inner].diff(dim=1).mean(1) / 10).unsqueeze(1)
@@ -170,7 +171,7 @@ def test_a_crop_is_a_part_of_its_picture_enlarged() -> None:
     assert shapes.max() < 1.4
     assert 0.4 < (steps_right < 0).float().mean() < 0.6
     assert (steps_down > 0).all()
-    whole = cropped(images[:8], 1 - 1e-6, 20, torch.Generator().manual_seed(0)).float()
+    whole = crop(images[:8], 1 - 1e-6, 20, torch.Generator().manual_seed(0)).float()
     error = torch.minimum(
         *((whole - other).abs().amax((1, 2, 3)) for other in (images[:8], images[:8].flip(3)))
     )
@@ -180,7 +181,7 @@ def test_a_crop_is_a_part_of_its_picture_enlarged() -> None:
 def test_a_crop_may_be_seen_in_fewer_pixels() -> None:
     images = torch.randint(0, 256, (5, 3, 6, 6), dtype=torch.uint8)
     images = images.repeat_interleave(4, 2).repeat_interleave(4, 3)  # squares of four pixels
-    large, small = (cropped(images, 0.5, s, torch.Generator().manual_seed(2)) for s in (24, 8))
+    large, small = (crop(images, 0.5, s, torch.Generator().manual_seed(2)) for s in (24, 8))
     assert small.shape == (5, 3, 8, 8)
     seen_larger = functional.interpolate(small.float(), size=24, mode="nearest")
     assert (seen_larger - large.float()).abs().median() < 5
@@ -188,20 +189,20 @@ def test_a_crop_may_be_seen_in_fewer_pixels() -> None:
 
 def test_colours_change_picture_by_picture() -> None:
     inputs = torch.randn(6, 3, 5, 4)
-    found = recoloured(inputs, 0.3, torch.Generator().manual_seed(1))
+    found = recolour(inputs, 0.3, torch.Generator().manual_seed(1))
     drawn = 0.3 * (2 * torch.rand(6, 3, generator=torch.Generator().manual_seed(1)) - 1)
     for image, result, (contrast, light, colour) in zip(inputs, found, drawn.tolist(), strict=True):
         changed = image * (1 + contrast) + light
         grey = changed.mean(0)
         wanted = torch.stack([grey + (channel - grey) * (1 + colour) for channel in changed])
         assert torch.allclose(result, wanted, atol=1e-6)
-    assert torch.allclose(recoloured(inputs, 0.0, torch.Generator()), inputs, atol=1e-6)
+    assert torch.allclose(recolour(inputs, 0.0, torch.Generator()), inputs, atol=1e-6)
 
 
-@pytest.mark.parametrize(("alter", "how"), [(cropped, (0.4, 8)), (recoloured, (0.4,))])
+@pytest.mark.parametrize(("alter", "how"), [(crop, (0.4, 8)), (recolour, (0.4,))])
 def test_what_is_drawn_does_not_depend_on_how_many_share_it(alter: Any, how: Any) -> None:
     inputs = torch.randint(0, 256, (12, 3, 8, 8), dtype=torch.uint8)
-    pictures = inputs if alter is cropped else inputs.float()
+    pictures = inputs if alter is crop else inputs.float()
     whole = alter(pictures, *how, torch.Generator().manual_seed(0))
     parts = [
         alter(share.part(pictures), *how, torch.Generator().manual_seed(0), share)
@@ -214,7 +215,7 @@ def test_a_patch_comes_from_the_picture_before_and_counts_as_much_as_it_covers()
     draws, shares = torch.Generator().manual_seed(0), []
     for _ in range(200):
         inputs = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 16, 12)
-        found, own = patched(inputs, draws)
+        found, own = paste_patches(inputs, draws)
         mine = found == inputs
         assert ((found == inputs.roll(1, 0)) | mine).all()
         assert own == pytest.approx(float(mine[0, 0].float().mean()))
@@ -229,9 +230,9 @@ def test_a_patch_comes_from_the_picture_before_and_counts_as_much_as_it_covers()
 
 def test_it_learns_from_altered_pictures(tmp_path: Path) -> None:
     settings = Pretraining(width=4, epochs=12, batch=16, lr=0.05, smallest_crop=0.6)
-    network = pretrained(settings, pictures(), 2, 3, context(tmp_path), "split")
+    network = pretrain(settings, pictures(), 2, 3, context(tmp_path), "split")
     test = pictures(seed=1)
-    assert (network(normalised(test.images)).argmax(1) == test.labels).float().mean() > 0.9
+    assert (network(normalise(test.images)).argmax(1) == test.labels).float().mean() > 0.9
 
 
 def test_crops_are_smaller_in_the_first_epochs(
@@ -246,7 +247,7 @@ def test_crops_are_smaller_in_the_first_epochs(
         return real(network, images)
 
     monkeypatch.setattr(ResNet, "features", watched)
-    pretrained(settings, pictures(), 2, 3, context(tmp_path), "split")
+    pretrain(settings, pictures(), 2, 3, context(tmp_path), "split")
     assert seen == [(9, 9)] * 3 + [(12, 12)] * 2  # 4/7 and 3/4 of 16 pixels
     for wrong in ({"early": 1.5}, {"early_crop_side": 0.0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
@@ -255,7 +256,7 @@ def test_crops_are_smaller_in_the_first_epochs(
 
 def test_pictures_are_enlarged_once_and_only_if_they_are_smaller() -> None:
     some = pictures(6)
-    larger = some.enlarged(24)
+    larger = some.enlarge(24)
     assert (larger.size, larger.images.dtype) == (24, torch.uint8)
     assert torch.equal(larger.labels, some.labels)
     around = (
@@ -263,15 +264,15 @@ def test_pictures_are_enlarged_once_and_only_if_they_are_smaller() -> None:
         functional.avg_pool2d(some.images.float(), 2),
     )
     assert (around[0] - around[1]).abs().mean() < 5
-    assert some.enlarged(16) is some
-    assert some.enlarged(0) is some
+    assert some.enlarge(16) is some
+    assert some.enlarge(0) is some
 
 
 def test_it_learns_and_its_features_are_what_the_last_layer_sees(tmp_path: Path) -> None:
     train, test = pictures(), pictures(seed=1)
     settings = replace(TINY, epochs=8, padding=1)
-    network = pretrained(settings, train, 2, 3, context(tmp_path / "work"), "split")
-    logits = network(normalised(test.images))
+    network = pretrain(settings, train, 2, 3, context(tmp_path / "work"), "split")
+    logits = network(normalise(test.images))
     assert (logits.argmax(1) == test.labels).float().mean() > 0.9
     assert not network.training
     told: list[int] = []
@@ -283,7 +284,7 @@ def test_it_learns_and_its_features_are_what_the_last_layer_sees(tmp_path: Path)
     assert torch.allclose(both, (found + other) / 2, atol=1e-5)
     assert not torch.allclose(both, found, atol=1e-3)
     shrunk = features_of(network, test, shrunk=0.75)
-    small = functional.interpolate(normalised(test.images), (12, 12), mode="bilinear")
+    small = functional.interpolate(normalise(test.images), (12, 12), mode="bilinear")
     assert torch.allclose(shrunk, (found + network.features(small)) / 2, atol=1e-5)
     assert not torch.allclose(shrunk, found, atol=1e-3)
 
@@ -299,22 +300,30 @@ def test_it_learns_on_a_gpu_in_half_precision_and_goes_on(tmp_path: Path) -> Non
     altered = Pretraining(width=4, epochs=12, batch=16, lr=0.05, smallest_crop=0.6)  # two sizes
     place = replace(context(tmp_path / "work"), device=device)
     for name, settings in (("moved", moved), ("altered", altered), ("moved", moved)):
-        network = pretrained(settings, train, 2, 3, place, name)  # at last, what was kept
+        network = pretrain(settings, train, 2, 3, place, name)  # at last, what was kept
         found = features_of(network, test)
         assert (found.dtype, found.device.type) == (torch.float32, "cuda")
         assert (network.fc(found).argmax(1) == test.labels).float().mean() > 0.9
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> ResNet:
+    """A network whose training was never interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    return pretrain(FIVE_EPOCHS, pictures(), 2, 3, context(folder), "split")
 
 
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(-1.0, [0, 1, 2, 3, 3, 4]), (1e9, [0, 1, 2, 3, 0, 1, 2, 3, 4])]
 )
 def test_training_goes_on_where_it_was_last_saved(
-    seconds: float, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float,
+    expected: list[int],
+    whole: ResNet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = replace(TINY, epochs=5)
-    whole = pretrained(settings, pictures(), 2, 3, context(tmp_path / "whole"), "split")
     epochs: list[int] = []
-    monkeypatch.setattr(pretraining, "KEPT_AFTER", seconds)
     real = pretraining._epoch
 
     def watched(*arguments: object) -> None:
@@ -326,8 +335,8 @@ def test_training_goes_on_where_it_was_last_saved(
 
     monkeypatch.setattr(pretraining, "_epoch", watched)
     with pytest.raises(KeyboardInterrupt):
-        pretrained(settings, pictures(), 2, 3, context(tmp_path / "cut"), "split")
-    resumed = pretrained(settings, pictures(), 2, 3, context(tmp_path / "cut"), "split")
+        pretrain(FIVE_EPOCHS, pictures(), 2, 3, context(tmp_path / "cut"), "split", seconds)
+    resumed = pretrain(FIVE_EPOCHS, pictures(), 2, 3, context(tmp_path / "cut"), "split", seconds)
     assert epochs == expected
     for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -340,7 +349,7 @@ def trained_by_two(
     settings: Pretraining, pictures: Held, seed: int
 ) -> Iterator[tuple[ResNet, torch.optim.Optimizer]]:
     """The slow way, epoch by epoch: two halves of every batch, and the mean gradient."""
-    network = initial_network(settings, 2, pictures.size, seed)
+    network = make_resnet(settings, 2, pictures.size, seed)
     optimizer = torch.optim.SGD(
         network.parameters(), momentum=0.9, weight_decay=settings.weight_decay, nesterov=True
     )
@@ -348,7 +357,7 @@ def trained_by_two(
         draws = torch.Generator().manual_seed(seed * 100_003 + epoch)
         batches = torch.randperm(len(pictures.labels), generator=draws).split(settings.batch)
         for place, rows in enumerate(batches):
-            images = normalised(moved(pictures.images[rows], settings.padding, draws))
+            images = normalise(shift(pictures.images[rows], settings.padding, draws))
             labels, half = pictures.labels[rows], settings.batch // 2
             other = copy.deepcopy(network)  # its statistics are lost
             for each, part in ((other, slice(half, None)), (network, slice(half))):
@@ -359,7 +368,7 @@ def trained_by_two(
                 ).backward()
             for mine, theirs in zip(network.parameters(), other.parameters(), strict=True):
                 mine.grad = (mine.grad + theirs.grad) / 2
-            share = pretraining._share(epoch + place / len(batches), settings.epochs)
+            share = pretraining._rate_share(epoch + place / len(batches), settings.epochs)
             optimizer.param_groups[0]["lr"] = settings.lr * share
             optimizer.step()
         yield network, optimizer
@@ -374,7 +383,7 @@ def test_several_processes_go_on_and_average_their_gradients(tmp_path: Path) -> 
         if epoch == 1:
             work.workspace.save("split", {"epochs": epoch + 1, **state})
             before = copy.deepcopy(state["network"])
-    found = pretrained(settings, pictures(48), 2, 3, work, "split").state_dict()
+    found = pretrain(settings, pictures(48), 2, 3, work, "split").state_dict()
     for name, tensor in state["network"].items():
         change, error = ((tensor - other[name]).float().norm() for other in (before, found))
         assert error < 0.01 * change, name
@@ -385,19 +394,19 @@ def test_one_device_needs_no_fabric_and_several_ask_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lightning_fabric", None)
-    pretrained(replace(TINY, epochs=1), pictures(16), 2, 3, context(tmp_path / "one"), "split")
+    pretrain(replace(TINY, epochs=1), pictures(16), 2, 3, context(tmp_path / "one"), "split")
     with pytest.raises(MissingExtraError, match=r"Fabric is not installed.*mbpa\[experiments\]"):
-        pretrained(replace(TINY, devices=2), pictures(), 2, 3, context(tmp_path / "two"), "split")
+        pretrain(replace(TINY, devices=2), pictures(), 2, 3, context(tmp_path / "two"), "split")
 
 
 def test_halves_of_a_batch_have_its_gradient_on_average() -> None:
     """With statistics that do not depend on the batch: those that are shared are only gradients."""
-    network = initial_network(TINY, 2, 16, 0).eval()
+    network = make_resnet(TINY, 2, 16, 0).eval()
     some = pictures(16)
     gradients = []
     for share in (Share(), Share(0, 2), Share(1, 2)):
         network.zero_grad()
-        logits = network(normalised(share.part(some.images)))
+        logits = network(normalise(share.part(some.images)))
         functional.cross_entropy(logits, share.part(some.labels)).backward()
         gradients.append([param.grad.clone() for param in network.parameters()])
     for whole, first, second in zip(*gradients, strict=True):

@@ -438,7 +438,9 @@ def test_the_labels_that_the_benchmark_plants_are_wrong(plant):
     if plant is mislabelled.of_a_near_one:
         for place, label in zip(places, given, strict=True):
             ranks = (keys @ keys[place])[labels != labels[place]].sort(descending=True).values
-            assert (keys @ keys[place])[labels == label].max() >= ranks[mislabelled.NEAR - 1]
+            assert (keys @ keys[place])[labels == label].max() >= ranks[
+                mislabelled.NEAR_EXAMPLES - 1
+            ]
 
 
 def test_average_precision_is_the_mean_precision_at_what_is_found():

@@ -735,19 +735,19 @@ def test_the_description_is_kept_to(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("document", "results", "refreshed"),
+    ("document", "results", "table"),
     [
-        ("serving.md", "serving.json", serving_tables.refreshed),
-        ("serving.md", "journal.json", journal_benchmark.refreshed),
-        ("serving.md", "new_labels.json", new_labels.refreshed),
-        ("explorer.md", "mislabelled.json", mislabelled.refreshed),
+        ("serving.md", "serving.json", serving_tables.SERVING_TABLE),
+        ("serving.md", "journal.json", journal_benchmark.JOURNAL_TABLE),
+        ("serving.md", "new_labels.json", new_labels.NEW_LABELS_TABLE),
+        ("explorer.md", "mislabelled.json", mislabelled.MISLABELLED_TABLE),
     ],
     ids=["serving", "journal", "new labels", "mislabelled"],
 )
-def test_the_numbers_in_the_documents_are_those_of_the_benchmarks(document, results, refreshed):
+def test_the_numbers_in_the_documents_are_those_of_the_benchmarks(document, results, table):
     page = (ROOT / "docs" / document).read_text("utf-8")
     report = json.loads((ROOT / "results" / "benchmarks" / results).read_text("utf-8"))
-    assert refreshed(page, report) == page, "run the benchmark that the page names"
+    assert table.refresh(page, report) == page, "run the benchmark that the page names"
 
 
 # What it survives

@@ -1,4 +1,4 @@
-"""Measures of predictions: accuracy, calibration, detection of out-of-scope sentences, time.
+"""Measures of predictions: accuracy, calibration, detection of out-of-scope inputs, time.
 
 Confidence is the probability of the predicted label.
 """
@@ -13,22 +13,22 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-BINS = 15
+CALIBRATION_BINS = 15
 
 
-def subsets(labels: Int[Tensor, "Q"], old: int) -> dict[str, Bool[Tensor, "Q"]]:
+def split_labels(labels: Int[Tensor, "Q"], old: int) -> dict[str, Bool[Tensor, "Q"]]:
     """Return which labels are new, old (known from the start), and all."""
     is_old = labels < old
     return {"novel": ~is_old, "pre-trained": is_old, "all": torch.ones_like(is_old)}
 
 
-def top1(right: Bool[Tensor, "Q"]) -> float:
-    """Return the accuracy in percent."""
+def percent(right: Bool[Tensor, "Q"]) -> float:
+    """Return how many are true, in percent: the accuracy, if true means correct."""
     return 100 * float(right.double().mean())
 
 
 def calibration_error(
-    confidence: Float[Tensor, "Q"], right: Bool[Tensor, "Q"], bins: int = BINS
+    confidence: Float[Tensor, "Q"], right: Bool[Tensor, "Q"], bins: int = CALIBRATION_BINS
 ) -> float:
     """Return how far confidence is from accuracy, in percent: the mean over bins with (nearly)
     equal numbers of answers, from the least to the most confident.
@@ -51,19 +51,19 @@ def auroc(inside: Float[Tensor, "N"], outside: Float[Tensor, "M"]) -> float:
     return 100 * wins / (len(inside) * len(outside))
 
 
-def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+def time_call(work: Callable[[], object], repeats: int, device: torch.device) -> float:
     """Return the median time of some repeats, after one that is not counted."""
     taken = []
     for _ in range(repeats + 1):
-        wait(device)
+        wait_for_device(device)
         start = time.perf_counter()
         work()
-        wait(device)
+        wait_for_device(device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])
 
 
-def wait(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
