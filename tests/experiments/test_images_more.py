@@ -131,7 +131,7 @@ TARGET_EPOCHS = 0.2
 
 def search_in(
     context: Context,
-    task: Task,
+    task: ImageTask,
     points: tuple[float, ...] = (0.2, 0.4),
     scored_images: int = tuning.SCORED_IMAGES,
 ) -> list[Record]:
@@ -179,7 +179,7 @@ def test_the_search_takes_what_did_best_on_images_that_were_held_out(
 
 
 def test_a_search_that_is_interrupted_anywhere_ends_with_the_same_records(
-    task: Task, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: ImageTask, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged, left = [0], [-1]
     real = tuning.Snapshot.score
@@ -207,7 +207,7 @@ def test_a_search_that_is_interrupted_anywhere_ends_with_the_same_records(
 
 @pytest.mark.parametrize("is_layer_good", [True, False])
 def test_what_is_to_keep_the_old_classes_is_judged_by_new_ones_unless_it_loses_too_much(
-    is_layer_good: bool, task: Task, context: Context
+    is_layer_good: bool, task: ImageTask, context: Context
 ) -> None:
     if not is_layer_good:  # then vote or mixture sets the floor
         task = replace(task, weight=torch.zeros_like(task.weight))
@@ -302,7 +302,7 @@ def test_all_of_it_runs_on_a_gpu_and_says_the_same(
     def on(device: str) -> list[list[Record]]:
         where = torch.device(device)
         told = {n: v.to(where) if isinstance(v, Tensor) else v for n, v in vars(task).items()}
-        there, place = Task(**told), Workspace(tmp_path / device)
+        there, place = ImageTask(**told), Workspace(tmp_path / device)
         monkeypatch.setattr(neighbourhoods, "make_task", lambda config, context, seed: there)
         monkeypatch.setattr(neighbourhoods, "class_names", lambda config, context: NAMES)
         own = replace(context, device=where, workspace=place)

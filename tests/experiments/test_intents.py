@@ -702,7 +702,7 @@ def test_nothing_of_the_test_part_is_used_in_the_search(
 
 def test_the_search_has_a_split_of_its_own_and_forgets_what_was_chosen_before() -> None:
     make = tuning.make_search_config
-    asked = make(replace(PRESETS["paper"], local=Local(lr=7.0)))
+    asked = make(replace(PRESETS["paper"], local=GradientAdaptation(lr=7.0)))
     assert asked == make(PRESETS["paper"]) == make(asked)
     assert (asked.part, asked.seeds) == ("validation", (0,))
     assert not set(asked.seeds) & set(PRESETS["paper"].seeds)

@@ -66,6 +66,7 @@ from experiments.language.passage import (
 )
 from experiments.language.training import train_or_load
 from experiments.language.words import examples, improvements
+from experiments.report import draw_figure, make_sections
 from experiments.results import Record, Result, value_of
 from experiments.tuned_settings import apply_settings
 from experiments.workspace import Workspace
@@ -633,7 +634,7 @@ def test_examples_are_the_largest_gains_with_memories_from_before(
 
 
 SEARCHED = tuning.make_search_config(
-    replace(CONFIG, search=Search(tokens=12, dynamic_tokens=40, max_neighbor_steps=60))
+    replace(CONFIG, search=SearchBudget(tokens=12, dynamic_tokens=40, max_neighbor_steps=60))
 )
 GRIDS = Grids(
     windows=(30, 60),
@@ -642,7 +643,7 @@ GRIDS = Grids(
     paper_counts=(16,),
     paper_rates=(0.1, 1.0),
     paper_steps=(3,),
-    start=Local(lr=1.0, steps=3, k=8),
+    start=SoftmaxAdaptation(lr=1.0, steps=3, k=8),
     one_step_rates=(0.5, 2.0),
     rates=(0.5, 2.0),
     steps=(3,),
@@ -747,13 +748,13 @@ def test_the_chosen_settings_are_those_that_did_best(
         best = min((r for r in tried if r["window"] == settled.memory), key=value_of)
         assert {name: best[name] for name in vars(local)} == vars(local)
         predictor = local.predictor(settled.memory)
-        retrieval = retrieved(text, settled.memory, local.k)
-        parts = [adapted_scores(model.decoder, retrieval, predictor, positions, mbpa.Engine())]
+        retrieval = retrieve(text, settled.memory, local.k)
+        parts = [score_adapted(model.decoder, retrieval, predictor, positions, mbpa.Engine())]
         if method == evaluation.BOTH:
             window, scales = settled.cache.window, (settled.cache.scale,)
-            parts.append(cache_scores(text, window, scales, positions)[0])
+            parts.append(score_cache(text, window, scales, positions)[0])
         logs = torch.stack([text.own[9::10], *parts])
-        found = perplexity(mixed(logs, solved_weights(logs)))
+        found = perplexity(mix(logs, solve_weights(logs)))
         assert found == pytest.approx(value_of(best), rel=1e-4)
 
 
@@ -833,8 +834,8 @@ def test_what_only_a_search_depends_on_makes_no_other_run() -> None:
 
 def test_a_search_looks_at_nothing_that_it_is_to_choose() -> None:
     make = tuning.make_search_config
-    changed = replace(CONFIG, memory=7, mbpa=Local(lr=3.0), cache=Cache(scale=9.0))
-    changed = replace(changed, dynamic=replace(CONFIG.dynamic, lr=0.5, mbpa=Local(k=3)))
+    changed = replace(CONFIG, memory=7, mbpa=SoftmaxAdaptation(lr=3.0), cache=Cache(scale=9.0))
+    changed = replace(changed, dynamic=replace(CONFIG.dynamic, lr=0.5, mbpa=SoftmaxAdaptation(k=3)))
     assert make(changed) == make(CONFIG) == make(make(changed))
     for kept in ({"segment": 7}, {"on_top": False}, {"statistics": 9}, {"adam_lr": 0.0}):
         dynamic = replace(CONFIG.dynamic, **kept)
@@ -943,11 +944,17 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         (lambda: SoftmaxAdaptation(k=0), "k"),
         (lambda: SoftmaxAdaptation(prior=0.0), "prior"),
         (lambda: Dynamic(segment=0), "segment"),
-        (lambda: Search(seconds=0.0), "seconds"),
-        (lambda: Search(max_neighbor_steps=0), "max_neighbor_steps must be at least 1, got 0"),
-        (lambda: Search(seconds=math.inf), "seconds must be finite and positive, got inf"),
-        (lambda: Local(prior=math.inf), "prior must be finite and positive, got inf"),
-        (lambda: Local(decay=math.nan), "decay must be finite and not negative, got nan"),
+        (lambda: SearchBudget(seconds=0.0), "seconds"),
+        (
+            lambda: SearchBudget(max_neighbor_steps=0),
+            "max_neighbor_steps must be at least 1, got 0",
+        ),
+        (lambda: SearchBudget(seconds=math.inf), "seconds must be finite and positive, got inf"),
+        (lambda: SoftmaxAdaptation(prior=math.inf), "prior must be finite and positive, got inf"),
+        (
+            lambda: SoftmaxAdaptation(decay=math.nan),
+            "decay must be finite and not negative, got nan",
+        ),
         (lambda: Dynamic(lr=math.inf), "lr must be finite and positive, got inf"),
         (lambda: Dynamic(adam_lr=math.inf), "adam_lr must be finite and not negative, got inf"),
     ):
