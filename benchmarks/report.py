@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import LIMITS
+from mbpa.adaptation.engine import OLD_NAMES
 
 
 def main() -> None:
@@ -43,7 +44,11 @@ def adaptation_table(results: list[dict[str, Any]], with_limit: bool) -> str:
     rows = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
     for result in results:
         micro = result["microseconds"]
-        cells = [described(result), result["path"], *(_rounded(micro[name]) for name in names)]
+        cells = [
+            described(result),
+            OLD_NAMES.get(result["path"], result["path"]),
+            *(_rounded(micro[name]) for name in names),
+        ]
         cells += [_rounded(micro["loop"] / micro["engine"]), f"{result['error']:.0e}"]
         if with_limit:
             least = max(result[kind] / LIMITS[kind] for kind in ("operations", "bytes"))
