@@ -21,7 +21,7 @@ from benchmarks.oracle import adapt_one
 from benchmarks.timing import time_in_turns
 from mbpa.adaptation import Problem
 from mbpa.adaptation.engine import SOLVERS
-from mbpa.adaptation.per_query import functional
+from mbpa.adaptation.per_query import solve_functional
 from mbpa.kernels import neighbor_weights
 from mbpa.memory import Neighbors
 from mbpa.modules.head import own_precision
@@ -221,7 +221,7 @@ class _Runs:
         return solve
 
     def functional(self, chunk: int) -> None:
-        functional(self.next()[0].rows(slice(0, chunk)))
+        solve_functional(self.next()[0].rows(slice(0, chunk)))
 
     def loop(self) -> torch.Tensor:
         return self._loop(self.head, self.next()[0], torch.float32, 0)

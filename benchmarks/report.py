@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.__main__ import LIMITS
 from benchmarks.tables import replace_block
+from mbpa.adaptation.engine import OLD_NAMES
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def adaptation_table(results: list[dict[str, Any]], with_limit: bool) -> str:
         micro = result["microseconds"]
         cells = [
             describe_case(result),
-            result["path"],
+            OLD_NAMES.get(result["path"], result["path"]),
             *(_round_number(micro[name]) for name in names),
         ]
         cells += [_round_number(micro["loop"] / micro["engine"]), f"{result['error']:.0e}"]

@@ -88,19 +88,19 @@ def recall_lost(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> float:
 
 def measure_repeats(memory: mbpa.Memory, queries: Tensor, k: int) -> float:
     """Return the share of queries for which the first search was not certain."""
-    again, unsure_rows = 0, base.unsure_rows
+    again, find_unsure_rows = 0, base.find_unsure_rows
 
     def count(*arguments: Any) -> Tensor:
         nonlocal again
-        rows = unsure_rows(*arguments)
+        rows = find_unsure_rows(*arguments)
         again += len(rows)
         return rows
 
-    base.unsure_rows = count
+    base.find_unsure_rows = count
     try:
         memory.read(queries, k, keys_for=0)
     finally:
-        base.unsure_rows = unsure_rows
+        base.find_unsure_rows = find_unsure_rows
     return min(1.0, again / len(queries))
 
 

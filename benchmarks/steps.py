@@ -184,7 +184,7 @@ def rates_of(
 ) -> list[float]:
     """Return the step sizes that "auto" chooses for these queries."""
     from mbpa.adaptation import Problem
-    from mbpa.adaptation.step_size import settled
+    from mbpa.adaptation.step_size import resolve_step_size
 
     keys, weights = neighbors.keys, neighbor_weights(predictor.kernel, neighbors)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def rates_of(
             situation.head, predictor.rule, loss, names, keys[:, 0], outputs, keys,
             neighbors.values, weights,
         )  # fmt: skip
-        return settled(problem, None, False).weights.sum(1).tolist()
+        return resolve_step_size(problem, None, False).weights.sum(1).tolist()
 
 
 def _usual_rate(situations: Sequence[KeySituation], predictor: mbpa.Adapted) -> float:

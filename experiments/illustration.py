@@ -233,10 +233,11 @@ def adapt_function(
 
     start = {name: p.detach() for name, p in model.head.named_parameters()}
     params: Mapping[str, Tensor] = start
-    state = None
-    for _ in range(predictor.rule.steps):
+    rule, state = predictor.rule, None
+    assert isinstance(rule, mbpa.Rule)
+    for _ in range(rule.steps):
         grads = torch.func.grad(loss)(params)
-        params, state = predictor.rule.update(params, grads, start, state)
+        params, state = rule.update(params, grads, start, state)
     return lambda x: function(params, x)
 
 

@@ -3,27 +3,38 @@
 from mbpa import testing
 from mbpa.adaptation import Engine
 from mbpa.errors import CheckpointError, MissingExtraError
+from mbpa.evaluation import leave_one_out
 from mbpa.explanation import Explanation
-from mbpa.kernels import exp_dot, gaussian, inverse_distance, uniform
+from mbpa.kernels import ExpDot, Gaussian, InverseDistance, Uniform
+
+# Earlier names of the kernels, which still work.
+from mbpa.kernels import exp_dot as exp_dot
+from mbpa.kernels import gaussian as gaussian
+from mbpa.kernels import inverse_distance as inverse_distance
+from mbpa.kernels import uniform as uniform
 from mbpa.memory import ExactMemory, Memory, Neighbors
 from mbpa.model import MbPA
 from mbpa.modules.split import split
 from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric, Predictor
 from mbpa.rules import MAP, Adam, Gradient, RMSprop, Rule
 from mbpa.stream import score_stream
-from mbpa.tune import Tuning, leave_one_out, tune
+from mbpa.tune import AdaptationGrid, Tuning, tune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MAP",
     "Adam",
+    "AdaptationGrid",
     "Adapted",
     "CheckpointError",
     "Engine",
     "ExactMemory",
+    "ExpDot",
     "Explanation",
+    "Gaussian",
     "Gradient",
+    "InverseDistance",
     "MbPA",
     "Memory",
     "MissingExtraError",
@@ -35,13 +46,10 @@ __all__ = [
     "RMSprop",
     "Rule",
     "Tuning",
-    "exp_dot",
-    "gaussian",
-    "inverse_distance",
+    "Uniform",
     "leave_one_out",
     "score_stream",
     "split",
     "testing",
     "tune",
-    "uniform",
 ]

@@ -73,68 +73,68 @@ class Explanation:
 
     def __str__(self) -> str:
         if len(self) == 1:
-            return "\n".join(_lines(self))
+            return "\n".join(_write_lines(self))
         return "\n\n".join(f"query {i}\n{one}" for i, one in enumerate(self))
 
 
-SHOWN = 5  # neighbours printed per query
+MAX_PRINTED_NEIGHBORS = 5
 
 
-def _lines(one: Explanation) -> Iterator[str]:
-    yield f"before  {_prediction(one, one.before[0])}"
-    yield f"after   {_prediction(one, one.after[0])}"
+def _write_lines(one: Explanation) -> Iterator[str]:
+    yield f"before  {_format_prediction(one, one.before[0])}"
+    yield f"after   {_format_prediction(one, one.after[0])}"
     for part in one.parts:
         share = "" if len(one.parts) == 1 else f"{part.share:.0%} "
         how = ""
         if part.adaptation is not None:
             assert part.adaptation.change is not None  # explain asks for it
             moved = float(part.adaptation.change[0])
-            how = f", parameters moved by {moved:.3g} ({_path(part.adaptation)})"
+            how = f", parameters moved by {moved:.3g} ({_describe_path(part.adaptation)})"
         if len(one.parts) > 1 or how:
             yield f"{share}{part.name}{how}"
     found = 0 if one.neighbors is None else int(one.neighbors.mask.sum())
     if one.neighbors is None or not found:
         yield "no neighbours: this is the parametric prediction"
         return
-    yield f"neighbours ({min(SHOWN, found)} of {found})"
+    yield f"neighbours ({min(MAX_PRINTED_NEIGHBORS, found)} of {found})"
     weights = [] if one.weights is None else one.weights[0].tolist()
-    for i in range(min(SHOWN, found)):
+    for i in range(min(MAX_PRINTED_NEIGHBORS, found)):
         weight = f"  weight {weights[i]:.3f}" if i < len(weights) else ""
         yield (
-            f"  id {int(one.neighbors.ids[0, i])}: {_value(one, one.neighbors.values[0, i])}"
+            f"  id {int(one.neighbors.ids[0, i])}: {_format_value(one, one.neighbors.values[0, i])}"
             f"{weight}  distance {float(one.neighbors.distances[0, i]) ** 0.5:.3g}"
         )
 
 
-def _path(adaptation: Adaptation) -> str:
+def _describe_path(adaptation: Adaptation) -> str:
     """Describe how the adaptation was computed, with estimated times of it and the alternatives."""
     others = dict(sorted(adaptation.seconds.items(), key=lambda pair: pair[1]))
     own = others.pop(adaptation.path, 0.0)
-    beside = "".join(f", {name} {_micros(took)}" for name, took in others.items())
-    return f"path: {adaptation.path}, estimated {_micros(own)} µs a query{beside}"
+    beside = "".join(f", {name} {_format_micros(took)}" for name, took in others.items())
+    return f"path: {adaptation.path}, estimated {_format_micros(own)} µs per query{beside}"
 
 
-def _micros(seconds: float) -> str:
+def _format_micros(seconds: float) -> str:
     micros = 1e6 * seconds
     return f"{micros:.2g}" if micros < 99.5 else f"{micros:,.0f}"
 
 
-def _prediction(one: Explanation, prediction: Tensor) -> str:
+def _format_prediction(one: Explanation, prediction: Tensor) -> str:
     if not one.has_labels:
-        return _value(one, prediction)
+        return _format_value(one, prediction)
     top = prediction.exp().topk(min(3, len(prediction)))
     return ", ".join(
-        f"{_name(one.labels, int(label))} {float(share):.1%}"
+        f"{_get_name(one.labels, int(label))} {float(share):.1%}"
         for share, label in zip(top.values, top.indices, strict=True)
     )
 
 
-def _value(one: Explanation, value: Tensor) -> str:
+def _format_value(one: Explanation, value: Tensor) -> str:
     if one.has_labels:
-        return _name(one.labels, int(value))
+        return _get_name(one.labels, int(value))
     numbers = ", ".join(f"{number:.4g}" for number in value.flatten()[:8].tolist())
     return f"[{numbers}{', …' if value.numel() > 8 else ''}]"
 
 
-def _name(labels: Sequence[str] | None, label: int) -> str:
+def _get_name(labels: Sequence[str] | None, label: int) -> str:
     return labels[label] if labels is not None and label < len(labels) else f"class {label}"

@@ -2,8 +2,8 @@
 
 A kernel is called as `kernel(distances, dots)` with squared Euclidean distances and inner products,
 both of shape (B, K). It returns log-weights (B, K) up to a constant per row; `neighbor_weights`
-normalises them. Any function of that form is a kernel. Those defined here are classes so that a
-checkpoint can name them.
+normalises them. Any function of that form is a kernel. Those defined here are classes, so that they
+can be compared, printed and saved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class inverse_distance:
+class InverseDistance:
     """The paper's kernel, `1 / (ε + ‖h − q‖²)`.
 
     Args:
@@ -31,7 +31,7 @@ class inverse_distance:
     epsilon: float = 1e-3
 
     def __post_init__(self) -> None:
-        _make_plain(self, "epsilon")
+        _parse_field(self, "epsilon")
         if self.epsilon <= 0:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}")
 
@@ -42,7 +42,7 @@ class inverse_distance:
 
 
 @dataclass(frozen=True)
-class gaussian:
+class Gaussian:
     """The Gaussian kernel, `exp(−‖h − q‖² / 2σ²)`.
 
     Args:
@@ -52,7 +52,7 @@ class gaussian:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        _make_plain(self, "bandwidth")
+        _parse_field(self, "bandwidth")
         if self.bandwidth <= 0:
             raise ValueError(f"bandwidth must be positive, got {self.bandwidth}")
 
@@ -63,7 +63,7 @@ class gaussian:
 
 
 @dataclass(frozen=True)
-class exp_dot:
+class ExpDot:
     """The kernel of attention, `exp(θ h·q)`; with the whole memory as neighbours, a neural cache.
 
     Args:
@@ -73,7 +73,7 @@ class exp_dot:
     theta: float = 1.0
 
     def __post_init__(self) -> None:
-        _make_plain(self, "theta")
+        _parse_field(self, "theta")
 
     def __call__(
         self, distances: Float[Tensor, "B K"], dots: Float[Tensor, "B K"]
@@ -82,13 +82,17 @@ class exp_dot:
 
 
 @dataclass(frozen=True)
-class uniform:
+class Uniform:
     """The kernel that gives every neighbour the same weight."""
 
     def __call__(
         self, distances: Float[Tensor, "B K"], dots: Float[Tensor, "B K"]
     ) -> Float[Tensor, "B K"]:
         return torch.zeros_like(distances)
+
+
+# Earlier names of the classes, which still work.
+inverse_distance, gaussian, exp_dot, uniform = InverseDistance, Gaussian, ExpDot, Uniform
 
 
 def neighbor_weights(kernel: Kernel, neighbors: Neighbors) -> Float[Tensor, "B K"]:
@@ -103,13 +107,13 @@ def neighbor_weights(kernel: Kernel, neighbors: Neighbors) -> Float[Tensor, "B K
             f"got {tuple(logs.shape)}"
         )
     if (logs.isnan() & neighbors.mask).any():
-        raise ValueError(f"a kernel must not return NaN, and {kernel} did")
+        raise ValueError(f"a kernel must not return NaN, got NaN from {kernel}")
     # After the clamp, infinite log-weights share the weight equally, and finite ones get 0.
     limits = torch.finfo(logs.dtype)
     logs = logs.clamp(limits.min, limits.max).masked_fill(~neighbors.mask, -torch.inf)
     return logs.softmax(1).masked_fill(~neighbors.mask, 0)
 
 
-def _make_plain(kernel: object, name: str) -> None:
+def _parse_field(kernel: object, name: str) -> None:
     """Convert a field of a kernel to a plain float; raise `ValueError` unless it is finite."""
     object.__setattr__(kernel, name, validation.parse_number(name, getattr(kernel, name)))

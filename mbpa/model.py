@@ -26,7 +26,7 @@ from mbpa.modules.split import grow
 from mbpa.predictors import Context, Predictor
 from mbpa.serialization import build, custom_parts, describe
 
-READ_BYTES = 1 << 28  # upper limit for the neighbours' keys read at a time
+MAX_READ_BYTES = 1 << 28  # of neighbours' keys at a time
 
 
 class MbPA:
@@ -77,8 +77,8 @@ class MbPA:
         self.predictor = predictor
         check_mode("embed", self._embed)
         check_mode("head", head)
-        self._head = Head.probed(head, memory)
-        predictor.check(self._head.running, memory)
+        self._head = Head.probe(head, memory)
+        self.check_predictor(predictor)
 
     @property
     def memory(self) -> Memory:
@@ -138,17 +138,16 @@ class MbPA:
             neighbors: neighbours of these queries, if they have been read before: one
                 `memory.read` serves any number of predictors and heads.
         """
-        flat, leading = self._flat_keys(inputs, named, keys)
-        key_bytes = self.memory.key_size * self.memory.distance_dtype.itemsize
-        rows = max(1, READ_BYTES // max(1, self.predictor.keys_for * key_bytes))
+        flat, leading = self._flatten_keys(inputs, named, keys)
+        rows = self.count_rows_per_read(self.predictor.keys_for)
         with own_precision(flat):
             if neighbors is not None:
-                neighbors = self._enough(neighbors, len(flat))
+                neighbors = self._trim_neighbors(neighbors, len(flat))
             parts = []
             for start in range(0, max(1, len(flat)), rows):
                 chunk = slice(start, start + rows)
                 found = self._read(flat[chunk]) if neighbors is None else neighbors.rows(chunk)
-                parts.append(self.predictor(self._context(flat[chunk], found)))
+                parts.append(self.predictor(self.build_context(flat[chunk], found)))
         prediction = parts[0] if len(parts) == 1 else torch.cat(parts)
         return prediction.reshape(*leading, *prediction.shape[1:])
 
@@ -156,6 +155,7 @@ class MbPA:
         self,
         *inputs: Any,
         keys: Float[Tensor, "..."] | None = None,
+        neighbors: Neighbors | None = None,
         labels: Sequence[str] | None = None,
         **named: Any,
     ) -> Explanation:
@@ -164,11 +164,16 @@ class MbPA:
         Args:
             inputs: passed to `embed`, as are further keyword arguments.
             keys: keys from `embed`, to be used instead of inputs.
+            neighbors: neighbours of these queries, if they have been read before.
             labels: names of the classes, to be printed instead of numbers.
         """
-        flat, _ = self._flat_keys(inputs, named, keys)
+        flat, _ = self._flatten_keys(inputs, named, keys)
         with own_precision(flat):
-            context = self._context(flat, self._read(flat))
+            if neighbors is None:
+                neighbors = self._read(flat)
+            else:
+                neighbors = self._trim_neighbors(neighbors, len(flat))
+            context = self.build_context(flat, neighbors)
             has_neighbors = context.neighbors is not None and bool(context.neighbors.mask.any())
             return Explanation(
                 before=context.parametric,
@@ -178,6 +183,45 @@ class MbPA:
                 has_labels=context.has_labels,
                 labels=None if labels is None else tuple(labels),
             )
+
+    # For predictors other than the model's own
+
+    def check_predictor(self, predictor: Predictor) -> None:
+        """Raise `ValueError` if a predictor cannot work with this head and this memory."""
+        predictor.check(self._head.running, self.memory)
+
+    def count_rows_per_read(self, keys_for: int) -> int:
+        """Return how many queries to read at a time, given how many keys each of them needs."""
+        key_bytes = self.memory.key_size * self.memory.distance_dtype.itemsize
+        return max(1, MAX_READ_BYTES // max(1, keys_for * key_bytes))
+
+    def build_context(self, keys: Float[Tensor, "B *D"], neighbors: Neighbors | None) -> Context:
+        """Return the input of a predictor: the queries, the head's outputs, the neighbours.
+
+        One context serves any number of predictors.
+
+        Args:
+            keys: keys of the queries, from `embed`.
+            neighbors: their neighbours, from `memory.read`; `None` for predictors without any.
+        """
+        head, has_labels = self._head, self.memory.holds_labels
+        check_mode("head", head.module)
+        if neighbors is not None and has_labels:
+            labels = neighbors.values.to(torch.int64).masked_fill(~neighbors.mask, 0)
+            self.check_labels(labels)
+            neighbors = replace(neighbors, values=labels)
+        queries = keys.to(dtype_of(head.running, keys.dtype))
+        outputs = head.running(queries.clone())  # a head may work in place
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        return Context(
+            head=head.running,
+            engine=self._engine,
+            has_labels=has_labels,
+            queries=queries,
+            outputs=outputs,
+            parametric=outputs.log_softmax(1) if has_labels else outputs,
+            neighbors=neighbors,
+        )
 
     # Learning
 
@@ -199,7 +243,7 @@ class MbPA:
         """
         if values is None:
             raise ValueError("write needs values: write(inputs, values) or write(keys=, values=)")
-        flat, leading = self._flat_keys(() if inputs is None else (inputs,), {}, keys)
+        flat, leading = self._flatten_keys(() if inputs is None else (inputs,), {}, keys)
         values = validation.parse_values(values, self.memory.value_dtype)
         expected = (*leading, *self.memory.value_shape)
         if tuple(values.shape) != expected:
@@ -225,7 +269,7 @@ class MbPA:
         k = max(1, self.predictor.k)
         with self.memory.lock, own_precision(keys):
             neighbors = self.memory.read_causally(keys, labels, k, keys_for=self.predictor.keys_for)
-            prediction = self.predictor(self._context(keys, neighbors))
+            prediction = self.predictor(self.build_context(keys, neighbors))
             scores = prediction.gather(1, labels[:, None])[:, 0]
             self.memory.write(keys, labels)
         return scores
@@ -254,7 +298,7 @@ class MbPA:
             bias: the bias of the new rows.
         """
         classes = validation.count("classes", classes, least=self.classes)
-        grown = Head.probed(grow(self.head, classes, bias=bias), self.memory, is_ours=True)
+        grown = Head.probe(grow(self.head, classes, bias=bias), self.memory, is_ours=True)
         if grown.output_shape[0] != classes:
             raise ValueError(
                 f"the last linear layer of the head must give its outputs; grown to {classes}, "
@@ -277,7 +321,8 @@ class MbPA:
             batches.append(self.embed(inputs_of(batch)))
             if len(batches[-1]) != len(batch):
                 raise ValueError(
-                    f"inputs_of must give one input an id, got {len(batches[-1])} for {len(batch)}"
+                    f"inputs_of must return one input per id, got {len(batches[-1])} "
+                    f"for {len(batch)} ids"
                 )
         if not batches:
             return
@@ -341,9 +386,9 @@ class MbPA:
         try:
             saved, grown = checkpoint.description["memory"], checkpoint.description["grown_classes"]
             if predictor is None:
-                predictor = _saved_predictor(checkpoint.description["predictor"])
+                predictor = _restore_predictor(checkpoint.description["predictor"])
             if memory is None:
-                memory = _saved_memory(saved, device_of(head))
+                memory = _make_memory(saved, device_of(head))
             stored = Entries(**checkpoint.tensors["memory"])
             entries = Entries(stored.ids, *(part.to(memory.device) for part in stored[1:]))
             memory.restore(entries, saved["next_id"])
@@ -351,14 +396,14 @@ class MbPA:
             manifest = os.path.join(directory, "manifest.json")
             raise CheckpointError(f"{manifest} does not describe an MbPA model") from error
         if grown is not None and head is not None:
-            head = _saved_head(head, grown, checkpoint.tensors["head"])
+            head = _restore_head(head, grown, checkpoint.tensors["head"])
         model = cls(embed, head, memory=memory, predictor=predictor, engine=engine)
         model._head = replace(model._head, is_ours=grown is not None)
         return model
 
     # Between the parts
 
-    def _flat_keys(
+    def _flatten_keys(
         self, inputs: tuple[Any, ...], named: dict[str, Any], keys: Tensor | None
     ) -> tuple[Tensor, tuple[int, ...]]:
         """Return keys as (B, *key_shape), and the leading dimensions they had."""
@@ -377,42 +422,21 @@ class MbPA:
             return None
         return self.memory.read(keys, self.predictor.k, keys_for=self.predictor.keys_for)
 
-    def _enough(self, neighbors: Neighbors, queries: int) -> Neighbors:
+    def _trim_neighbors(self, neighbors: Neighbors, queries: int) -> Neighbors:
         """Return as many of the neighbours as the predictor uses; `ValueError` if too few."""
         k, keys_for = self.predictor.k, self.predictor.keys_for
         (count, width), with_keys = neighbors.mask.shape, neighbors.keys.shape[1]
         if count != queries:
-            raise ValueError(f"neighbors must be of the {queries} queries, got those of {count}")
+            raise ValueError(f"neighbors must be those of {queries} queries, got those of {count}")
         if width < min(k, len(self.memory)) or with_keys < min(keys_for, width):
             raise ValueError(
-                f"the predictor looks at {k} neighbors and the keys of {keys_for}, got {width} "
+                f"the predictor needs {k} neighbors and the keys of {keys_for}, got {width} "
                 f"and the keys of {with_keys}"
             )
         return neighbors.first(k)
 
-    def _context(self, keys: Float[Tensor, "B *D"], neighbors: Neighbors | None) -> Context:
-        """Return everything that a predictor needs to know about these queries."""
-        head, has_labels = self._head, self.memory.holds_labels
-        check_mode("head", head.module)
-        if neighbors is not None and has_labels:
-            labels = neighbors.values.to(torch.int64).masked_fill(~neighbors.mask, 0)
-            self.check_labels(labels)
-            neighbors = replace(neighbors, values=labels)
-        queries = keys.to(dtype_of(head.running, keys.dtype))
-        outputs = head.running(queries.clone())  # a head may work in place
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        return Context(
-            head=head.running,
-            engine=self._engine,
-            has_labels=has_labels,
-            queries=queries,
-            outputs=outputs,
-            parametric=outputs.log_softmax(1) if has_labels else outputs,
-            neighbors=neighbors,
-        )
 
-
-def _saved_predictor(description: Any) -> Predictor:
+def _restore_predictor(description: Any) -> Predictor:
     if custom := custom_parts(description):
         raise ValueError(
             f"the saved predictor has parts of your own, {', '.join(custom)}: pass predictor="
@@ -423,7 +447,7 @@ def _saved_predictor(description: Any) -> Predictor:
     return predictor
 
 
-def _saved_head(head: nn.Module, classes: int, tensors: dict[str, Tensor]) -> nn.Module:
+def _restore_head(head: nn.Module, classes: int, tensors: dict[str, Tensor]) -> nn.Module:
     try:
         grown = grow(head, classes)
         grown.load_state_dict(tensors)
@@ -432,7 +456,7 @@ def _saved_head(head: nn.Module, classes: int, tensors: dict[str, Tensor]) -> nn
     return grown
 
 
-def _saved_memory(saved: dict[str, Any], device: torch.device | None) -> Memory:
+def _make_memory(saved: dict[str, Any], device: torch.device | None) -> Memory:
     if saved["type"] != ExactMemory.__name__:
         raise ValueError(f"the saved memory was a {saved['type']}: pass an empty one as memory=")
     return ExactMemory(

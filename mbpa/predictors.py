@@ -25,7 +25,7 @@ from mbpa.adaptation import (
     Problem,
     require_convex,
 )
-from mbpa.kernels import Kernel, inverse_distance, neighbor_weights
+from mbpa.kernels import InverseDistance, Kernel, neighbor_weights
 from mbpa.memory import Memory, Neighbors, validation
 from mbpa.rules import AUTO, MAP, Gradient, Rule, require_rule
 
@@ -45,7 +45,7 @@ class Context:
     neighbors: Neighbors | None
     """The neighbours, or `None` if the predictor uses none."""
 
-    def finished(self, outputs: Float[Tensor, "B *C"]) -> Float[Tensor, "B *C"]:
+    def finish(self, outputs: Float[Tensor, "B *C"]) -> Float[Tensor, "B *C"]:
         """Convert outputs of a head to a prediction."""
         return outputs.log_softmax(1) if self.has_labels else outputs
 
@@ -133,8 +133,8 @@ class Adapted(Predictor):
     """The head after local adaptation to the neighbours: memory-based parameter adaptation.
 
     Args:
-        rule: how the parameters change: `Gradient`, `RMSprop`, `Adam`, `MAP`, or a `Rule` of your
-            own. Default: 20 gradient steps, whose size is derived from the neighbours.
+        rule: how the parameters change: `Gradient`, `RMSprop`, `Adam`, a `Rule` of your own, or
+            `MAP`. Default: 20 gradient steps, whose size is derived from the neighbours.
         k: number of neighbours (according to the paper, performance saturates after 50).
         kernel: weights the neighbours by their distance; by default the paper's.
         loss: "cross_entropy", "squared_error", or a function of outputs (K, …) and values (K, …)
@@ -142,21 +142,22 @@ class Adapted(Predictor):
         params: names of the head's parameters to adapt (default: all).
     """
 
-    rule: Rule = field(default_factory=lambda: Gradient(AUTO, steps=20))
+    rule: Rule | MAP = field(default_factory=lambda: Gradient(AUTO, steps=20))
     k: int = 50
-    kernel: Kernel = field(default_factory=inverse_distance)
+    kernel: Kernel = field(default_factory=InverseDistance)
     loss: str | Loss | None = None
     params: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        require_rule(self.rule)
+        if not isinstance(self.rule, MAP):
+            require_rule(self.rule)
         _check_neighbors(self)
         names = (CROSS_ENTROPY, SQUARED_ERROR)
         if self.loss is not None and self.loss not in names and not callable(self.loss):
             raise ValueError(f"loss must be one of {names} or a function, got {self.loss!r}")
         if callable(self.loss) and isinstance(self.rule, Gradient) and self.rule.lr == AUTO:
             raise ValueError(
-                f"lr={AUTO!r} knows how strongly {names} pull, and no other loss: give lr a number"
+                f"lr={AUTO!r} works with the losses {names} only: for your own, give lr a number"
             )
         if isinstance(self.params, str):
             raise ValueError(f"params must be a sequence of names, got the string {self.params!r}")
@@ -186,11 +187,11 @@ class Adapted(Predictor):
             require_convex(head, self.loss or CROSS_ENTROPY, memory.key_shape)
 
     def _predict(self, context: Context) -> Float[Tensor, "B *C"]:
-        return context.finished(self._adapt(context)[1].outputs)
+        return context.finish(self._adapt(context)[1].outputs)
 
     def parts(self, context: Context) -> list[Part]:
         weights, adaptation = self._adapt(context, want_change=True)
-        return [Part("adapted", 1.0, context.finished(adaptation.outputs), weights, adaptation)]
+        return [Part("adapted", 1.0, context.finish(adaptation.outputs), weights, adaptation)]
 
     def _adapt(self, context: Context, want_change: bool = False) -> tuple[Tensor, Adaptation]:
         neighbors, dtype = context.found, context.outputs.dtype
@@ -216,8 +217,8 @@ class Adapted(Predictor):
 class NeighborVote(Predictor):
     """The weighted mean of the neighbours' values: attention over the memory.
 
-    With `inverse_distance` this is the paper's memory-only prediction. With `exp_dot` it is
-    attention, and with `exp_dot` and the whole memory as neighbours it is the neural cache.
+    With `InverseDistance` this is the paper's memory-only prediction. With `ExpDot` it is
+    attention, and with `ExpDot` and the whole memory as neighbours it is the neural cache.
 
     Args:
         kernel: weights the neighbours by their distance; by default the paper's.
@@ -227,7 +228,7 @@ class NeighborVote(Predictor):
             infinite.
     """
 
-    kernel: Kernel = field(default_factory=inverse_distance)
+    kernel: Kernel = field(default_factory=InverseDistance)
     k: int = 50
     smoothing: float = 0.0
 
@@ -278,10 +279,10 @@ class Mixture(Predictor):
     def __init__(self, *mixed: Predictor, weights: Sequence[float]) -> None:
         for part in mixed:
             if not isinstance(part, Predictor):
-                raise ValueError(f"a mixture is of predictors, got {part!r}")
+                raise ValueError(f"a mixture must consist of predictors, got {part!r}")
         if not mixed or len(mixed) != len(weights):
             raise ValueError(
-                f"a mixture needs one weight a predictor, got {len(mixed)} predictors "
+                f"a mixture needs one weight per predictor, got {len(mixed)} predictors "
                 f"and {len(weights)} weights"
             )
         shares = tuple(validation.parse_number("weights", weight) for weight in weights)
@@ -324,14 +325,17 @@ class Mixture(Predictor):
 def _check_neighbors(predictor: Adapted | NeighborVote) -> None:
     object.__setattr__(predictor, "k", validation.count("k", predictor.k))
     if not callable(predictor.kernel) or isinstance(predictor.kernel, type):
-        raise ValueError(f"kernel must be one, such as mbpa.uniform(), got {predictor.kernel!r}")
+        raise ValueError(
+            f"kernel must be a function or an instance, such as mbpa.Uniform(), "
+            f"got {predictor.kernel!r}"
+        )
 
 
 def in_short(part: object) -> str:
     """Return a predictor, rule or kernel as readable text, with long numbers in three digits."""
 
-    def shorter(found: re.Match[str]) -> str:
+    def shorten(found: re.Match[str]) -> str:
         number = float(found[0])
         return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
 
-    return re.sub(r"\d+\.\d{3,}(e[+-]?\d+)?", shorter, str(part))
+    return re.sub(r"\d+\.\d{3,}(e[+-]?\d+)?", shorten, str(part))

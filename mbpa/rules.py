@@ -1,6 +1,9 @@
 """Rules: how an adaptation changes the parameters, θ → θˣ, given gradients of the weighted loss.
 
-A rule is written for ONE query; the library batches it. Symbols are those of the paper: α is `lr`,
+A `Rule` takes steps. It is written for ONE query; the library batches it. `MAP` takes none: it
+states an optimum, which the library solves for. `Adapted` accepts either.
+
+Symbols are those of the paper: α is `lr`,
 and β is `decay`, which pulls θˣ back to θ. The pull is applied separately from the gradient step:
 
     θˣ ← θˣ − α · direction(∇) − β (θˣ − θ)        `steps` times, from θˣ = θ
@@ -13,7 +16,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +28,7 @@ AUTO: Final = "auto"
 
 
 class Rule(abc.ABC):
-    """The base class of rules: how parameters change over `steps` steps. Implement `update`.
+    """The base class of rules that take `steps` steps. Implement `update`.
 
     Example:
         >>> import mbpa
@@ -86,8 +89,8 @@ class Gradient(Rule):
         """The value of `lr` if it is a number; raises `NotImplementedError` for "auto"."""
         if isinstance(self.lr, str):
             raise NotImplementedError(
-                f"lr={self.lr!r} is found from a query's neighbours by Adapted; a rule on its own "
-                "needs a number"
+                f"lr={self.lr!r} needs a query's neighbours, which only Adapted knows; to use this "
+                "rule elsewhere, give lr a number"
             )
         return self.lr
 
@@ -97,7 +100,7 @@ class Gradient(Rule):
         velocity = grads
         if self.momentum and state is not None:
             velocity = {name: self.momentum * state[name] + grads[name] for name in grads}
-        return _moved(params, velocity, start, self.rate, self.decay), velocity
+        return _move(params, velocity, start, self.rate, self.decay), velocity
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class RMSprop(Rule):
             for name, g in grads.items()
         }
         scaled = {name: g / (squares[name].sqrt() + self.epsilon) for name, g in grads.items()}
-        return _moved(params, scaled, start, self.lr, self.decay), squares
+        return _move(params, scaled, start, self.lr, self.decay), squares
 
 
 @dataclass(frozen=True)
@@ -180,11 +183,11 @@ class Adam(Rule):
             name: (mean / (1 - self.beta1**step)) / (squares[name].sqrt() / rescale + self.epsilon)
             for name, mean in means.items()
         }
-        return _moved(params, scaled, start, self.lr, self.decay), (step, means, squares)
+        return _move(params, scaled, start, self.lr, self.decay), (step, means, squares)
 
 
 @dataclass(frozen=True)
-class MAP(Rule):
+class MAP:
     """The exact optimum, which `Gradient` steps with `decay = lr · prior` converge to:
 
         θˣ = argmin Σ_k w_k loss(head(h_k), v_k) + prior/2 ‖θˣ − θ‖²
@@ -193,8 +196,8 @@ class MAP(Rule):
     and no number of steps. The head must be a single linear layer and the loss cross-entropy or
     squared error, for which the optimum is unique.
 
-    Unlike the other rules, it does not take gradient steps. The library solves for the optimum
-    using products of the neighbours, so this rule has no `update`.
+    It is used in place of a `Rule`, but takes no steps: the library solves for the optimum, using
+    products of the neighbours.
 
     Args:
         prior: cost of moving the parameters, above 0. Without it, neighbours that can be told
@@ -219,17 +222,6 @@ class MAP(Rule):
                 raise ValueError(f"{name} must {must}, got {number!r}")
             object.__setattr__(self, name, number)
 
-    @property
-    def steps(self) -> int:  # type: ignore[override]  # derived where the others store it
-        """The maximum number of steps, `most_steps`."""
-        return self.most_steps
-
-    def update(self, params: Params, grads: Params, start: Params, state: Any) -> NoReturn:
-        raise NotImplementedError(
-            "MAP has no update: it is solved as a whole, for heads that are one linear layer; "
-            "Gradient(lr, steps, decay=lr * prior) steps towards the same optimum"
-        )
-
 
 def require_rule(rule: Rule) -> None:
     """Raise `ValueError` unless `rule` is a `Rule` with at least one step."""
@@ -240,7 +232,7 @@ def require_rule(rule: Rule) -> None:
         raise ValueError(f"steps must be an integer of at least 1, got {steps}")
 
 
-def _moved(params: Params, direction: Params, start: Params, lr: float, decay: float) -> Params:
+def _move(params: Params, direction: Params, start: Params, lr: float, decay: float) -> Params:
     moved = {name: p - lr * direction[name] for name, p in params.items()}
     if decay:
         moved = {name: p - decay * (params[name] - start[name]) for name, p in moved.items()}

@@ -9,18 +9,19 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from mbpa.kernels import exp_dot, gaussian, inverse_distance, uniform
+from mbpa.kernels import ExpDot, Gaussian, InverseDistance, Uniform
 from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric
 from mbpa.rules import MAP, Adam, Gradient, RMSprop
 
-_OURS: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (
-        *(Parametric, Adapted, NeighborVote, Mixture),
-        *(Gradient, RMSprop, Adam, MAP),
-        *(inverse_distance, gaussian, exp_dot, uniform),
-    )
+_CLASSES: dict[str, type] = {
+    **{cls.__name__: cls for cls in (Parametric, Adapted, NeighborVote, Mixture)},
+    **{cls.__name__: cls for cls in (Gradient, RMSprop, Adam, MAP)},
+    "inverse_distance": InverseDistance,  # the names that checkpoints have always used
+    "gaussian": Gaussian,
+    "exp_dot": ExpDot,
+    "uniform": Uniform,
 }
+_NAMES = {cls: name for name, cls in _CLASSES.items()}
 
 
 def describe(thing: Any) -> Any:
@@ -29,9 +30,9 @@ def describe(thing: Any) -> Any:
         return thing
     if isinstance(thing, tuple):
         return [describe(item) for item in thing]
-    if _OURS.get(type(thing).__name__) is type(thing) and is_dataclass(thing):
+    if type(thing) in _NAMES and is_dataclass(thing):
         values = {field.name: describe(getattr(thing, field.name)) for field in fields(thing)}
-        return {"type": type(thing).__name__, **values}
+        return {"type": _NAMES[type(thing)], **values}
     return {"custom": getattr(thing, "__qualname__", type(thing).__qualname__)}
 
 
@@ -53,7 +54,7 @@ def build(description: Any) -> Any:
     if not isinstance(description, dict):
         return description
     values = {name: build(value) for name, value in description.items() if name != "type"}
-    cls = _OURS.get(description.get("type", ""))
+    cls = _CLASSES.get(description.get("type", ""))
     if cls is None:
         raise ValueError(f"unknown part {description.get('type')!r}")
     try:

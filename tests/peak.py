@@ -1,7 +1,8 @@
-"""Counting the memory that a computation on the CPU takes."""
+"""Counting, and limiting, the memory that a computation on the CPU takes."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that the storages made under it took at any one time."""
+    """The most bytes that the storages made under it took at any one time.
+
+    Args:
+        limit: raise `error` rather than let them take more bytes than this.
+    """
+
+    def __init__(
+        self, limit: float = math.inf, error: Callable[[], Exception] = MemoryError
+    ) -> None:
+        super().__init__()
+        self.limit, self.error = limit, error
 
     def __enter__(self) -> Peak:
         self.live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -32,6 +43,9 @@ class Peak(TorchDispatchMode):
         return result
 
     def _follow(self, storage: torch.UntypedStorage, address: int, size: int) -> None:
+        if self.now + size > self.limit:
+            raise self.error()
+
         def forget(_: object) -> None:
             del self.live[address]
             self.now -= size

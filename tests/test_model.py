@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
-from mbpa import explanation
 from mbpa.adaptation import Adaptation
+from mbpa.predictors import Part
 
 D, CLASSES = 6, 3
 
@@ -80,15 +81,15 @@ def test_one_read_serves_any_number_of_predictors(monkeypatch: pytest.MonkeyPatc
     model.write(inputs, labels)
     keys = model.embed(inputs)
     neighbors = model.memory.read(keys, 9)
-    monkeypatch.setattr("mbpa.model.READ_BYTES", 7 * 5 * D * 4)  # a few queries at a time
+    monkeypatch.setattr("mbpa.model.MAX_READ_BYTES", 7 * 5 * D * 4)  # a few queries at a time
     assert torch.allclose(model(inputs, neighbors=neighbors), model(inputs), atol=1e-6)
     vote = mbpa.MbPA(
         head=model.head, memory=model.memory, predictor=mbpa.NeighborVote(k=9, smoothing=0.1)
     )
     assert torch.allclose(vote(keys, neighbors=neighbors), vote(keys), atol=1e-6)
-    with pytest.raises(ValueError, match="neighbors must be of the 29 queries, got those of 30"):
+    with pytest.raises(ValueError, match="neighbors must be those of 29 queries, got those of 30"):
         model(inputs[1:], neighbors=neighbors)
-    with pytest.raises(ValueError, match="looks at 5 neighbors and the keys of 5, got 4"):
+    with pytest.raises(ValueError, match="needs 5 neighbors and the keys of 5, got 4"):
         model(inputs, neighbors=neighbors.first(4))
     with pytest.raises(ValueError, match="the keys of 5, got 9 and the keys of 2"):
         model(inputs, neighbors=model.memory.read(keys, 9, keys_for=2))
@@ -240,10 +241,13 @@ def test_explain_tells_neighbours_weights_before_after_change_and_path() -> None
 
 
 def test_estimated_times_are_printed_without_exponents() -> None:
-    estimates = {"span": 263.4e-6, "dense": 12345.6e-6, "stored": 0.26e-6, "layers": 99.7e-6}
+    estimates = {"span": 263.4e-6, "dense": 12345.6e-6, "stored": 0.26e-6, "mlp": 99.7e-6}
     adaptation = Adaptation(torch.zeros(1, 3), None, path="span", seconds=estimates)
-    said = explanation._path(adaptation)
-    assert said == ("path: span, estimated 263 µs a query, stored 0.26, layers 100, dense 12,346")
+    adaptation = replace(adaptation, change=torch.zeros(1))
+    part = Part("adapted", 1.0, torch.zeros(1, 3), None, adaptation)
+    why = mbpa.Explanation(torch.zeros(1, 3), torch.zeros(1, 3), None, (part,), has_labels=True)
+    expected = "path: span, estimated 263 µs per query, stored 0.26, mlp 100, dense 12,346"
+    assert expected in str(why)
 
 
 def test_explain_names_the_parts_of_a_mixture_and_an_empty_memory() -> None:
@@ -557,7 +561,7 @@ def test_modules_that_are_random_or_update_themselves_are_refused() -> None:
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_heads_that_do_not_fit_the_memory_are_refused() -> None:
     predictor = mbpa.NeighborVote(k=2)
-    with pytest.raises(ValueError, match=r"take keys of shape \(B, 6\), it says"):
+    with pytest.raises(ValueError, match=r"take keys of shape \(B, 6\), but it raised"):
         mbpa.MbPA(head=nn.Linear(5, 3), memory=mbpa.ExactMemory(9, 6), predictor=predictor)
     with pytest.raises(ValueError, match=r"logits \(B, C\)"):
         mbpa.MbPA(head=nn.Linear(6, 3), memory=mbpa.ExactMemory(9, (2, 6)), predictor=predictor)
@@ -594,7 +598,7 @@ def test_bad_calls_are_refused_and_leave_the_memory_as_it_was() -> None:
         (lambda: model.write(keys=torch.zeros(1, D).long(), values=[0]), "floating dtype"),
         (lambda: model.write(keys=torch.zeros(1, D, device="meta"), values=[0]), "got meta"),
         (lambda: model(keys=torch.full((1, D), torch.inf)), "must be finite"),
-        (lambda: model.memory.delete([99]), r"unknown: \[99\]"),
+        (lambda: model.memory.delete([99]), r"unknown ids \[99\]"),
         (lambda: mbpa.split(network(), at="fc"), "'fc'"),
         (lambda: mbpa.ExactMemory(0, D), "capacity must be at least 1, got 0"),
         (lambda: model.memory.read(torch.zeros(1, D), k=0), "k must be at least 1, got 0"),
@@ -806,7 +810,7 @@ def test_many_queries_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     model.write(*examples(20))
     inputs, _ = examples(13, seed=2)
     whole = model(inputs)
-    monkeypatch.setattr("mbpa.model.READ_BYTES", 5 * D * 4 * 4)
+    monkeypatch.setattr("mbpa.model.MAX_READ_BYTES", 5 * D * 4 * 4)
     assert (model(inputs) - whole).abs().max() < 1e-6
 
 
@@ -815,7 +819,7 @@ def test_refresh_refuses_another_number_of_inputs() -> None:
     inputs, labels = examples(20)
     model.write(inputs, labels)
     sizes = iter([11, 9])
-    with pytest.raises(ValueError, match="one input an id, got 11 for 10"):
+    with pytest.raises(ValueError, match="one input per id, got 11 for 10 ids"):
         model.refresh(lambda ids: inputs[: next(sizes)], batch_size=10)
 
 

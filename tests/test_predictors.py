@@ -140,7 +140,10 @@ def test_probabilities_sum_to_one() -> None:
         (lambda: mbpa.Gradient(math.nan), "lr must be a finite number, not negative, got nan"),
         (lambda: mbpa.Gradient(0.1, decay=-1), r"decay must be .* got -1"),
         (lambda: mbpa.RMSprop(0.1, smoothing=1.5), "smoothing must be at most 1, got 1.5"),
-        (lambda: mbpa.Adapted(mbpa.Gradient(0.1), kernel=mbpa.uniform), "kernel must be one"),
+        (
+            lambda: mbpa.Adapted(mbpa.Gradient(0.1), kernel=mbpa.uniform),
+            "kernel must be a function or an instance",
+        ),
         (lambda: mbpa.NeighborVote(k=2.5), "k must be a whole number, got 2.5"),
         (lambda: mbpa.exp_dot(math.nan), "theta must be a finite number"),
         (lambda: mbpa.exp_dot("1"), "theta must be a finite number, got '1'"),
@@ -152,7 +155,7 @@ def test_probabilities_sum_to_one() -> None:
         (lambda: mbpa.Mixture(mbpa.Parametric(), weights=("1",)), "weights must be a finite"),
         (
             lambda: mbpa.Mixture(mbpa.Gradient(0.1), weights=(1.0,)),
-            "a mixture is of predictors, got Gradient",
+            "a mixture must consist of predictors, got Gradient",
         ),
         (lambda: mbpa.RMSprop(0.1, smoothing=-0.5), "smoothing must be .* got -0.5"),
         (lambda: mbpa.Adam(0.1, beta1=1.0), "below 1, got 1.0, 0.999"),

@@ -14,9 +14,9 @@ import mbpa
 
 PUBLIC = {
     *("MbPA", "split", "score_stream", "Engine", "Explanation"),
-    *("tune", "Tuning", "leave_one_out"),
+    *("tune", "AdaptationGrid", "Tuning", "leave_one_out"),
     *("Memory", "ExactMemory", "Neighbors"),
-    *("inverse_distance", "gaussian", "exp_dot", "uniform"),
+    *("InverseDistance", "Gaussian", "ExpDot", "Uniform"),
     *("Rule", "Gradient", "RMSprop", "Adam", "MAP"),
     *("Predictor", "Parametric", "Adapted", "NeighborVote", "Mixture"),
     *("CheckpointError", "MissingExtraError"),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
+from mbpa.evaluation import LabelledQueries, leave_one_out, leave_out
 from mbpa.predictors import in_short
-from mbpa.tune import _drawn, _entries, leave_one_out, without
 
 
 def make_model(
@@ -60,7 +60,7 @@ def loss_and_accuracy(predictions: Tensor, labels: Tensor) -> tuple[float, float
 
 PREDICTORS = [
     mbpa.Adapted(mbpa.Gradient("auto", 4), k=6),
-    mbpa.Mixture(mbpa.Parametric(), mbpa.NeighborVote(mbpa.gaussian(1.0), k=9), weights=(0.4, 0.6)),
+    mbpa.Mixture(mbpa.Parametric(), mbpa.NeighborVote(mbpa.Gaussian(1.0), k=9), weights=(0.4, 0.6)),
     mbpa.NeighborVote(k=100, smoothing=0.1),  # more than there are
 ]
 
@@ -89,7 +89,7 @@ def test_regression_is_left_out_too() -> None:
     model = make_model(20, has_labels=False)
     found = leave_one_out(model)
     assert (found.predictions - predictions_without(model, model.predictor)).abs().max() < 1e-9
-    tuned = mbpa.tune(model, k=(4,), steps=(3,), weight=(1.0, 0.5))
+    tuned = mbpa.tune(model, candidates=mbpa.AdaptationGrid(k=(4,), steps=(3,), weight=(1.0, 0.5)))
     trial = next(trial for trial in tuned.trials if trial.predictor == model.predictor)
     expected = (found.predictions - found.values).square().sum(1).mean() / 2
     assert trial.loss == pytest.approx(float(expected), rel=1e-9)
@@ -100,7 +100,7 @@ def test_entries_of_a_read_are_dropped_by_id_and_the_last_where_there_is_none() 
     memory = make_model(10).memory
     _, keys, _ = memory.entries()
     found = memory.read(keys[:3], 5, keys_for=3)
-    others = without(found, torch.tensor([0, int(found.ids[1, 2]), 999]))
+    others = leave_out(found, torch.tensor([0, int(found.ids[1, 2]), 999]))
     assert others.ids[0].tolist() == found.ids[0, 1:].tolist()  # itself, the nearest
     assert others.ids[1].tolist() == found.ids[1, [0, 1, 3, 4]].tolist()
     assert others.ids[2].tolist() == found.ids[2, :4].tolist()
@@ -113,7 +113,8 @@ def test_a_trial_is_what_the_predictor_does_on_validation_data() -> None:
     model = make_model()
     other = make_model(25).memory.entries()
     keys, labels = other.keys + 0.1, other.values
-    result = mbpa.tune(model, keys=keys, values=labels, decay=(0.0, 0.1), steps=(1, 3))
+    grid = mbpa.AdaptationGrid(decay=(0.0, 0.1), steps=(1, 3))
+    result = mbpa.tune(model, keys=keys, values=labels, candidates=grid)
     assert len(result.trials) == 2 + 3 * 3 * 3 * 3  # decay does nothing in one step
     assert not result.left_out
     assert result.queries == 25
@@ -124,12 +125,12 @@ def test_a_trial_is_what_the_predictor_does_on_validation_data() -> None:
         assert trial.accuracy == accuracy
     losses = [trial.loss for trial in result.trials]
     assert losses == sorted(losses)
-    assert mbpa.tune(model, keys, labels, decay=(0.0, 0.1), steps=(1, 3)) == result
+    assert mbpa.tune(model, keys, labels, candidates=grid) == result
 
 
 def test_a_trial_is_what_the_predictor_does_when_entries_are_left_out() -> None:
     model = make_model(20)
-    result = mbpa.tune(model, predictors=PREDICTORS, objective="accuracy")
+    result = mbpa.tune(model, candidates=PREDICTORS, objective="accuracy")
     assert len(result.trials) == 5  # with the model's own, and none
     assert result.left_out
     labels = model.memory.entries().values
@@ -145,7 +146,8 @@ def test_bandwidths_are_in_units_of_the_distance_to_the_nearest_entry() -> None:
     model = make_model(25)
     keys = model.memory.entries().keys
     distances = torch.cdist(keys, keys) + 1e9 * torch.eye(25)
-    result = mbpa.tune(model, k=(5,), steps=(2,), bandwidth=(0.5,), weight=(1.0,))
+    grid = mbpa.AdaptationGrid(k=(5,), steps=(2,), bandwidth=(0.5,), weight=(1.0,))
+    result = mbpa.tune(model, candidates=grid)
     (kernel,) = {
         trial.predictor.kernel
         for trial in result.trials
@@ -162,7 +164,8 @@ def test_that_unit_is_of_all_queries_however_many_there_are() -> None:
     for keys in (torch.cat((near, far)), torch.cat((far, near))):
         model = make_model(600)
         model.write(keys, torch.arange(600) % 3)  # in place of what it held
-        result = mbpa.tune(model, k=(5,), steps=(2,), bandwidth=(0.5,), weight=(1.0,))
+        grid = mbpa.AdaptationGrid(k=(5,), steps=(2,), bandwidth=(0.5,), weight=(1.0,))
+        result = mbpa.tune(model, candidates=grid)
         found += [
             trial.predictor.kernel.bandwidth
             for trial in result.trials
@@ -179,14 +182,13 @@ def test_some_entries_are_at_least_one(count: int) -> None:
         leave_one_out(make_model(), queries=count)
 
 
-def test_the_model_changes_only_if_it_is_to_adopt_the_best() -> None:
+def test_the_model_is_not_changed() -> None:
     model = make_model()
     before, own = model.memory.entries(), model.predictor
     weights = model.head.weight.clone()
-    result = mbpa.tune(model, k=(5, 10), steps=(5,))
+    result = mbpa.tune(model, candidates=mbpa.AdaptationGrid(k=(5, 10), steps=(5,)))
+    assert result.best != own
     assert model.predictor is own
-    assert mbpa.tune(model, k=(5, 10), steps=(5,), adopt=True) == result
-    assert model.predictor == result.best != own
     assert all(a.equal(b) for a, b in zip(before, model.memory.entries(), strict=True))
     assert model.head.weight.equal(weights)
 
@@ -200,7 +202,7 @@ def test_one_retrieval_serves_all_that_is_tried(monkeypatch: pytest.MonkeyPatch)
         return read(queries, k, **named)
 
     monkeypatch.setattr(model.memory, "read", counted)
-    mbpa.tune(model, k=(3, 17))
+    mbpa.tune(model, candidates=mbpa.AdaptationGrid(k=(3, 17)))
     assert asked == [(40, 18)]
 
 
@@ -211,7 +213,8 @@ def test_some_entries_are_drawn_by_the_seed() -> None:
     assert some.ids.tolist() != leave_one_out(model, queries=10, seed=2).ids.tolist()
     every = leave_one_out(model)
     assert (some.predictions - every.predictions[some.ids]).abs().max() < 1e-9
-    assert mbpa.tune(model, queries=10, k=(3,), steps=(2,)).queries == 10
+    grid = mbpa.AdaptationGrid(k=(3,), steps=(2,))
+    assert mbpa.tune(model, candidates=grid, queries=10).queries == 10
 
 
 def test_labels_count_the_same_where_they_are_to() -> None:
@@ -220,7 +223,7 @@ def test_labels_count_the_same_where_they_are_to() -> None:
     found = leave_one_out(model)
     chosen = found.predictions.gather(1, found.values[:, None])[:, 0]
     expected = -sum(chosen[found.values == label].mean() for label in range(3)) / 3
-    result = mbpa.tune(model, predictors=[model.predictor], balanced=True)
+    result = mbpa.tune(model, candidates=[model.predictor], balanced=True)
     trial = next(trial for trial in result.trials if trial.predictor == model.predictor)
     assert trial.loss == pytest.approx(float(expected), rel=1e-9)
 
@@ -230,10 +233,10 @@ def test_a_balanced_draw_takes_of_each_label_as_many_as_it_can() -> None:
     labels = torch.tensor([0] * 50 + [1] * 3 + [2] * 20)
     model = mbpa.MbPA(head=nn.Linear(2, 3), memory=memory, predictor=mbpa.Parametric())
     model.write(torch.randn(73, 2), labels)
-    drawn = _drawn(_entries(model), 15, seed=1, balanced=True)
+    drawn = LabelledQueries.from_entries(model).sample(15, seed=1, balanced=True)
     assert drawn.values.bincount().tolist() == [6, 3, 6]
     assert drawn.ids.unique().tolist() == drawn.ids.tolist()
-    assert drawn.shares.tolist() == pytest.approx(
+    assert drawn.weights.tolist() == pytest.approx(
         [15 / 3 / 6] * 6 + [15 / 3 / 3] * 3 + [15 / 3 / 6] * 6
     )
 
@@ -255,27 +258,28 @@ def test_wrong_labels_are_the_least_probable() -> None:
 
 
 def test_a_result_reads_as_a_table() -> None:
-    result = mbpa.tune(make_model(20), k=(5,), steps=(2,))
+    grid = mbpa.AdaptationGrid(k=(5,), steps=(2,))
+    result = mbpa.tune(make_model(20), candidates=grid)
     text = str(result).splitlines()
     assert text[0] == "11 predictors by loss, on 20 entries, each left out of the memory in turn"
     assert f"{result.trials[0].loss:.4f}" in text[1]
     assert len(text) == 12
-    shown = next(line for line in text if "gaussian" in line)
-    assert re.search(r"gaussian\(bandwidth=[\d.]{1,5}\)", shown), shown
+    shown = next(line for line in text if "Gaussian" in line)
+    assert re.search(r"Gaussian\(bandwidth=[\d.]{1,5}\)", shown), shown
     assert all(not re.search(r"\d{6}", line) for line in text)
 
 
 def test_a_predictor_in_short_has_three_digits_where_it_had_more() -> None:
-    kernel = mbpa.gaussian(0.1288625697294871)
-    assert in_short(kernel) == "gaussian(bandwidth=0.129)"
-    assert in_short(mbpa.gaussian(12345.678901)) == "gaussian(bandwidth=12346)"
+    kernel = mbpa.Gaussian(0.1288625697294871)
+    assert in_short(kernel) == "Gaussian(bandwidth=0.129)"
+    assert in_short(mbpa.Gaussian(12345.678901)) == "Gaussian(bandwidth=12346)"
     assert in_short(mbpa.Gradient(0.25, 20)) == str(mbpa.Gradient(0.25, 20))
     assert eval(repr(kernel), vars(mbpa)) == kernel, "what programs read has all digits"
 
 
 def test_a_predictor_that_is_sure_of_a_wrong_answer_comes_last() -> None:
     model = make_model(20)
-    result = mbpa.tune(model, predictors=[mbpa.NeighborVote(k=1)])
+    result = mbpa.tune(model, candidates=[mbpa.NeighborVote(k=1)])
     assert result.trials[-1].predictor == mbpa.NeighborVote(k=1)
     assert result.trials[-1].loss == math.inf
 
@@ -284,26 +288,38 @@ def test_a_predictor_that_is_sure_of_a_wrong_answer_comes_last() -> None:
     ("named", "message"),
     [
         ({"objective": "f1"}, "objective must be 'loss' or 'accuracy', got 'f1'"),
-        ({"values": [1]}, "values need what they are of"),
-        ({"keys": torch.ones(2, 4)}, "give the labels or targets too"),
+        ({"values": [1]}, "values need inputs or keys="),
+        ({"keys": torch.ones(2, 4)}, "give values, the labels or targets"),
         ({"keys": torch.ones(2, 4), "values": [1]}, r"values must have shape \(2,\), got \(1,\)"),
         ({"keys": torch.ones(2, 3), "values": [1, 1]}, r"keys must have shape \('Q', 4\)"),
         ({"keys": torch.ones(1, 4), "values": [7]}, "labels must be below 3"),
-        ({"x": torch.ones(1, 4), "keys": torch.ones(1, 4)}, "one of the two"),
-        ({"predictors": []}, "predictors must name at least one"),
-        ({"predictors": ["vote"]}, "predictors must be such, got 'vote'"),
-        ({"k": ()}, "k must name at least one value"),
-        ({"weight": (0.0,)}, "weight 0 is"),
-        ({"weight": (1.5,)}, "weight must be at most 1"),
-        ({"bandwidth": (-1.0,)}, "must not be negative"),
+        ({"inputs": torch.ones(1, 4), "keys": torch.ones(1, 4)}, "one of the two"),
+        ({"candidates": []}, "candidates must have at least one"),
+        ({"candidates": ["vote"]}, "candidates must be predictors, got 'vote'"),
         ({"queries": 0}, "queries must be at least 1, got 0"),
-        ({"steps": (0,)}, "steps must be"),
+        ({"candidates": mbpa.AdaptationGrid(steps=(0,))}, "steps must be"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_arguments_that_make_no_sense_are_refused(named: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mbpa.tune(make_model(), **named)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"k": ()}, "k must have at least one value"),
+        ({"weight": (0.0,)}, "weight must be above 0"),
+        ({"weight": (1.5,)}, "weight must be at most 1"),
+        ({"bandwidth": (-1.0,)}, "must not be negative"),
+    ],
+)
+def test_grids_that_make_no_sense_are_refused(
+    named: dict[str, tuple[float, ...]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        mbpa.AdaptationGrid(**named)
 
 
 def test_a_memory_with_nothing_to_leave_is_refused() -> None:

@@ -132,7 +132,7 @@ class SoftmaxAdaptation:
 
     def predictor(self, memory: int) -> mbpa.Adapted:
         """Return the predictor for a memory of this size."""
-        rule: mbpa.Rule = mbpa.Gradient(self.lr, self.steps, self.decay)
+        rule: mbpa.Rule | mbpa.MAP = mbpa.Gradient(self.lr, self.steps, self.decay)
         if self.rule == "map":
             rule = mbpa.MAP(self.prior, tolerance=1e-3)
         elif self.rule != "gradient":

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from mbpa.adaptation.losses import CROSS_ENTROPY
-from mbpa.adaptation.mlp import layered
-from mbpa.adaptation.optimum import optimum
+from mbpa.adaptation.mlp import solve_mlp
+from mbpa.adaptation.optimum import solve_optimum
 from mbpa.adaptation.output_cache import OutputStore, StoredOutputs, table_bytes
-from mbpa.adaptation.per_query import dense, functional
-from mbpa.adaptation.per_query import is_fused as is_dense_fused
+from mbpa.adaptation.per_query import is_dense_fused, solve_dense, solve_functional
 from mbpa.adaptation.plan import (
     DENSE,
     FUNCTIONAL,
-    LAYERS,
+    MLP,
     ONE_STEP,
     OPTIMUM,
     PATHS,
@@ -29,16 +28,17 @@ from mbpa.adaptation.plan import (
     make_plan,
 )
 from mbpa.adaptation.problem import Adaptation, Problem
-from mbpa.adaptation.span import one_step, span, step_factors
-from mbpa.adaptation.step_size import is_open, settled
+from mbpa.adaptation.span import compute_step_factors, solve_one_step, solve_span
+from mbpa.adaptation.step_size import is_rate_open, resolve_step_size
 from mbpa.device import Throughput, free_bytes, measure_throughput, ran_out_of_memory, takes_kernels
 from mbpa.memory import Neighbors, validation
 
-MOST_SCRATCH = 1 << 29, 1 << 33  # default limits in bytes, on a CPU and on a GPU
-MUCH_SCRATCH = 1 << 28  # only above this is it worth asking how much memory is free
-MOST_PLANS = 1000  # remembered per head
-STORE_BYTES = 1 << 30
-HALF_ERROR = 1e-3  # largest error in log-probability that half-precision rows may cause
+MAX_SCRATCH_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}  # by default
+LARGE_SCRATCH_BYTES = 1 << 28  # only above this is it worth asking how much memory is free
+MAX_PLANS = 1000  # remembered per head
+MAX_TABLE_BYTES = 1 << 30
+OLD_NAMES = {"layers": MLP}  # of paths, still accepted
+MAX_HALF_ERROR = 1e-3  # largest error in log-probability that half-precision rows may cause
 
 Solved = tuple[Tensor, Tensor | None]
 
@@ -55,7 +55,7 @@ class Engine:
             takes half the memory and time. They are used only if the log-probabilities are
             guaranteed to be within 1e-3; other calls compute the outputs anew.
         path: compute everything by this path ("functional", "dense", "span", "one step" or
-            "layers") instead of the fastest one; raises `ValueError` if the path cannot compute a
+            "mlp") instead of the fastest one; raises `ValueError` if the path cannot compute a
             problem. (`MAP` has only one path, "optimum".)
         rates: speed of the device, for choosing the fastest path; measured if not given.
     """
@@ -63,12 +63,14 @@ class Engine:
     def __init__(
         self,
         scratch_bytes: int | None = None,
-        store_bytes: int = STORE_BYTES,
+        store_bytes: int = MAX_TABLE_BYTES,
         *,
         half_store: bool = False,
         path: str | None = None,
         rates: Throughput | None = None,
     ) -> None:
+        if path in OLD_NAMES:
+            path = OLD_NAMES[path]
         if path not in (None, *PATHS):
             raise ValueError(f"path must be None or one of {PATHS}, got {path!r}")
         if scratch_bytes is not None:
@@ -96,13 +98,13 @@ class Engine:
             stored = None
             if can_store and _uses_table(plan.path, problem):
                 store = self._store_for(problem, plan.path)
-                stored = _looked_up(stack, store, problem, neighbors)
+                stored = _look_up(stack, store, problem, neighbors)
                 if stored is not None and plan.path == ONE_STEP:
-                    problem = settled(problem, stored, has_shares=store is not self._raw)
+                    problem = resolve_step_size(problem, stored, has_shares=store is not self._raw)
                 is_sure = stored is not None and _is_sure(problem, stored)
                 if not is_sure:
                     plan, stored = self._plan(problem, None, want_change, any_path=True), None
-            parts = self._in_chunks(plan, problem, stored, want_change)
+            parts = self._solve_in_chunks(plan, problem, stored, want_change)
         if len(parts) == 1:
             return Adaptation(*parts[0], plan.path, plan.seconds)
         outputs = torch.cat([part[0] for part in parts])
@@ -118,7 +120,7 @@ class Engine:
     ) -> Plan:
         """Return a plan, made once for all problems of the same form."""
         device, path = problem.queries.device, None if any_path else self._path
-        most = self._scratch_bytes or MOST_SCRATCH[device.type == "cuda"]
+        most = self._scratch_bytes or MAX_SCRATCH_BYTES["cuda" if device.type == "cuda" else "cpu"]
 
         def make(limit: int) -> Plan:
             rates = self._rates or measure_throughput(device)
@@ -128,15 +130,15 @@ class Engine:
         form = (problem.form, table_rows, want_change, any_path)
         plan = plans.get(form)
         if plan is None:
-            if len(plans) >= MOST_PLANS:
+            if len(plans) >= MAX_PLANS:
                 plans.clear()
             plan = plans[form] = make(most)
-        if self._scratch_bytes is not None or plan.held <= MUCH_SCRATCH:
+        if self._scratch_bytes is not None or plan.held <= LARGE_SCRATCH_BYTES:
             return plan
         left = free_bytes(device) // 2
         return plan if plan.held <= left else make(left)
 
-    def _in_chunks(
+    def _solve_in_chunks(
         self, plan: Plan, problem: Problem, stored: StoredOutputs | None, want_change: bool
     ) -> list[Solved]:
         """Solve the problem in chunks of queries; use smaller chunks if memory runs out."""
@@ -148,15 +150,15 @@ class Engine:
                 rows = slice(start, start + chunk)
                 part, kept = problem.rows(rows), stored and stored.rows(rows)
             try:
-                part = settled(part, kept, has_shares=False)
+                part = resolve_step_size(part, kept, has_shares=False)
                 solved = SOLVERS[plan.path](part, kept, want_change)
             except (RuntimeError, MemoryError) as error:
                 if len(part.queries) == 1 or not ran_out_of_memory(error):
                     raise
                 chunk = len(part.queries) // 2
                 warnings.warn(
-                    f"out of memory; adapting {chunk} queries at a time, set "
-                    f"Engine(scratch_bytes=) below {plan.held:.0f} to start there",
+                    f"out of memory; adapting {chunk} queries at a time. To start with smaller "
+                    f"chunks, set Engine(scratch_bytes=) below {plan.held:.0f}",
                     stacklevel=2,
                 )
                 continue
@@ -171,7 +173,7 @@ class Engine:
     def _store_for(self, problem: Problem, path: str) -> OutputStore:
         if path != ONE_STEP or problem.loss != CROSS_ENTROPY:
             return self._raw
-        if self._half_store and takes_kernels(problem.outputs) and not is_open(problem):
+        if self._half_store and takes_kernels(problem.outputs) and not is_rate_open(problem):
             return self._halves
         return self._probabilities
 
@@ -180,7 +182,7 @@ def _uses_table(path: str, problem: Problem) -> bool:
     return path in (SPAN, ONE_STEP, OPTIMUM) or (path == DENSE and is_dense_fused(problem))
 
 
-def _looked_up(
+def _look_up(
     stack: ExitStack, store: OutputStore, problem: Problem, neighbors: Neighbors
 ) -> StoredOutputs | None:
     """Return the cached outputs of the neighbours, or `None` if there is no memory for a cache."""
@@ -191,8 +193,8 @@ def _looked_up(
         if not ran_out_of_memory(error):
             raise
         warnings.warn(
-            "out of memory; what the head says of memory entries is not kept from call to call, "
-            "set Engine(store_bytes=) lower to be spared the attempt",
+            "out of memory; the head's outputs for memory entries are not cached between calls. "
+            "To turn the cache off, set Engine(store_bytes=0)",
             stacklevel=2,
         )
         return None
@@ -202,20 +204,20 @@ def _is_sure(problem: Problem, stored: StoredOutputs) -> bool:
     """Return whether the stored rows, which may have half precision, are accurate enough."""
     if stored.table.dtype == problem.dtype:
         return True
-    return float(step_factors(problem).abs().sum(1).max()) * 2.0**-11 <= HALF_ERROR
+    return float(compute_step_factors(problem).abs().sum(1).max()) * 2.0**-11 <= MAX_HALF_ERROR
 
 
-def _one_step(problem: Problem, stored: StoredOutputs | None, want_change: bool) -> Solved:
+def _solve_one_step(problem: Problem, stored: StoredOutputs | None, want_change: bool) -> Solved:
     assert stored is not None  # the plan takes one step only from stored outputs
-    outputs = one_step(problem, stored)
-    return outputs, span(problem, None, True)[1] if want_change else None
+    outputs = solve_one_step(problem, stored)
+    return outputs, solve_span(problem, None, True)[1] if want_change else None
 
 
 SOLVERS: dict[str, Callable[[Problem, StoredOutputs | None, bool], Solved]] = {
-    FUNCTIONAL: lambda problem, stored, want_change: functional(problem),
-    DENSE: dense,
-    SPAN: span,
-    ONE_STEP: _one_step,
-    LAYERS: lambda problem, stored, want_change: layered(problem, want_change),
-    OPTIMUM: optimum,
+    FUNCTIONAL: lambda problem, stored, want_change: solve_functional(problem),
+    DENSE: solve_dense,
+    SPAN: solve_span,
+    ONE_STEP: _solve_one_step,
+    MLP: lambda problem, stored, want_change: solve_mlp(problem, want_change),
+    OPTIMUM: solve_optimum,
 }

@@ -17,7 +17,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 CROSS_ENTROPY, SQUARED_ERROR = "cross_entropy", "squared_error"
 
 
-def loss_per_neighbor(
+def compute_losses(
     loss: str | Loss, outputs: Float[Tensor, "K *C"], values: Shaped[Tensor, "K *V"]
 ) -> Float[Tensor, "K"]:
     """Return the loss of each output: −log p(value), ½‖output − value‖², or the user's own."""
@@ -29,25 +29,25 @@ def loss_per_neighbor(
     losses = loss(outputs, values)
     if losses.shape != outputs.shape[:1]:
         raise ValueError(
-            f"a loss must return one number a neighbour, shape {tuple(outputs.shape[:1])}, "
+            f"loss must return one number per neighbour, shape {tuple(outputs.shape[:1])}, "
             f"got {tuple(losses.shape)}"
         )
     return losses
 
 
-def residual(
+def compute_residual(
     loss: str, outputs: Float[Tensor, "*K C"], values: Shaped[Tensor, "*V"]
 ) -> Float[Tensor, "*K C"]:
-    """Return the derivative of a built-in loss by the output.
+    """Return the derivative of a built-in loss with respect to the output.
 
     That is softmax − one-hot for cross-entropy, and output − value for squared error.
     """
     if loss == SQUARED_ERROR:
         return outputs - values
-    return minus_one_hot(outputs.softmax(-1), values)
+    return subtract_one_hot(outputs.softmax(-1), values)
 
 
-def minus_one_hot(
+def subtract_one_hot(
     probabilities: Float[Tensor, "*K C"], labels: Shaped[Tensor, "*K"]
 ) -> Float[Tensor, "*K C"]:
     ones = torch.ones_like(labels, dtype=probabilities.dtype)

@@ -12,54 +12,57 @@ weights instead.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mbpa.adaptation.losses import residual
+from mbpa.adaptation.losses import compute_residual
 from mbpa.adaptation.problem import LinearHead, Problem
 from mbpa.device import takes_kernels
 from mbpa.rules import Gradient
 
 Layer = LinearHead | nn.Module
-MOST_FUSED = 32  # rows per query up to which our kernel combines them faster
-FEWEST_FUSED = 64  # inputs and outputs from which our kernel multiplies faster
+MAX_FUSED_ROWS = 32  # rows per query up to which our kernel combines them faster
+MIN_FUSED_SIZE = 64  # inputs and outputs from which our kernel multiplies faster
 
 
-def layered(
+def solve_mlp(
     problem: Problem, want_change: bool
 ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
     """Return the adapted outputs, and the norm of the change if `want_change`."""
-    below, lowest_layer, above, rule = _parted(problem)
+    below, lowest_layer, above, rule = _divide_layers(problem)
     keys, queries = problem.keys, problem.queries[:, None]
     for layer in below:
-        keys, queries = _through(layer, keys), _through(layer, queries)
+        keys, queries = _run_layer(layer, keys), _run_layer(layer, queries)
     lowest = _Lowest(lowest_layer, keys, rule)
-    rates = _rates(rule, keys)
-    upper = [_part(layer, keys, rates, rule) for layer in above]
+    rates = _compute_rates(rule, keys)
+    upper = [_make_part(layer, keys, rates, rule) for layer in above]
     weights = problem.weights[..., None]
     for _ in range(rule.steps):
-        outputs = lowest.outputs()
+        outputs = lowest.compute_outputs()
         for part in upper:
             outputs = part.forward(outputs)
-        slopes = residual(str(problem.loss), outputs, problem.values).mul_(weights)
+        slopes = compute_residual(str(problem.loss), outputs, problem.values).mul_(weights)
         for part in reversed(upper):
             slopes = part.backward(slopes)
         lowest.learn(slopes)
-    outputs = lowest(queries)
+    outputs = lowest.apply(queries)
     for part in upper:
-        outputs = part(outputs)
+        outputs = part.apply(outputs)
     if not want_change:
         return outputs[:, 0], None
-    adapting = [part for part in (lowest, *upper) if isinstance(part, _Adapting | _Whole)]
-    squares = torch.stack([part.squared_change(keys.shape[1]) for part in adapting]).sum(0)
-    return outputs[:, 0], squares.clamp_min(0).sqrt()
+    squares = [lowest.square_change(keys.shape[1])]
+    for part in upper:
+        if isinstance(part, _AdaptingPart):
+            squares.append(part.square_change(keys.shape[1]))
+    return outputs[:, 0], torch.stack(squares).sum(0).clamp_min(0).sqrt()
 
 
-def squared_slopes(
+def square_slopes(
     problem: Problem, directions: Float[Tensor, "B K C"]
 ) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B K C"]]:
     """Return ‖∇_θ (outputs · direction)‖² of each neighbour before any step, and the outputs.
@@ -67,18 +70,18 @@ def squared_slopes(
     The former is Σ ‖δ‖²(‖x‖² + 1) over the layers that adapt, where x are their inputs and δ is the
     direction propagated back to their outputs.
     """
-    below, lowest, above, _ = _parted(problem)
+    below, lowest, above, _ = _divide_layers(problem)
     inputs = problem.keys
     for layer in below:
-        inputs = _through(layer, inputs)
+        inputs = _run_layer(layer, inputs)
     upper = [
         _Frozen(layer) if isinstance(layer, LinearHead) else _Activation(layer) for layer in above
     ]
-    lengths = [lowest.squared_lengths(inputs)]
-    outputs = _through(lowest, inputs)
+    lengths = [lowest.compute_squared_lengths(inputs)]
+    outputs = _run_layer(lowest, inputs)
     for part in upper:
         if isinstance(part, _Frozen):
-            lengths.append(part.layer.squared_lengths(outputs))
+            lengths.append(part.layer.compute_squared_lengths(outputs))
         outputs = part.forward(outputs)
     squares, slopes = torch.zeros_like(problem.weights), directions
     for part in reversed(upper):
@@ -88,71 +91,263 @@ def squared_slopes(
     return squares.addcmul_(slopes.square().sum(-1), lengths.pop()), outputs
 
 
-class _Activation:
+class _Part(abc.ABC):
+    """A layer above the lowest one that adapts, while the steps of B queries are taken."""
+
+    @abc.abstractmethod
+    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        """Return the outputs for the neighbours, and keep what `backward` needs."""
+
+    @abc.abstractmethod
+    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
+        """Return the slopes by the inputs; if the layer adapts, take its step."""
+
+    @abc.abstractmethod
+    def apply(self, inputs: Float[Tensor, "B 1 I"]) -> Float[Tensor, "B 1 O"]:
+        """Return the outputs for the queries after all steps."""
+
+
+class _AdaptingPart(_Part):
+    """A part whose layer adapts."""
+
+    @abc.abstractmethod
+    def square_change(self, count: int) -> Float[Tensor, "B"]:
+        """Return ‖ΔW‖² + ‖Δb‖² of each query, using `count` rows of its history at a time."""
+
+
+class _Activation(_Part):
     """An elementwise function; its derivative needs its inputs or its outputs."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.derivative = module, DERIVATIVES[type(module)]
+        self._module, self._derivative = module, DERIVATIVES[type(module)]
 
-    def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K I"]:
-        outputs: Tensor = self.module(inputs)
-        self.kept = outputs if type(self.module) in BY_OUTPUT else inputs
+    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K I"]:
+        outputs = self.apply(inputs)
+        self._kept = outputs if type(self._module) in BY_OUTPUT else inputs
         return outputs
 
-    forward = __call__
-
     def backward(self, slopes: Float[Tensor, "B K I"]) -> Float[Tensor, "B K I"]:
-        kept = self.kept
-        del self.kept
-        return self.derivative(self.module, slopes, kept)
+        kept = self._kept
+        del self._kept
+        return self._derivative(self._module, slopes, kept)
+
+    def apply(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K I"]:
+        outputs: Tensor = self._module(inputs)
+        return outputs
 
 
-class _Frozen:
-    """A linear layer that does not adapt, above one that does."""
+class _Frozen(_Part):
+    """A linear layer that does not adapt."""
 
     def __init__(self, layer: LinearHead) -> None:
-        self.layer, self.pairs = layer, None
-        if min(layer.weight.shape) >= FEWEST_FUSED and takes_kernels(layer.weight):
-            from mbpa.adaptation.fused import shared_product
+        self.layer, self._weights = layer, _SharedWeights(layer)
 
-            self.pairs, self._product = (
-                shared_product.pairs_of(layer.weight),
-                shared_product.product,
-            )
-
-    def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
-        if self.pairs is None:
-            return _through(self.layer, inputs)
-        return self._product(inputs, self.pairs.mT, self.layer.bias)
-
-    forward = __call__
+    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        return self._weights.forward(inputs)
 
     def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
-        if self.pairs is None:
-            return (slopes.flatten(0, 1) @ self.layer.weight).view(*slopes.shape[:2], -1)
-        return self._product(slopes, self.pairs)
+        return self._weights.backward(slopes)
+
+    def apply(self, inputs: Float[Tensor, "B 1 I"]) -> Float[Tensor, "B 1 O"]:
+        return self._weights.forward(inputs)
 
 
-class _Adapting(_Frozen):
-    """A linear layer that adapts, with its history: R rows per query, and a factor for each."""
+class _Upper(_AdaptingPart):
+    """A linear layer that adapts, with its history: every step adds K rows."""
 
+    def __init__(
+        self, layer: LinearHead, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"]
+    ) -> None:
+        outs, ins = layer.weight.shape
+        self._layer, self._weights, self._rates = layer, _SharedWeights(layer), rates
+        self._slopes = keys.new_empty(len(keys), len(rates), outs)
+        self._inputs = keys.new_empty(len(keys), len(rates), ins if layer.weight_adapts else 0)
+        self._seen = 0
+
+    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        if self._layer.weight_adapts:
+            self._inputs[:, self._seen : self._seen + inputs.shape[1]] = inputs
+        return self.apply(inputs)
+
+    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
+        below, past = self._weights.backward(slopes), self._get_history()
+        if self._layer.weight_adapts:
+            below.baddbmm_((slopes @ past.slopes.mT).mul_(past.rates), past.inputs)
+        self._slopes[:, self._seen : self._seen + slopes.shape[1]] = slopes
+        self._seen += slopes.shape[1]
+        return below
+
+    def apply(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        return self._get_history().add_to(_run_layer(self._layer, inputs), inputs)
+
+    def square_change(self, count: int) -> Float[Tensor, "B"]:
+        return self._get_history().square(count)
+
+    def _get_history(self) -> _History:
+        rates = self._rates[len(self._rates) - self._seen :]
+        return _History(
+            self._layer, self._inputs[:, : self._seen], self._slopes[:, : self._seen], rates
+        )
+
+
+class _FusedUpper(_AdaptingPart):
+    """The same as `_Upper` in one kernel, which takes past rows as pairs in half precision."""
+
+    def __init__(
+        self, layer: LinearHead, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"]
+    ) -> None:
+        from mbpa.adaptation.fused import mlp_history, shared_product
+
+        self._add_past, self._join_pairs = mlp_history.add_past, shared_product.join_pairs
+        self._layer, self._weights, self._rates = layer, _SharedWeights(layer), rates
+        (outs, ins), rows = layer.weight.shape, len(rates) + 1  # one more for the query
+        self._slopes = mlp_history.allocate_pairs(keys, rows, outs)  # 2 B R O
+        self._inputs = mlp_history.allocate_pairs(keys, rows, ins)  # 2 B R I
+        self._seen = 0
+
+    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        return self.apply(inputs)
+
+    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
+        below = self._weights.backward(slopes)
+        past = self._slopes, self._inputs, self._get_rates()
+        self._add_past(below, slopes, *past, one=False)
+        self._seen += slopes.shape[1]
+        return below
+
+    def apply(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        outputs = self._weights.forward(inputs)
+        past = self._inputs, self._slopes, self._get_rates()
+        self._add_past(outputs, inputs, *past, one=self._layer.bias_adapts)
+        return outputs
+
+    def square_change(self, count: int) -> Float[Tensor, "B"]:
+        parts = []
+        some = max(1, self._inputs.shape[1] // 16)  # queries whose pairs are joined at a time
+        for inputs, slopes in zip(
+            self._inputs.split(some, 1), self._slopes.split(some, 1), strict=True
+        ):
+            history = _History(
+                self._layer,
+                self._join_pairs(inputs[:, :, : self._seen]),
+                self._join_pairs(slopes[:, :, : self._seen]),
+                self._get_rates(),
+            )
+            parts.append(history.square(count))
+        return torch.cat(parts)
+
+    def _get_rates(self) -> Float[Tensor, "R"]:
+        return self._rates[len(self._rates) - self._seen :]
+
+
+class _Whole(_AdaptingPart):
+    """A small linear layer that adapts; it stores the change of each query's weights instead."""
+
+    def __init__(self, layer: LinearHead, keys: Float[Tensor, "B K D"], rule: Gradient) -> None:
+        self._weights, self._rule = _SharedWeights(layer), rule
+        sizes = {"weight": tuple(layer.weight.shape), "bias": (len(layer.weight), 1)}
+        adapts = {"weight": layer.weight_adapts, "bias": layer.bias_adapts}
+        shapes = {name: (len(keys), *sizes[name]) for name in sizes if adapts[name]}
+        self._change = {name: keys.new_zeros(shape) for name, shape in shapes.items()}
+        self._velocity = {n: c.clone() for n, c in self._change.items()} if rule.momentum else {}
+
+    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        self._inputs = inputs
+        return self.apply(inputs)
+
+    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
+        below, inputs, rule = self._weights.backward(slopes), self._inputs, self._rule
+        del self._inputs
+        if "weight" in self._change:
+            _combine(below, slopes, self._change["weight"], out=below)
+        for name, change in self._change.items():
+            factor = inputs if name == "weight" else None
+            if rule.momentum:
+                _add_products(self._velocity[name], slopes, factor, rule.momentum, 1)
+                change.mul_(1 - rule.decay).sub_(self._velocity[name], alpha=rule.rate)
+            else:
+                _add_products(change, slopes, factor, 1 - rule.decay, -rule.rate)
+        return below
+
+    def apply(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        outputs = self._weights.forward(inputs)
+        if "weight" in self._change:
+            outputs.baddbmm_(inputs, self._change["weight"].mT)
+        return outputs.add_(self._change["bias"].mT) if "bias" in self._change else outputs
+
+    def square_change(self, count: int) -> Float[Tensor, "B"]:
+        squares = [change.flatten(1).square().sum(1) for change in self._change.values()]
+        return torch.stack(squares).sum(0)
+
+
+class _Lowest:
+    """The lowest layer that adapts; its inputs never change, so all steps add to the same rows."""
+
+    def __init__(self, layer: LinearHead, keys: Float[Tensor, "B K I"], rule: Gradient) -> None:
+        self._layer, self._rule, self._start = layer, rule, _run_layer(layer, keys)
+        self._velocity = torch.zeros_like(self._start)
+        self._history = _History(layer, keys, self._velocity, keys.new_ones(keys.shape[1]))
+        self._gram = self._history.overlap(keys)
+
+    def compute_outputs(self) -> Float[Tensor, "B K O"]:
+        """Return the outputs for the neighbours."""
+        return _combine(self._start, self._gram, self._history.slopes)
+
+    def learn(self, slopes: Float[Tensor, "B K O"]) -> None:
+        rule, total = self._rule, self._history.slopes
+        if rule.momentum:
+            self._velocity = slopes.add_(self._velocity, alpha=rule.momentum)
+        else:
+            self._velocity = slopes
+        if rule.decay:
+            total.mul_(1 - rule.decay)
+        total.sub_(self._velocity, alpha=rule.rate)
+
+    def apply(self, inputs: Float[Tensor, "B 1 I"]) -> Float[Tensor, "B 1 O"]:
+        """Return the outputs for the queries after all steps."""
+        return self._history.add_to(_run_layer(self._layer, inputs), inputs)
+
+    def square_change(self, count: int) -> Float[Tensor, "B"]:
+        return self._history.square(count)
+
+
+class _SharedWeights:
+    """Products with a layer's own weights, which all queries share; by a kernel if it is faster."""
+
+    def __init__(self, layer: LinearHead) -> None:
+        self._layer, self._pairs = layer, None
+        if min(layer.weight.shape) >= MIN_FUSED_SIZE and takes_kernels(layer.weight):
+            from mbpa.adaptation.fused import shared_product
+
+            self._pairs = shared_product.split_pairs(layer.weight)
+            self._multiply = shared_product.multiply_pairs
+
+    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+        if self._pairs is None:
+            return _run_layer(self._layer, inputs)
+        return self._multiply(inputs, self._pairs.mT, self._layer.bias)
+
+    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
+        if self._pairs is None:
+            return (slopes.flatten(0, 1) @ self._layer.weight).view(*slopes.shape[:2], -1)
+        return self._multiply(slopes, self._pairs)
+
+
+class _History(NamedTuple):
+    """The change of a layer's parameters: R rows per query, and a factor a_r for each."""
+
+    layer: LinearHead
     inputs: Float[Tensor, "B R I"]
     slopes: Float[Tensor, "B R O"]
     rates: Float[Tensor, "R"]
 
-    def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
-        return _through(self.layer, inputs).baddbmm_(self._overlaps(inputs), self.slopes)
+    def add_to(
+        self, outputs: Float[Tensor, "B K O"], inputs: Float[Tensor, "B K I"]
+    ) -> Float[Tensor, "B K O"]:
+        """Add the effect of the change to the outputs for these inputs, in place."""
+        return outputs.baddbmm_(self.overlap(inputs), self.slopes)
 
-    def squared_change(self, count: int) -> Float[Tensor, "B"]:
-        """Return ‖ΔW‖² + ‖Δb‖² = Σ_r a_r δ_r · (ΔW x_r + Δb), using `count` rows at a time."""
-        squares = self.slopes.new_zeros(len(self.slopes))
-        rows = self.inputs.split(count, 1), self.slopes.split(count, 1), self.rates.split(count)
-        for inputs, slopes, rates in zip(*rows, strict=True):
-            moved = self._overlaps(inputs) @ self.slopes
-            squares += torch.einsum("k,bko,bko->b", rates, slopes, moved)
-        return squares
-
-    def _overlaps(self, inputs: Float[Tensor, "B K J"]) -> Float[Tensor, "B K R"]:
+    def overlap(self, inputs: Float[Tensor, "B K J"]) -> Float[Tensor, "B K R"]:
         """Return a_r (x·x_r + 1), with x·x_r only if the weights adapt, and 1 if the bias does."""
         if not self.layer.weight_adapts:
             return self.rates.expand(*inputs.shape[:2], -1)
@@ -162,153 +357,19 @@ class _Adapting(_Frozen):
         torch.addcmul(self.rates, products, self.rates, out=products)
         return products
 
-
-class _Lowest(_Adapting):
-    """The lowest layer that adapts; its inputs never change, so all steps add to the same rows."""
-
-    def __init__(self, layer: LinearHead, keys: Float[Tensor, "B K I"], rule: Gradient) -> None:
-        self.layer = layer  # no pairs: its weights are multiplied only twice
-        self.start, self.rule = _through(layer, keys), rule
-        self.inputs, self.rates = keys, keys.new_ones(keys.shape[1])
-        self.slopes = self.velocity = torch.zeros_like(self.start)
-        self.gram = self._overlaps(keys)
-
-    def outputs(self) -> Float[Tensor, "B K O"]:
-        return _combined(self.start, self.gram, self.slopes)
-
-    def learn(self, slopes: Float[Tensor, "B K O"]) -> None:
-        rule = self.rule
-        self.velocity = slopes.add_(self.velocity, alpha=rule.momentum) if rule.momentum else slopes
-        if rule.decay:
-            self.slopes.mul_(1 - rule.decay)
-        self.slopes.sub_(self.velocity, alpha=rule.rate)
+    def square(self, count: int) -> Float[Tensor, "B"]:
+        """Return ‖ΔW‖² + ‖Δb‖² = Σ_r a_r δ_r · (ΔW x_r + Δb), using `count` rows at a time."""
+        squares = self.slopes.new_zeros(len(self.slopes))
+        rows = self.inputs.split(count, 1), self.slopes.split(count, 1), self.rates.split(count)
+        for inputs, slopes, rates in zip(*rows, strict=True):
+            moved = self.overlap(inputs) @ self.slopes
+            squares += torch.einsum("k,bko,bko->b", rates, slopes, moved)
+        return squares
 
 
-class _Upper(_Adapting):
-    """Any other layer that adapts; every step adds K rows."""
-
-    def __init__(
-        self, layer: LinearHead, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"]
-    ) -> None:
-        super().__init__(layer)
-        outs, ins = layer.weight.shape
-        self.all_rates = rates
-        self.all_slopes = keys.new_empty(len(keys), len(rates), outs)
-        self.all_inputs = keys.new_empty(len(keys), len(rates), ins if layer.weight_adapts else 0)
-        self._look_back(0)
-
-    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
-        if self.layer.weight_adapts:
-            self.all_inputs[:, self.seen : self.seen + inputs.shape[1]] = inputs
-        return self(inputs)
-
-    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
-        below = super().backward(slopes)
-        if self.layer.weight_adapts:
-            below.baddbmm_((slopes @ self.slopes.mT).mul_(self.rates), self.inputs)
-        self.all_slopes[:, self.seen : self.seen + slopes.shape[1]] = slopes
-        self._look_back(self.seen + slopes.shape[1])
-        return below
-
-    def _look_back(self, seen: int) -> None:
-        self.seen, self.rates = seen, self.all_rates[len(self.all_rates) - seen :]
-        self.inputs, self.slopes = self.all_inputs[:, :seen], self.all_slopes[:, :seen]
-
-
-class _FusedUpper(_Upper):
-    """The same computed by one kernel, which takes past rows as pairs in half precision."""
-
-    past_inputs: Float[Tensor, "2 B R I"]
-    past_slopes: Float[Tensor, "2 B R O"]
-
-    def __init__(
-        self, layer: LinearHead, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"]
-    ) -> None:
-        from mbpa.adaptation.fused import mlp_history, shared_product
-
-        _Frozen.__init__(self, layer)
-        self._add_past, self._joined = mlp_history.add_past, shared_product.joined
-        (outs, ins), self.all_rates = layer.weight.shape, rates
-        rows = len(rates) + 1  # one more for the query
-        self.past_slopes = mlp_history.room_for_pairs(keys, rows, outs)
-        self.past_inputs = mlp_history.room_for_pairs(keys, rows, ins)
-        self._look_back(0)
-
-    def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
-        outputs = _Frozen.__call__(self, inputs)
-        past = self.past_inputs, self.past_slopes, self.rates
-        self._add_past(outputs, inputs, *past, one=self.layer.bias_adapts)
-        return outputs
-
-    forward = __call__
-
-    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
-        below = _Frozen.backward(self, slopes)
-        past = self.past_slopes, self.past_inputs, self.rates
-        self._add_past(below, slopes, *past, one=False)
-        self._look_back(self.seen + slopes.shape[1])
-        return below
-
-    def squared_change(self, count: int) -> Float[Tensor, "B"]:
-        parts = []
-        some = max(1, len(self.past_inputs[0]) // 16)  # queries whose pairs are joined at a time
-        for inputs, slopes in zip(
-            self.past_inputs.split(some, 1), self.past_slopes.split(some, 1), strict=True
-        ):
-            self.inputs = self._joined(inputs[:, :, : self.seen])
-            self.slopes = self._joined(slopes[:, :, : self.seen])
-            parts.append(super().squared_change(count))
-        del self.inputs, self.slopes
-        return torch.cat(parts)
-
-    def _look_back(self, seen: int) -> None:
-        self.seen, self.rates = seen, self.all_rates[len(self.all_rates) - seen :]
-
-
-class _Whole(_Frozen):
-    """Any other layer that adapts and is small; it stores the change of each query's weights."""
-
-    def __init__(self, layer: LinearHead, keys: Float[Tensor, "B K D"], rule: Gradient) -> None:
-        super().__init__(layer)
-        self.rule = rule
-        sizes = {"weight": tuple(layer.weight.shape), "bias": (len(layer.weight), 1)}
-        adapts = {"weight": layer.weight_adapts, "bias": layer.bias_adapts}
-        shapes = {name: (len(keys), *sizes[name]) for name in sizes if adapts[name]}
-        self.change = {name: keys.new_zeros(shape) for name, shape in shapes.items()}
-        self.velocity = {n: c.clone() for n, c in self.change.items()} if rule.momentum else {}
-
-    def __call__(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
-        outputs = super().__call__(inputs)
-        if "weight" in self.change:
-            outputs.baddbmm_(inputs, self.change["weight"].mT)
-        return outputs.add_(self.change["bias"].mT) if "bias" in self.change else outputs
-
-    def forward(self, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
-        self.inputs = inputs
-        return self(inputs)
-
-    def backward(self, slopes: Float[Tensor, "B K O"]) -> Float[Tensor, "B K I"]:
-        below, inputs, rule = super().backward(slopes), self.inputs, self.rule
-        del self.inputs
-        if "weight" in self.change:
-            _combined(below, slopes, self.change["weight"], out=below)
-        for name, change in self.change.items():
-            factor = inputs if name == "weight" else None
-            if rule.momentum:
-                _add_products(self.velocity[name], slopes, factor, rule.momentum, 1)
-                change.mul_(1 - rule.decay).sub_(self.velocity[name], alpha=rule.rate)
-            else:
-                _add_products(change, slopes, factor, 1 - rule.decay, -rule.rate)
-        return below
-
-    def squared_change(self, count: int) -> Float[Tensor, "B"]:
-        squares = [change.flatten(1).square().sum(1) for change in self.change.values()]
-        return torch.stack(squares).sum(0)
-
-
-def layered_cost(problem: Problem) -> tuple[float, float, float]:
+def estimate_mlp_cost(problem: Problem) -> tuple[float, float, float]:
     """Return operations, bytes moved and peak bytes of scratch, per query."""
-    below, lowest, above, rule = _parted(problem)
+    below, lowest, above, rule = _divide_layers(problem)
     count, steps, classes = problem.keys.shape[1], rule.steps, problem.outputs.shape[1]
     earlier = count * steps * (steps - 1) // 2  # past rows, summed over the steps
     outs, ins = lowest.weight.shape
@@ -343,7 +404,9 @@ def _shapes(layers: Sequence[Layer]) -> list[tuple[int, int, LinearHead]]:
     return [(*layer.weight.shape, layer) for layer in layers if isinstance(layer, LinearHead)]
 
 
-def _parted(problem: Problem) -> tuple[Sequence[Layer], LinearHead, Sequence[Layer], Gradient]:
+def _divide_layers(
+    problem: Problem,
+) -> tuple[Sequence[Layer], LinearHead, Sequence[Layer], Gradient]:
     """Return the layers below the lowest that adapts, that layer, those above it, and the rule."""
     layers, rule = problem.layers, problem.rule
     assert layers is not None  # the plan guarantees it
@@ -354,9 +417,9 @@ def _parted(problem: Problem) -> tuple[Sequence[Layer], LinearHead, Sequence[Lay
     raise AssertionError("something adapts")
 
 
-def _part(
+def _make_part(
     layer: Layer, keys: Float[Tensor, "B K D"], rates: Float[Tensor, "R"], rule: Gradient
-) -> _Activation | _Frozen:
+) -> _Part:
     if not isinstance(layer, LinearHead):
         return _Activation(layer)
     if not layer.adapts:
@@ -389,10 +452,10 @@ def _add_products(
     if inputs is None:
         total.mul_(beta).add_(slopes.sum(1)[..., None], alpha=alpha)
     else:
-        _combined(total, slopes.mT, inputs, beta, alpha, out=total)
+        _combine(total, slopes.mT, inputs, beta, alpha, out=total)
 
 
-def _combined(
+def _combine(
     base: Float[Tensor, "B K O"],
     left: Float[Tensor, "B K R"],
     right: Float[Tensor, "B R O"],
@@ -401,18 +464,18 @@ def _combined(
     out: Float[Tensor, "B K O"] | None = None,
 ) -> Float[Tensor, "B K O"]:
     """Return `β base + α left right`, by a kernel if the inner dimension R is small."""
-    if left.shape[2] > MOST_FUSED or not takes_kernels(base):
+    if left.shape[2] > MAX_FUSED_ROWS or not takes_kernels(base):
         if out is None:
             return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
         return out.baddbmm_(left, right, beta=beta, alpha=alpha)
-    from mbpa.adaptation.fused.small_products import combine
+    from mbpa.adaptation.fused.small_products import combine_rows
 
     out = torch.empty_like(base) if out is None else out
-    combine(base, left, right, beta, alpha, out)
+    combine_rows(base, left, right, beta, alpha, out)
     return out
 
 
-def _rates(rule: Gradient, keys: Float[Tensor, "B K I"]) -> Float[Tensor, "R"]:
+def _compute_rates(rule: Gradient, keys: Float[Tensor, "B K I"]) -> Float[Tensor, "R"]:
     """Return the effect of a slope on the parameters n steps later, the oldest slope first.
 
     It is −α Σ_j (1−β)ⁿ⁻ʲ μʲ.
@@ -424,7 +487,7 @@ def _rates(rule: Gradient, keys: Float[Tensor, "B K I"]) -> Float[Tensor, "R"]:
     return rows.to(keys.device, non_blocking=True)
 
 
-def _through(layer: Layer, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
+def _run_layer(layer: Layer, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B K O"]:
     """Apply a layer to the neighbours of all queries in one product."""
     outputs: Tensor = layer(inputs.flatten(0, 1))
     return outputs.view(*inputs.shape[:2], -1)

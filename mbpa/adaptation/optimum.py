@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from mbpa.adaptation.losses import SQUARED_ERROR, Loss
 from mbpa.adaptation.output_cache import StoredOutputs
 from mbpa.adaptation.problem import LinearHead, Problem, why_not_linear
-from mbpa.adaptation.span import inner_products
+from mbpa.adaptation.span import compute_adapting_products
 from mbpa.rules import MAP
 
-BUFFERS = 9  # of K × C numbers, while cross-entropy is minimised
-RENEWED = 16  # steps between restarts, which also recompute the outputs from the coordinates
-CHECKED = 4  # steps between checks for convergence on a GPU
+BUFFERS = 9  # tensors of K × C numbers while cross-entropy is minimised
+STEPS_PER_RESTART = 16  # a restart also recomputes the outputs from the coordinates
+STEPS_PER_CHECK = 4  # for convergence on a GPU, where a check waits for the device
 JITTER = 1e-14  # times K and the largest squared key: neighbours may be linearly dependent
 
 
@@ -39,7 +39,7 @@ def require_convex(head: nn.Module, loss: str | Loss, key_shape: tuple[int, ...]
         )
 
 
-def optimum(
+def solve_optimum(
     problem: Problem, stored: StoredOutputs | None, want_change: bool
 ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
     """Return the outputs at the optimum, and the norm of the change if `want_change`.
@@ -49,18 +49,18 @@ def optimum(
     head, rule = problem.linear, problem.rule
     assert head is not None  # the plan guarantees it
     assert isinstance(rule, MAP)
-    rows = None if stored is None else stored.gathered(problem.at_queries)[:, :-1]
+    rows = None if stored is None else stored.gather(problem.at_queries)[:, :-1]
     outputs = head(problem.keys) if rows is None else rows
     if problem.loss == SQUARED_ERROR:
-        return _ridge(problem, head, rule, outputs, want_change)
-    basis, reach = _basis(problem, head)
-    coordinates = _Descent(problem, rule, outputs, basis, reach.square().sum(1)).ended()
+        return _solve_ridge(problem, head, rule, outputs, want_change)
+    basis, reach = _find_basis(problem, head)
+    coordinates = _Descent(problem, rule, outputs, basis, reach.square().sum(1)).run()
     moved = torch.bmm(reach[:, None], coordinates)[:, 0]
     change = torch.linalg.vector_norm(coordinates, dim=(1, 2)) if want_change else None
     return problem.at_queries + moved, change
 
 
-def _ridge(
+def _solve_ridge(
     problem: Problem,
     head: LinearHead,
     rule: MAP,
@@ -72,12 +72,17 @@ def _ridge(
     This form allows weights of zero. It is computed in float64, since with a small prior the matrix
     need not be positive definite in float32.
     """
-    (gram, reach), roots = _products(problem, head), problem.weights.double().sqrt()[..., None]
+    (gram, reach), roots = (
+        _compute_products(problem, head),
+        problem.weights.double().sqrt()[..., None],
+    )
     system = gram * roots
     system.mul_(roots.mT).diagonal(dim1=1, dim2=2).add_(rule.prior)
     factor, failed = torch.linalg.cholesky_ex(system)
     if failed.any():
-        raise ValueError(f"prior is too small for keys of this length: {rule.prior:g} is lost")
+        raise ValueError(
+            f"prior must be larger for keys of this length, got {rule.prior:g}, lost in rounding"
+        )
     del system
     missing = (problem.values - outputs).double().mul_(roots)
     coefficients = torch.cholesky_solve(missing, factor).mul_(roots)
@@ -88,20 +93,22 @@ def _ridge(
     return problem.at_queries + moved, squares.clamp_min(0).sqrt().to(problem.dtype)
 
 
-def _products(
+def _compute_products(
     problem: Problem, head: LinearHead
 ) -> tuple[Float[Tensor, "B K K"], Float[Tensor, "B K"]]:
     """Return inner products of the neighbours with each other and with the query, in float64."""
     keys, queries = problem.keys.double(), problem.queries.double()
     to_queries = torch.bmm(keys, queries[..., None])[..., 0]
-    return inner_products(head, keys @ keys.mT), inner_products(head, to_queries)
+    return compute_adapting_products(head, keys @ keys.mT), compute_adapting_products(
+        head, to_queries
+    )
 
 
-def _basis(
+def _find_basis(
     problem: Problem, head: LinearHead
 ) -> tuple[Float[Tensor, "B K K"], Float[Tensor, "B K"]]:
     """Return neighbours and queries in an orthonormal basis of the neighbours' span."""
-    gram, to_queries = _products(problem, head)
+    gram, to_queries = _compute_products(problem, head)
     diagonal = gram.diagonal(dim1=1, dim2=2)
     diagonal += JITTER * gram.shape[1] * diagonal.amax(1, keepdim=True).clamp_min(1e-12)
     basis, _ = torch.linalg.cholesky_ex(gram)  # does not synchronise with a GPU
@@ -132,12 +139,12 @@ class _Descent:
         # converts that to the outputs at the query.
         self.enough = (rule.tolerance * rule.prior) ** 2 / reach.clamp_min(_tiny(reach))
 
-    def ended(self) -> Float[Tensor, "B K C"]:
+    def run(self) -> Float[Tensor, "B K C"]:
         """Return the coordinates when every query has converged, or after the last allowed step."""
-        every = CHECKED if self.outputs.device.type == "cuda" else 1
+        every = STEPS_PER_CHECK if self.outputs.device.type == "cuda" else 1
         left, before = torch.ones_like(self.enough, dtype=torch.bool), self.enough + torch.inf
         for step in range(self.rule.most_steps + 1):
-            noise = self._renew() if step and step % RENEWED == 0 else None
+            noise = self._renew() if step and step % STEPS_PER_RESTART == 0 else None
             steepness = self._find_slopes()
             left &= steepness > self.enough
             if noise is not None:  # stop below the noise once progress stalls
@@ -169,7 +176,7 @@ class _Descent:
 
     def _step(self, steepness: Float[Tensor, "B"], left: Bool[Tensor, "B"]) -> None:
         """Move the queries that have not converged."""
-        by_slope, by_move = self._solved(steepness)
+        by_slope, by_move = self._solve_plane(steepness)
         self.move.mul_(by_move).addcmul_(self.slopes, by_slope)
         self.moved.mul_(by_move).addcmul_(self.sloping, by_slope)
         # Along the move F'' grows at most by e^(R t), where R is the largest change of the
@@ -180,15 +187,15 @@ class _Descent:
         self.place.addcmul_(self.move, length)
         self.outputs.addcmul_(self.moved, length)
 
-    def _solved(
+    def _solve_plane(
         self, steepness: Float[Tensor, "B"]
     ) -> tuple[Float[Tensor, "B 1 1"], Float[Tensor, "B 1 1"]]:
         """Solve Newton's equations in the plane of ∇F and the last move; return the two factors."""
         prior, tiny = self.rule.prior, _tiny(steepness)
         rise, size = self._dot(self.slopes, self.move), self._dot(self.move, self.move)
-        bent = self._bent(self.moved)
+        bent = self._bend(self.moved)
         last = bent.mul_(self.moved).sum((1, 2)) + prior * size
-        bent = self._bent(self.sloping)
+        bent = self._bend(self.sloping)
         torch.mul(bent, self.sloping, out=self.shares)  # its values are no longer needed
         here = self.shares.sum((1, 2)) + prior * steepness
         both = bent.mul_(self.moved).sum((1, 2)) + prior * rise
@@ -202,7 +209,7 @@ class _Descent:
         by_move = torch.where(is_plane, (both / last) * down - along, 0) / spare
         return by_slope[:, None, None], by_move[:, None, None]
 
-    def _bent(self, moved: Float[Tensor, "B K C"]) -> Float[Tensor, "B K C"]:
+    def _bend(self, moved: Float[Tensor, "B K C"]) -> Float[Tensor, "B K C"]:
         """Return the change of the weighted residuals if the outputs move so, in `scratch`."""
         derivative = torch.ops.aten._softmax_backward_data.out  # p ⊙ (moved − p·moved), in one pass
         derivative(moved, self.shares, -1, moved.dtype, grad_input=self.scratch)
@@ -219,7 +226,7 @@ class _Descent:
         self.moved.zero_()
         torch.baddbmm(self.start, self.basis, self.place, out=self.sloping)
         torch.softmax(self.sloping, -1, out=self.shares)
-        bent = self._bent(self.outputs.sub_(self.sloping))
+        bent = self._bend(self.outputs.sub_(self.sloping))
         self.outputs, self.sloping = self.sloping, self.outputs
         torch.bmm(self.basis.mT, bent, out=self.slopes)
         return self._dot(self.slopes, self.slopes)

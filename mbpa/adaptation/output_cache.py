@@ -21,7 +21,7 @@ from torch.nn import functional
 from mbpa.adaptation.problem import LinearHead
 from mbpa.memory import Neighbors
 
-ALIGNED = 16  # numbers; rows that start at a multiple of this are read four numbers at a time
+ROW_MULTIPLE = 16  # numbers; rows that start at a multiple of this are read four at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +34,13 @@ class StoredOutputs:
     index: Int[Tensor, "B K"]
 
     @staticmethod
-    def of_each(outputs: Float[Tensor, "B K C"]) -> StoredOutputs:
+    def make_for_call(outputs: Float[Tensor, "B K C"]) -> StoredOutputs:
         """Create a table for one call."""
         table = outputs.flatten(0, 1)
         index = torch.arange(len(table), device=table.device).view(outputs.shape[:2])
         return StoredOutputs(table, table[:0], index)
 
-    def gathered(self, below: Float[Tensor, "B C"]) -> Float[Tensor, "B L C"]:
+    def gather(self, below: Float[Tensor, "B C"]) -> Float[Tensor, "B L C"]:
         """Return the outputs of each query's neighbours, with the query's own row at the end."""
         count, index = len(self.table), functional.pad(self.index, (0, 1))
         if len(self.unwritten):
@@ -54,18 +54,18 @@ class StoredOutputs:
         rows[:, -1] = below
         return rows
 
-    def weighted_sum(self, weights: Float[Tensor, "B K"]) -> Float[Tensor, "B C"]:
+    def sum_weighted(self, weights: Float[Tensor, "B K"]) -> Float[Tensor, "B C"]:
         """Return `Σ_k weights_k output_k`."""
         count = len(self.table)
         if not len(self.unwritten):
-            return _weighted_rows(self.table, self.index, weights)
+            return _sum_rows(self.table, self.index, weights)
         is_written = self.index < count
         inside, outside = self.index.clamp_max(count - 1), (self.index - count).clamp_min(0)
-        return _weighted_rows(
-            self.table, inside, weights.masked_fill(~is_written, 0)
-        ) + _weighted_rows(self.unwritten, outside, weights.masked_fill(is_written, 0))
+        return _sum_rows(self.table, inside, weights.masked_fill(~is_written, 0)) + _sum_rows(
+            self.unwritten, outside, weights.masked_fill(is_written, 0)
+        )
 
-    def picked(self, labels: Int[Tensor, "B K"]) -> Float[Tensor, "B K"]:
+    def pick(self, labels: Int[Tensor, "B K"]) -> Float[Tensor, "B K"]:
         """Return the output of each neighbour for its label."""
         count = len(self.table)
         if not len(self.unwritten):
@@ -86,7 +86,7 @@ def takes_product(rows: int, count: int, batch: int) -> bool:
     return rows * (1 + 30 / batch) <= 64 * count
 
 
-def _weighted_rows(
+def _sum_rows(
     table: Float[Tensor, "N C"], index: Int[Tensor, "B K"], weights: Float[Tensor, "B K"]
 ) -> Float[Tensor, "B C"]:
     if not takes_product(len(table), index.shape[1], len(index)):
@@ -125,7 +125,7 @@ class OutputStore:
             slots, ids = neighbors.slots, neighbors.ids
             missing = self._ids[slots] != ids  # slot −1 has id −1, like padding
             index = slots.clamp_min(0)
-            same = self._has_made(head, neighbors.revision)
+            same = self._is_current(head, neighbors.revision)
             is_current, is_short = torch.stack([same, missing.any()]).tolist()  # one wait for both
             if not is_current:
                 self._ids.fill_(-1)
@@ -137,7 +137,7 @@ class OutputStore:
             if is_short or not is_current:
                 places = missing.flatten().nonzero()[:, 0]
                 found = [tensor.flatten(0, 1)[places] for tensor in (ids, slots, keys)]
-                rows, unwritten = self._filled(head, *found)
+                rows, unwritten = self._fill(head, *found)
                 index = index.flatten().index_copy(0, places, rows).view_as(index)
             yield StoredOutputs(self._table, unwritten, index)
 
@@ -154,7 +154,7 @@ class OutputStore:
         self._table = rows[:, : len(weight)]
         self._ids = torch.full((capacity + 1,), -1, device=weight.device)
 
-    def _has_made(self, head: LinearHead, revision: int) -> Bool[Tensor, ""]:
+    def _is_current(self, head: LinearHead, revision: int) -> Bool[Tensor, ""]:
         """Return whether the table was computed by this head for this revision of the memory."""
         if self._made_by is not None:
             weight, bias, made_at = self._made_by
@@ -166,7 +166,7 @@ class OutputStore:
                 return same
         return torch.zeros((), dtype=torch.bool, device=head.weight.device)
 
-    def _filled(
+    def _fill(
         self,
         head: LinearHead,
         ids: Int[Tensor, "M"],
@@ -203,5 +203,5 @@ def table_bytes(capacity: int, outputs: Float[Tensor, "B *C"]) -> int:
 
 
 def _row_width(classes: int, device: torch.device) -> int:
-    aligned = ALIGNED if device.type == "cuda" else 1
-    return -(-classes // aligned) * aligned
+    multiple = ROW_MULTIPLE if device.type == "cuda" else 1
+    return -(-classes // multiple) * multiple

@@ -16,7 +16,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from mbpa.adaptation.losses import CROSS_ENTROPY, SQUARED_ERROR, Loss
-from mbpa.rules import Rule
+from mbpa.rules import MAP, Rule
 
 ELEMENTWISE = (
     nn.ReLU,
@@ -46,7 +46,7 @@ class LinearHead:
     def __call__(self, inputs: Float[Tensor, "... D"]) -> Float[Tensor, "... C"]:
         return nn.functional.linear(inputs, self.weight, self.bias)
 
-    def squared_lengths(self, inputs: Float[Tensor, "*K D"]) -> Float[Tensor, "*K"]:
+    def compute_squared_lengths(self, inputs: Float[Tensor, "*K D"]) -> Float[Tensor, "*K"]:
         """Return the squared lengths of what multiplies the adapting parameters.
 
         That is the inputs for the weight, 1 for the bias, or both.
@@ -63,7 +63,7 @@ class Problem:
     """
 
     head: nn.Module
-    rule: Rule
+    rule: Rule | MAP
     loss: str | Loss
     adapting: tuple[str, ...]
     """Names of the head's parameters that adapt."""
@@ -80,14 +80,17 @@ class Problem:
     def form(self) -> object:
         """Everything besides the head that a plan depends on; equal for problems of one form."""
         shapes = self.queries.shape, self.keys.shape, self.values.shape, self.outputs.shape
-        rates = tuple(bool(getattr(self.rule, name, 0)) for name in ("decay", "momentum"))
-        rule = (
-            type(self.rule),
-            self.rule.steps,
-            *rates,
-        )  # not the rule itself: a user's own may be mutable or unhashable
+        # Not the rule itself: a user's own may be mutable or unhashable.
+        has_rates = (bool(getattr(self.rule, name, 0)) for name in ("decay", "momentum"))
+        rule = type(self.rule), getattr(self.rule, "steps", None), *has_rates
         kind = self.linear is None, self.layers is None, self.loss_name, self.adapting
         return shapes, kind, rule, self.dtype, self.queries.device
+
+    @property
+    def step_rule(self) -> Rule:
+        """The rule, for paths that take steps."""
+        assert isinstance(self.rule, Rule)  # the plan guarantees it
+        return self.rule
 
     @property
     def loss_name(self) -> str:
@@ -137,7 +140,7 @@ class Problem:
         if not linear or len(set(tensors)) < len(tensors):  # tied parameters move together
             return None
         return tuple(
-            self._linear_layer(name, module) if type(module) is nn.Linear else _pure(module)
+            self._linear_layer(name, module) if type(module) is nn.Linear else _make_pure(module)
             for name, module in modules
             if type(module) in (nn.Linear, *ELEMENTWISE)
         )
@@ -207,7 +210,7 @@ def _is_layer(module: nn.Module) -> bool:
     return type(module) in (nn.Sequential, nn.Linear, nn.Identity, *ELEMENTWISE)
 
 
-def _pure(activation: nn.Module) -> nn.Module:
+def _make_pure(activation: nn.Module) -> nn.Module:
     """Return the activation, or a copy of it that does not modify its input."""
     if getattr(activation, "inplace", False):
         activation = copy.copy(activation)

@@ -23,7 +23,7 @@ from mbpa.device import takes_kernels
 from mbpa.rules import Gradient
 
 
-def span(
+def solve_span(
     problem: Problem, stored: StoredOutputs | None, want_change: bool
 ) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
     """Return the adapted outputs, and the norm of the change if `want_change`.
@@ -31,11 +31,11 @@ def span(
     `stored` holds raw outputs.
     """
     head, rule = _linear_and_gradient(problem)
-    if is_fused(problem) and not want_change:
-        from mbpa.adaptation.fused.span import span_outputs
+    if is_span_fused(problem) and not want_change:
+        from mbpa.adaptation.fused.span import adapt_span_outputs
 
-        rows = stored or StoredOutputs.of_each(head(problem.keys))
-        return span_outputs(
+        rows = stored or StoredOutputs.make_for_call(head(problem.keys))
+        return adapt_span_outputs(
             rows.table,
             rows.unwritten,
             rows.index.contiguous(),
@@ -50,17 +50,17 @@ def span(
             weight_adapts=head.weight_adapts,
             bias_adapts=head.bias_adapts,
         ), None
-    return _recursion(problem, stored, want_change)
+    return _iterate(problem, stored, want_change)
 
 
-def is_fused(problem: Problem) -> bool:
+def is_span_fused(problem: Problem) -> bool:
     """Return whether one kernel computes a whole step."""
     has_momentum = isinstance(problem.rule, Gradient) and problem.rule.momentum != 0
     is_simple = problem.loss == CROSS_ENTROPY and not has_momentum
     return is_simple and takes_kernels(problem.outputs)
 
 
-def _recursion(
+def _iterate(
     problem: Problem, stored: StoredOutputs | None, want_change: bool
 ) -> tuple[Tensor, Tensor | None]:
     head, rule = _linear_and_gradient(problem)
@@ -69,18 +69,18 @@ def _recursion(
     if stored is None:
         outputs = torch.cat([head(problem.keys), problem.at_queries[:, None]], 1)
     else:
-        outputs = stored.gathered(problem.at_queries)
-    gram = inner_products(head, problem.keys @ problem.keys.mT)
+        outputs = stored.gather(problem.at_queries)
+    gram = compute_adapting_products(head, problem.keys @ problem.keys.mT)
     pull = outputs.new_zeros(batch, count + 1, count + 1)
     torch.mul(gram, problem.weights[:, None], out=pull[:, :count, :count])
-    torch.mul(_query_products(problem, head), problem.weights, out=pull[:, count, :count])
-    targets = _targets(problem)
+    torch.mul(_multiply_queries(problem, head), problem.weights, out=pull[:, count, :count])
+    targets = _pad_targets(problem)
     start = outputs.clone() if rule.decay else outputs
     slopes = torch.empty_like(outputs)
     pushed = torch.zeros_like(outputs) if rule.momentum else None
     coefficients = velocity = outputs.new_zeros(()) if want_change else None
     for step in range(rule.steps):
-        _residual(outputs, targets, out=slopes)
+        _write_residual(outputs, targets, out=slopes)
         if coefficients is not None and velocity is not None:
             velocity = rule.momentum * velocity + problem.weights[..., None] * slopes[:, :count]
             coefficients = (1 - rule.decay) * coefficients - rule.rate * velocity
@@ -101,7 +101,7 @@ def _recursion(
     return result, squared.clamp_min(0).sqrt()
 
 
-def one_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
+def solve_one_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
     """Return the adapted outputs after a single step:
 
         z(q) = W q + b − α Σ_k w_k u_k (p_k − v_k),        v_k one-hot for labels
@@ -109,46 +109,46 @@ def one_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
     `stored` holds probabilities if the loss is cross-entropy, else raw outputs.
     """
     if takes_kernels(problem.outputs) and problem.loss == CROSS_ENTROPY:
-        return _fused_step(problem, stored)
-    factors = step_factors(problem)
-    outputs = problem.at_queries - stored.weighted_sum(factors)
+        return _run_kernel(problem, stored)
+    factors = compute_step_factors(problem)
+    outputs = problem.at_queries - stored.sum_weighted(factors)
     if problem.loss == CROSS_ENTROPY:
         return outputs.scatter_add_(1, problem.values, factors)
     return outputs + torch.einsum("bk,bkc->bc", factors, problem.values)
 
 
-def _fused_step(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
-    from mbpa.adaptation.fused.row_sums import minus_rows
+def _run_kernel(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]:
+    from mbpa.adaptation.fused.row_sums import subtract_rows
 
     head, rule = _linear_and_gradient(problem)
-    return minus_rows(
+    return subtract_rows(
         problem.at_queries.contiguous(),
         stored.table,
         stored.unwritten,
         stored.index.contiguous(),
         problem.weights.contiguous(),
-        _dots(problem).contiguous(),
+        _get_dots(problem).contiguous(),
         problem.values.contiguous(),
         by_weight=rule.rate * head.weight_adapts,
         by_bias=rule.rate * head.bias_adapts,
     )
 
 
-def step_factors(problem: Problem) -> Float[Tensor, "B K"]:
+def compute_step_factors(problem: Problem) -> Float[Tensor, "B K"]:
     """Return α w_k u_k, the factor by which a neighbour's residual moves the query's outputs."""
     head, rule = _linear_and_gradient(problem)
-    return rule.rate * problem.weights * _query_products(problem, head)
+    return rule.rate * problem.weights * _multiply_queries(problem, head)
 
 
-def _targets(problem: Problem) -> Tensor:
+def _pad_targets(problem: Problem) -> Tensor:
     """Return the values with an additional row for the query, whose content does not matter."""
     if problem.loss == CROSS_ENTROPY:
         return functional.pad(problem.values, (0, 1))[..., None]
     return functional.pad(problem.values, (0, 0, 0, 1))
 
 
-def _residual(outputs: Tensor, targets: Tensor, *, out: Tensor) -> None:
-    """Compute the derivative of the loss by the outputs; integer targets are labels."""
+def _write_residual(outputs: Tensor, targets: Tensor, *, out: Tensor) -> None:
+    """Write the derivative of the loss with respect to the outputs; integer targets are labels."""
     if targets.is_floating_point():
         torch.sub(outputs, targets, out=out)
     else:
@@ -162,17 +162,19 @@ def _linear_and_gradient(problem: Problem) -> tuple[LinearHead, Gradient]:
     return problem.linear, problem.rule
 
 
-def _query_products(problem: Problem, head: LinearHead) -> Float[Tensor, "B K"]:
-    return inner_products(head, _dots(problem))
+def _multiply_queries(problem: Problem, head: LinearHead) -> Float[Tensor, "B K"]:
+    return compute_adapting_products(head, _get_dots(problem))
 
 
-def _dots(problem: Problem) -> Float[Tensor, "B K"]:
+def _get_dots(problem: Problem) -> Float[Tensor, "B K"]:
     if problem.dots is not None:
         return problem.dots
     return torch.bmm(problem.keys, problem.queries[..., None])[..., 0]
 
 
-def inner_products(head: LinearHead, of_keys: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
+def compute_adapting_products(
+    head: LinearHead, of_keys: Float[Tensor, "*B"]
+) -> Float[Tensor, "*B"]:
     """Return inner products of the adapting inputs, given those of the keys.
 
     The adapting inputs are what multiplies the adapting parameters: the key, 1 for the bias, or

@@ -21,9 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mbpa.adaptation.losses import CROSS_ENTROPY
-from mbpa.adaptation.mlp import squared_slopes
+from mbpa.adaptation.mlp import square_slopes
 from mbpa.adaptation.output_cache import StoredOutputs
-from mbpa.adaptation.per_query import each_squared_slope
+from mbpa.adaptation.per_query import square_each_slope
 from mbpa.adaptation.problem import Problem
 from mbpa.rules import AUTO, Gradient
 
@@ -33,15 +33,15 @@ each label among them, the curvature of the loss is at most 1 − Σ share². Th
 head was no more certain before, so steps converge for factors up to 2."""
 LEAST_SURPRISE = 0.1
 """Lower bound on s̄: without it, the step size for labels that the head knows well has no bound."""
-SOME_BYTES = 1 << 26  # outputs processed at a time
+CHUNK_BYTES = 1 << 26  # outputs processed at a time
 
 
-def is_open(problem: Problem) -> bool:
+def is_rate_open(problem: Problem) -> bool:
     """Return whether the step size is "auto" and has not been computed yet."""
     return isinstance(problem.rule, Gradient) and problem.rule.lr == AUTO
 
 
-def settled(problem: Problem, stored: StoredOutputs | None, has_shares: bool) -> Problem:
+def resolve_step_size(problem: Problem, stored: StoredOutputs | None, has_shares: bool) -> Problem:
     """Return the problem with a numeric step size; unchanged if it already has one.
 
     Args:
@@ -50,15 +50,17 @@ def settled(problem: Problem, stored: StoredOutputs | None, has_shares: bool) ->
         has_shares: whether these are probabilities.
     """
     rule = problem.rule
-    if not is_open(problem):
+    if not is_rate_open(problem):
         return problem
     assert isinstance(rule, Gradient)
-    weights = problem.weights * _rates(problem, stored, has_shares)[:, None]
+    weights = problem.weights * _compute_rates(problem, stored, has_shares)[:, None]
     return replace(problem, rule=replace(rule, lr=1.0), weights=weights)
 
 
-def _rates(problem: Problem, stored: StoredOutputs | None, has_shares: bool) -> Float[Tensor, "B"]:
-    squares, shares = _squares_and_shares(problem, stored, has_shares)
+def _compute_rates(
+    problem: Problem, stored: StoredOutputs | None, has_shares: bool
+) -> Float[Tensor, "B"]:
+    squares, shares = _compute_squares_and_shares(problem, stored, has_shares)
     slope = (problem.weights * squares).sum(1)
     if shares is not None:
         surprise = (problem.weights * (1 - shares)).sum(1)
@@ -67,35 +69,35 @@ def _rates(problem: Problem, stored: StoredOutputs | None, has_shares: bool) -> 
     return torch.where(slope > 0, 1 / slope.clamp_min(torch.finfo(slope.dtype).tiny), 0)
 
 
-def _squares_and_shares(
+def _compute_squares_and_shares(
     problem: Problem, stored: StoredOutputs | None, has_shares: bool
 ) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B K"] | None]:
     """Return ‖∇_θ o_k‖² of every neighbour and, for cross-entropy, its label's probability."""
     is_labelled = problem.loss == CROSS_ENTROPY
     if head := problem.linear:
-        squares = head.squared_lengths(problem.keys)
-        return squares, _label_shares(problem, stored, has_shares) if is_labelled else None
-    found = squared_slopes if problem.layers is not None else each_squared_slope
-    squares, outputs = found(problem, _directions(problem))
+        squares = head.compute_squared_lengths(problem.keys)
+        return squares, _compute_label_shares(problem, stored, has_shares) if is_labelled else None
+    square = square_slopes if problem.layers is not None else square_each_slope
+    squares, outputs = square(problem, _make_directions(problem))
     return squares, _softmax_at(outputs, problem.values) if is_labelled else None
 
 
-def _label_shares(
+def _compute_label_shares(
     problem: Problem, stored: StoredOutputs | None, has_shares: bool
 ) -> Float[Tensor, "B K"]:
     """Return the probabilities of the neighbours' labels by a linear head, in chunks of queries."""
     assert problem.linear is not None
     if stored is not None and has_shares:
-        return stored.picked(problem.values)
-    a_query = max(1, problem.keys.shape[1] * problem.outputs.shape[1] * problem.dtype.itemsize)
-    some = max(1, SOME_BYTES // a_query)
+        return stored.pick(problem.values)
+    query_bytes = max(1, problem.keys.shape[1] * problem.outputs.shape[1] * problem.dtype.itemsize)
+    chunk = max(1, CHUNK_BYTES // query_bytes)
     parts = []
-    for start in range(0, len(problem.queries), some):
-        rows = slice(start, start + some)
+    for start in range(0, len(problem.queries), chunk):
+        rows = slice(start, start + chunk)
         if stored is None:
             outputs = problem.linear(problem.keys[rows])
         else:
-            outputs = stored.rows(rows).gathered(problem.at_queries[rows])[:, :-1]
+            outputs = stored.rows(rows).gather(problem.at_queries[rows])[:, :-1]
         parts.append(_softmax_at(outputs, problem.values[rows]))
     return torch.cat(parts) if parts else problem.weights
 
@@ -107,7 +109,7 @@ def _softmax_at(
     return logs.exp_()
 
 
-def _directions(problem: Problem) -> Float[Tensor, "B K *C"]:
+def _make_directions(problem: Problem) -> Float[Tensor, "B K *C"]:
     shape = *problem.weights.shape, *problem.outputs.shape[1:]
     count = math.prod(shape[2:])
     if problem.loss != CROSS_ENTROPY or count == 1:

@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
+from mbpa.evaluation import leave_one_out
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import Example
-from mbpa.tune import leave_one_out
 
 # The kernel is so steep that three examples close together outvote all those around them.
 VOTE = mbpa.NeighborVote(mbpa.exp_dot(20.0), k=50)

@@ -27,12 +27,12 @@ from mbpa.memory import validation
 from mbpa.memory.neighbors import Candidates, Entries, Neighbors
 from mbpa.memory.ranking import (
     SCRATCH_BYTES,
-    Block,
+    UnwrittenEntries,
     Windows,
+    find_unsure_rows,
     full_precision,
-    measured,
-    nearest_first,
-    unsure_rows,
+    measure_candidates,
+    order_nearest_first,
 )
 from mbpa.memory.ring import Ints, Ring
 from mbpa.memory.schema import EntryForm
@@ -43,9 +43,10 @@ class Memory(EntryForm, abc.ABC):
 
     A backend implements four hooks: `_clear`, `_put`, `_get` and `_nearest`. It should also
     implement `_delete` if it can drop entries; otherwise deleted entries are filtered out but
-    remain stored. Hooks receive valid arguments only, with flat keys (N, D) of `dtype` on `device`,
-    and are called under the lock. `__init__` calls `_clear`, so a backend must set its own
-    attributes before it calls `super().__init__`.
+    remain stored. Two more, `_get_keys` and `_get_values`, only make it faster. Hooks receive valid
+    arguments only, with flat keys (N, D) of `dtype` on `device`, and are called under the lock.
+    They may use the public attributes and `_used_slots`. `__init__` calls `_clear`, so a backend
+    must set its own attributes before it calls `super().__init__`.
 
     Args:
         capacity: maximum number of entries; when full, the oldest are overwritten first.
@@ -110,6 +111,14 @@ class Memory(EntryForm, abc.ABC):
     def _delete(self, slots: Int[Tensor, "N"]) -> None:
         """Drop the entries in these slots."""
 
+    @property
+    def _used_slots(self) -> int:
+        """The number of slots that have held an entry since the last `_clear`.
+
+        They are the slots below this number; a search need not look at the others.
+        """
+        return self._ring.used
+
     # Content
 
     @property
@@ -139,7 +148,7 @@ class Memory(EntryForm, abc.ABC):
         """Return all entries, oldest first."""
         with self._lock:
             slots = self._ring.oldest(len(self))
-            keys, values = self._get(self._tensor(slots)) if len(slots) else self._nothing
+            keys, values = self._get(self._to_tensor(slots)) if len(slots) else self._nothing
             ids = torch.from_numpy(self._ring.ids(slots))
             return Entries(ids, keys.reshape(-1, *self.key_shape), values)
 
@@ -154,6 +163,18 @@ class Memory(EntryForm, abc.ABC):
         with self._lock:
             return torch.from_numpy(self._ring.find(validation.parse_ids(ids).numpy()) >= 0)
 
+    def get_keys(self, ids: Int[Tensor, "*N"] | Sequence[int]) -> Float[Tensor, "*N *D"]:
+        """Return the keys of live entries, in at least float32.
+
+        Args:
+            ids: of any shape; an id may occur more than once.
+        """
+        wanted = validation.parse_ids(ids)
+        shape = ids.shape if isinstance(ids, Tensor) else wanted.shape
+        with self._lock:
+            slots = self._to_tensor(self._require_live(wanted.numpy()))
+            return self._read_keys(slots).reshape(*shape, *self.key_shape)
+
     # Writing
 
     def write(
@@ -165,15 +186,15 @@ class Memory(EntryForm, abc.ABC):
             keys: one key per entry, on the memory's device.
             values: one label or target per entry.
         """
-        flat, values = self._checked_entries(keys, values)
+        flat, values = self._parse_entries(keys, values)
         with self._lock:
             kept = min(len(flat), self.capacity)
             first_id = self._ring.next_id
-            plan = self._ring.plan(kept, skipped=len(flat) - kept)  # overwritten by the same call
-            slots = self._tensor(plan.slots)
+            allocation = self._ring.allocate(kept, skipped=len(flat) - kept)  # overwritten at once
+            slots = self._to_tensor(allocation.slots)
             self._put(slots, flat[len(flat) - kept :], values[len(flat) - kept :])
-            self._ring.commit(plan)
-            self._slot_ids[slots] = self._tensor(plan.ids)
+            self._ring.commit(allocation)
+            self._slot_ids[slots] = self._to_tensor(allocation.ids)
             return torch.arange(first_id, first_id + len(flat))
 
     def replace_keys(
@@ -185,21 +206,23 @@ class Memory(EntryForm, abc.ABC):
             ids: distinct ids of live entries.
             keys: one new key per id.
         """
-        flat = self._checked_keys(keys)
+        flat = self._parse_keys(keys)
         with self._lock:
-            slots = self._tensor(self._find(ids))
+            slots = self._to_tensor(self._find_slots(ids))
             if len(slots) != len(flat):
-                raise ValueError(f"ids and keys must be as many, got {len(slots)} and {len(flat)}")
-            self._put(slots, flat, self._values_of(slots))
-            self._revision = next(_REVISIONS)
+                raise ValueError(
+                    f"there must be one key per id, got {len(slots)} ids and {len(flat)} keys"
+                )
+            self._put(slots, flat, self._read_values(slots))
+            self._revision = next(_revisions)
 
     def delete(self, ids: Int[Tensor, "N"] | Iterable[int]) -> None:
         """Remove entries; raise `ValueError` for ids never assigned, overwritten or deleted."""
         with self._lock:
-            slots = self._find(ids)
-            self._delete(self._tensor(slots))
+            slots = self._find_slots(ids)
+            self._delete(self._to_tensor(slots))
             self._ring.free(slots)
-            self._slot_ids[self._tensor(slots)] = -1
+            self._slot_ids[self._to_tensor(slots)] = -1
 
     def clear(self) -> None:
         """Remove all entries; the numbering of ids continues."""
@@ -228,8 +251,8 @@ class Memory(EntryForm, abc.ABC):
             entries: at most `capacity` of them, with ascending ids.
             next_id: the `next_id` of that memory.
         """
-        keys = self._checked_keys(entries.keys, allow_tiny=True)  # old versions accepted tiny keys
-        values = self._checked_values(entries.values)
+        keys = self._parse_keys(entries.keys, allow_tiny=True)  # old versions accepted tiny keys
+        values = self._parse_values(entries.values)
         if entries.ids.dtype != torch.int64 or entries.ids.ndim != 1:
             raise ValueError(
                 f"ids must be a row of torch.int64, got {entries.ids.dtype} "
@@ -263,11 +286,11 @@ class Memory(EntryForm, abc.ABC):
             k: number of neighbours per query.
             keys_for: return the keys of only this many of the nearest (default: all).
         """
-        flat = self._checked_queries(queries)
+        flat = self._parse_queries(queries)
         k = validation.count("k", k)
         keys_for = None if keys_for is None else validation.count("keys_for", keys_for, least=0)
         with self._lock, full_precision(self.device):
-            return self._shaped(self._read(flat, k, keys_for))
+            return self._shape_keys(self._read(flat, k, keys_for))
 
     def read_causally(
         self,
@@ -288,24 +311,24 @@ class Memory(EntryForm, abc.ABC):
             k: number of neighbours per entry.
             keys_for: return the keys of only this many of the nearest (default: all).
         """
-        flat, values = self._checked_entries(keys, values)
+        flat, values = self._parse_entries(keys, values)
         k = validation.count("k", k)
         keys_for = None if keys_for is None else validation.count("keys_for", keys_for, least=0)
         with self._lock, full_precision(self.device):
-            queries, count, live = self._checked_queries(keys), len(flat), len(self)
+            queries, count, live = self._parse_queries(keys), len(flat), len(self)
             gone = np.maximum(live + np.arange(count) - self.capacity, 0)
             new_ids = self._ring.next_id + np.arange(count)
             old_ids = self._ring.ids(self._ring.oldest(min(live, count)))  # gone < count: enough
-            since = self._tensor(np.concatenate([old_ids, new_ids])[gone])
-            needed = self._tensor(np.clip(live - gone, 0, k))
+            since = self._to_tensor(np.concatenate([old_ids, new_ids])[gone])
+            needed = self._to_tensor(np.clip(live - gone, 0, k))
             # For the last entries many candidates may be overwritten already: ask for
             # proportionally more.
             seen = max(1, live - int(gone[-1])) if count else 1
             reach = (k + k // 4 + 8) * live // seen
             past = self._read(queries, k, keys_for, Windows(since, needed), reach)
             stored = flat.to(self.distance_dtype)
-            own = Block(queries, stored, values, self._tensor(new_ids), since)
-            return self._shaped(own.merged_into(past, k, keys_for))
+            own = UnwrittenEntries(queries, stored, values, self._to_tensor(new_ids), since)
+            return self._shape_keys(own.merge_into(past, k, keys_for))
 
     def _read(
         self,
@@ -319,7 +342,7 @@ class Memory(EntryForm, abc.ABC):
         width = min(k, len(self))
         stored = len(self) if self._drops_entries else self._ring.used
         reach = min(stored, max(reach, k + k // 8 + 8))
-        numbers = 16 * max(reach, self.key_size)  # roughly; `measured` has its own limit
+        numbers = 16 * max(reach, self.key_size)  # roughly; `measure_candidates` has its own limit
         rows = max(1, SCRATCH_BYTES // (numbers * self.distance_dtype.itemsize))
         if len(queries) > rows:
             parts = []
@@ -327,17 +350,17 @@ class Memory(EntryForm, abc.ABC):
                 chunk = slice(start, start + rows)
                 theirs = windows and windows.rows(chunk)
                 parts.append(self._read(queries[chunk], k, keys_for, theirs, reach))
-            return Neighbors.concatenated(parts)
-        found, beyond = self._ranked(queries, width, keys_for, windows, reach)
+            return Neighbors.concatenate(parts)
+        found, beyond = self._rank(queries, width, keys_for, windows, reach)
         if width and reach < stored:
-            unsure = unsure_rows(queries, found.distances, windows and windows.needed, beyond)
+            unsure = find_unsure_rows(queries, found.distances, windows and windows.needed, beyond)
             if len(unsure):
                 theirs = windows and windows.rows(unsure)
                 wider = self._read(queries[unsure], k, keys_for, theirs, 4 * reach)
                 found = found.with_rows(unsure, wider)
         return found
 
-    def _ranked(
+    def _rank(
         self,
         queries: Float[Tensor, "B D"],
         width: int,
@@ -349,31 +372,31 @@ class Memory(EntryForm, abc.ABC):
 
         Among equally near ones the newer come first.
         """
-        slots, beyond, known = self._found(queries, reach, width)
+        slots, beyond, known = self._find_candidates(queries, reach, width)
         ids = self._slot_ids[slots]
         hidden = ids < (0 if windows is None else windows.since[:, None])
         # On a CPU looking for hidden entries is cheap, and asking the ring is not.
         if self.device.type != "cpu" or hidden.any():
             slots = slots.masked_fill(hidden, int(self._ring.oldest(1)[0]))  # to be readable
         in_use = self._slot_ids[: self._ring.used]
-        distances, dots = known or measured(queries, slots, in_use, self._keys_of)
+        distances, dots = known or measure_candidates(queries, slots, in_use, self._read_keys)
         distances = distances.masked_fill(hidden, math.inf)
-        order = nearest_first(distances, ids)[:, :width]
+        order = order_nearest_first(distances, ids)[:, :width]
         distances, slots, ids = (t.gather(1, order) for t in (distances, slots, ids))
         hidden = distances == math.inf
         return Neighbors(
-            values=self._values_of(slots),
+            values=self._read_values(slots),
             distances=distances,
             dots=dots.gather(1, order),
             mask=~hidden,
             ids=ids.masked_fill_(hidden, -1),
             slots=slots.masked_fill(hidden, -1),
-            keys=self._keys_of(slots[:, :keys_for]),
+            keys=self._read_keys(slots[:, :keys_for]),
             revision=self._revision,
             capacity=self.capacity,
         ), beyond
 
-    def _found(self, queries: Float[Tensor, "B D"], reach: int, width: int) -> Candidates:
+    def _find_candidates(self, queries: Float[Tensor, "B D"], reach: int, width: int) -> Candidates:
         """Return the backend's candidates, padded with −1 up to `width`."""
         if not width or not len(queries):
             empty = torch.empty(len(queries), width, dtype=torch.int64, device=self.device)
@@ -385,11 +408,11 @@ class Memory(EntryForm, abc.ABC):
         slots = torch.nn.functional.pad(found.slots, (0, missing), value=-1)
         return Candidates(slots, found.beyond)
 
-    def _keys_of(self, slots: Int[Tensor, "*S"]) -> Float[Tensor, "*S D"]:
+    def _read_keys(self, slots: Int[Tensor, "*S"]) -> Float[Tensor, "*S D"]:
         keys = self._get_keys(slots.flatten()) if slots.numel() else self._nothing[0]
         return keys.to(self.distance_dtype).reshape(*slots.shape, self.key_size)
 
-    def _values_of(self, slots: Int[Tensor, "*S"]) -> Shaped[Tensor, "*S *V"]:
+    def _read_values(self, slots: Int[Tensor, "*S"]) -> Shaped[Tensor, "*S *V"]:
         values = self._get_values(slots.flatten()) if slots.numel() else self._nothing[1]
         return values.reshape(*slots.shape, *self.value_shape)
 
@@ -401,18 +424,21 @@ class Memory(EntryForm, abc.ABC):
 
     # Validation and bookkeeping
 
-    def _find(self, ids: Tensor | Iterable[int]) -> Ints:
-        wanted = validation.distinct_ids(ids).numpy()
+    def _find_slots(self, ids: Tensor | Iterable[int]) -> Ints:
+        return self._require_live(validation.parse_distinct_ids(ids).numpy())
+
+    def _require_live(self, wanted: Ints) -> Ints:
+        """Return the slots of the entries with these ids."""
         slots = self._ring.find(wanted)
         if (slots < 0).any():
             unknown = wanted[slots < 0][:8].tolist()
-            raise ValueError(f"ids must be of live entries, unknown: {unknown}")
+            raise ValueError(f"ids must belong to live entries, got unknown ids {unknown}")
         return slots
 
-    def _tensor(self, array: Ints) -> Tensor:
+    def _to_tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(self.device)
 
-    def _shaped(self, neighbors: Neighbors) -> Neighbors:
+    def _shape_keys(self, neighbors: Neighbors) -> Neighbors:
         if len(self.key_shape) == 1:
             return neighbors
         return neighbors.with_keys(neighbors.keys.unflatten(2, self.key_shape))
@@ -434,11 +460,11 @@ class Memory(EntryForm, abc.ABC):
 
     def _reset(self, ring: Ring) -> None:
         self._ring = ring
-        self._revision = next(_REVISIONS)
+        self._revision = next(_revisions)
         with torch.inference_mode(False):  # these tensors are written to later
             # One more than there are slots: slot −1, which stands for no entry, has id −1.
             self._slot_ids = torch.full((ring.capacity + 1,), -1, device=self.device)
             self._clear()
 
 
-_REVISIONS = itertools.count()  # no two memories ever share a revision
+_revisions = itertools.count()  # no two memories ever share a revision

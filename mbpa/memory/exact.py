@@ -16,7 +16,7 @@ from torch import Tensor
 from mbpa.device import takes_kernels
 from mbpa.memory.base import Memory
 from mbpa.memory.neighbors import Candidates
-from mbpa.memory.ranking import SCRATCH_BYTES, distance_table, expanded_scores, smallest
+from mbpa.memory.ranking import SCRATCH_BYTES, compute_distances, compute_scores, find_smallest
 from mbpa.memory.two_stage import CoarseKeys
 
 
@@ -50,7 +50,7 @@ class ExactMemory(Memory):
         self._values[slots] = values
         self._norms[slots] = keys.to(self.distance_dtype).square().sum(1)
         if self._coarse is not None:
-            self._coarse.put(slots, keys)
+            self._coarse.update(slots, keys)
 
     def _get(self, slots: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
         return self._keys.index_select(0, slots), self._values.index_select(0, slots)
@@ -66,13 +66,13 @@ class ExactMemory(Memory):
         self._values[slots] = 0
         self._norms[slots] = math.inf
         if self._coarse is not None:
-            self._coarse.drop(slots)
+            self._coarse.clear(slots)
 
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
-        count, rows = self._ring.used, len(queries)
+        count, rows = self._used_slots, len(queries)
         if k >= count:  # no slot is empty, and every entry is needed
-            newest_first = self._tensor(self._ring.oldest(count)).flip(0)  # easiest to rank
-            return Candidates(newest_first.expand(rows, -1), None)
+            slots = torch.arange(count, device=self.device).flip(0)  # roughly the newest first
+            return Candidates(slots.expand(rows, -1), None)
         if self._coarse is not None and self._coarse.can_find(k, count):
             return self._coarse.nearest(self._norms, queries, k, count)
         if self._coarse is not None and count * rows * queries.itemsize <= SCRATCH_BYTES:
@@ -84,8 +84,8 @@ class ExactMemory(Memory):
         for start in range(0, count, size):
             stop = min(start + size, count)
             keys = self._keys[start:stop].to(self.distance_dtype)
-            scores = expanded_scores(self._norms[start:stop], queries, keys)
-            values, slots = smallest(scores, min(k, stop - start))
+            scores = compute_scores(self._norms[start:stop], queries, keys)
+            values, slots = find_smallest(scores, min(k, stop - start))
             if best is not None:
                 slots = torch.cat([best[1], slots + start], 1)
                 values, chosen = torch.cat([best[0], values], 1).topk(k, largest=False)
@@ -98,7 +98,7 @@ class ExactMemory(Memory):
     def _nearest_of_few(self, queries: Float[Tensor, "B D"], k: int, count: int) -> Candidates:
         """Compute every distance as Σ(h−q)²; on a GPU this takes no longer than sorting them."""
         keys, norms = self._keys[:count].to(queries.dtype), self._norms[:count]
-        distances = distance_table(queries, keys).masked_fill_(norms == math.inf, math.inf)
+        distances = compute_distances(queries, keys).masked_fill_(norms == math.inf, math.inf)
         distances, slots = distances.topk(k, largest=False)
-        dots = expanded_scores(torch.zeros_like(norms), queries, keys).mul_(-0.5)
+        dots = compute_scores(torch.zeros_like(norms), queries, keys).mul_(-0.5)
         return Candidates(slots, distances[:, -1], (distances, dots.gather(1, slots)))

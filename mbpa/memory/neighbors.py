@@ -43,11 +43,11 @@ class Neighbors:
 
     def first(self, k: int) -> Neighbors:
         """Return only the first k neighbours of each query."""
-        return self._mapped(lambda tensor: tensor[:, :k])
+        return self._map(lambda tensor: tensor[:, :k])
 
     def rows(self, rows: slice) -> Neighbors:
         """Return the neighbours of some of the queries."""
-        return self._mapped(lambda tensor: tensor[rows])
+        return self._map(lambda tensor: tensor[rows])
 
     def with_keys(self, keys: Float[Tensor, "B J *D"]) -> Neighbors:
         """Return these neighbours with other keys, such as the same ones in another shape."""
@@ -65,7 +65,7 @@ class Neighbors:
         )
 
     @staticmethod
-    def concatenated(parts: list[Neighbors]) -> Neighbors:
+    def concatenate(parts: list[Neighbors]) -> Neighbors:
         """Concatenate the neighbours of several batches of queries."""
         if len(parts) == 1:
             return parts[0]
@@ -75,7 +75,7 @@ class Neighbors:
             capacity=parts[0].capacity,
         )
 
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Neighbors:
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Neighbors:
         mapped: dict[str, Any] = {name: function(getattr(self, name)) for name in TENSORS}
         return replace(self, **mapped)
 

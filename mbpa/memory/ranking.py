@@ -22,7 +22,7 @@ from mbpa.memory.neighbors import Neighbors
 
 SCRATCH_BYTES = 1 << 28  # keys gathered, or scores computed, at a time
 CACHE_BYTES = 1 << 21  # the same on a CPU, per thread
-TILE_ROWS = 64  # queries that share a pass over the keys
+QUERIES_PER_TILE = 64  # which share a pass over the keys
 
 
 class Windows(NamedTuple):
@@ -37,13 +37,13 @@ class Windows(NamedTuple):
         return Windows(self.since[rows], self.needed[rows])
 
 
-class Block:
+class UnwrittenEntries:
     """Entries that are not written yet, as neighbours of one another: each sees those before it."""
 
     def __init__(
         self, queries: Tensor, keys: Tensor, values: Tensor, ids: Tensor, since: Tensor
     ) -> None:
-        """Compute the distances within the block.
+        """Compute their distances from one another.
 
         Args:
             queries: the keys in the precision in which they were passed.
@@ -54,21 +54,21 @@ class Block:
         """
         self.keys, self.values, self.ids = keys, values, ids
         hidden = (ids >= ids[:, None]) | (ids < since[:, None])
-        self.distances = distance_table(queries, keys).masked_fill_(hidden, math.inf)
+        self.distances = compute_distances(queries, keys).masked_fill_(hidden, math.inf)
         self.dots = queries @ keys.T
 
-    def merged_into(self, past: Neighbors, k: int, keys_for: int | None) -> Neighbors:
-        """Return the k nearest among neighbours already in the memory and those in the block."""
+    def merge_into(self, past: Neighbors, k: int, keys_for: int | None) -> Neighbors:
+        """Return the k nearest among neighbours already in the memory and these entries."""
         count, old = past.mask.shape
         rows = torch.arange(count, device=self.ids.device)[:, None]
         ids = torch.cat([past.ids, self.ids.expand(count, -1)], 1)
         distances = torch.cat([past.distances, self.distances], 1)
-        order = nearest_first(distances, ids)[:, :k]
+        order = order_nearest_first(distances, ids)[:, :k]
         is_new, new = order >= old, (order - old).clamp_min(0)
         distances = distances[rows, order]
         mask = distances.isfinite()
 
-        def merged(theirs: Tensor, ours: Tensor, width: int | None = None) -> Tensor:
+        def merge(theirs: Tensor, ours: Tensor, width: int | None = None) -> Tensor:
             if not theirs.shape[1]:
                 return ours[new[:, :width]]
             theirs = theirs[rows, order.clamp_max(theirs.shape[1] - 1)[:, :width]]
@@ -76,23 +76,25 @@ class Block:
             return torch.where(chosen, ours[new[:, :width]], theirs)
 
         return Neighbors(
-            values=merged(past.values, self.values),
+            values=merge(past.values, self.values),
             distances=distances,
             dots=torch.cat([past.dots, self.dots], 1)[rows, order],
             mask=mask,
             ids=torch.where(mask, ids[rows, order], -1),
-            slots=torch.where(mask & ~is_new, merged(past.slots, self.ids), -1),
-            keys=merged(past.keys, self.keys, keys_for if keys_for is not None else k),
+            slots=torch.where(mask & ~is_new, merge(past.slots, self.ids), -1),
+            keys=merge(past.keys, self.keys, keys_for if keys_for is not None else k),
             revision=past.revision,
             capacity=past.capacity,
         )
 
 
-def nearest_first(distances: Float[Tensor, "B J"], ids: Int[Tensor, "B J"]) -> Int[Tensor, "B J"]:
+def order_nearest_first(
+    distances: Float[Tensor, "B J"], ids: Int[Tensor, "B J"]
+) -> Int[Tensor, "B J"]:
     """Return the positions in each row by rising distance, equally near ones newest first."""
     if distances.device.type != "cpu":
         if distances.dtype != torch.float32 or not ids.numel():
-            return _by_distance_and_age(distances, ids)
+            return _order_by_distance_and_age(distances, ids)
         # Pack both into one integer: non-negative floats have the same order as their bits.
         age = (ids.amax() - ids).clamp_max((1 << 32) - 1)
         return (distances.view(torch.int32).to(torch.int64) << 32 | age).argsort(dim=1)
@@ -102,17 +104,17 @@ def nearest_first(distances: Float[Tensor, "B J"], ids: Int[Tensor, "B J"]) -> I
         ids_in_order = ids.gather(1, order)
         is_wrong = tied & (ids_in_order[:, 1:] > ids_in_order[:, :-1])
         rows = is_wrong.any(1).nonzero()[:, 0]
-        order[rows] = _by_distance_and_age(distances[rows], ids[rows])
+        order[rows] = _order_by_distance_and_age(distances[rows], ids[rows])
     return order
 
 
-def _by_distance_and_age(distances: Tensor, ids: Tensor) -> Tensor:
+def _order_by_distance_and_age(distances: Tensor, ids: Tensor) -> Tensor:
     newest = ids.argsort(dim=1, descending=True)
     by_distance = distances.gather(1, newest).argsort(dim=1, stable=True)
     return newest.gather(1, by_distance)
 
 
-def unsure_rows(
+def find_unsure_rows(
     queries: Float[Tensor, "B D"],
     distances: Float[Tensor, "B K"],
     needed: Int[Tensor, "B"] | None,
@@ -121,7 +123,7 @@ def unsure_rows(
     """Return the rows that may lack a neighbour: too few found, or one left out may be as near.
 
     An entry left out at distance d ≤ d_K has ‖h‖ ≤ ‖q‖ + √d_K, so the error of its
-    ‖h‖² − 2q·h + ‖q‖² was at most γ(2‖q‖ + √d_K)², with γ from `score_error`.
+    ‖h‖² − 2q·h + ‖q‖² was at most γ(2‖q‖ + √d_K)², with γ from `bound_score_error`.
     """
     if needed is None:
         farthest = distances[:, -1]
@@ -130,7 +132,7 @@ def unsure_rows(
     if beyond is None:
         unsure = farthest == math.inf
     else:
-        gamma = score_error(queries.shape[1], queries.dtype, queries.device)
+        gamma = bound_score_error(queries.shape[1], queries.dtype, queries.device)
         norms = queries.square().sum(1).sqrt()
         slack = gamma * (2 * norms + farthest.sqrt()).square()
         unsure = farthest + slack >= beyond  # also true where `farthest` is infinite
@@ -139,7 +141,7 @@ def unsure_rows(
     return unsure.nonzero()[:, 0]
 
 
-def measured(
+def measure_candidates(
     queries: Float[Tensor, "B D"],
     slots: Int[Tensor, "B J"],
     slot_ids: Int[Tensor, "N"],
@@ -154,31 +156,31 @@ def measured(
         fetch: returns keys (…, D) for slots (…), in new tensors.
     """
     if 2 * slots.shape[1] <= len(slot_ids) or not len(slots):
-        return _measured_singly(queries, slots, fetch)
+        return _measure_each_query(queries, slots, fetch)
     every = torch.arange(len(slot_ids), device=slots.device).where(slot_ids >= 0, slots[0, 0])
     distances, dots = [], []
     for part in every.split(max(1, SCRATCH_BYTES // (queries.shape[1] * queries.itemsize))):
         keys = fetch(part)  # once for all queries, since most of them need most keys
-        distances.append(distance_table(queries, keys))
-        dots.append(expanded_scores(keys.new_zeros(len(keys)), queries, keys).mul_(-0.5))
+        distances.append(compute_distances(queries, keys))
+        dots.append(compute_scores(keys.new_zeros(len(keys)), queries, keys).mul_(-0.5))
     return torch.cat(distances, 1).gather(1, slots), torch.cat(dots, 1).gather(1, slots)
 
 
-def _measured_singly(
+def _measure_each_query(
     queries: Tensor, slots: Tensor, fetch: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     row_bytes = slots.shape[1] * queries.shape[1] * queries.itemsize
-    rows = max(1, _piece_bytes(queries.device) // max(1, row_bytes))
+    rows = max(1, _get_piece_bytes(queries.device) // max(1, row_bytes))
     if len(queries) > rows:
         pairs = zip(queries.split(rows), slots.split(rows), strict=True)
-        distances, dots = zip(*(_measured_singly(*pair, fetch) for pair in pairs), strict=True)
+        distances, dots = zip(*(_measure_each_query(*pair, fetch) for pair in pairs), strict=True)
         return torch.cat(distances), torch.cat(dots)
     keys = fetch(slots)
     products = torch.bmm(queries[:, None], keys.mT)[:, 0]
     return keys.sub_(queries[:, None]).square_().sum(-1), products
 
 
-def distance_table(
+def compute_distances(
     queries: Float[Tensor, "B D"], keys: Float[Tensor, "N D"]
 ) -> Float[Tensor, "B N"]:
     """Return `Σ(h−q)²` of every query and every key."""
@@ -186,8 +188,8 @@ def distance_table(
         from mbpa.memory.search_kernels import pair_distances
 
         return pair_distances(queries, keys)
-    rows = max(1, min(len(queries), TILE_ROWS))
-    size = max(1, _piece_bytes(keys.device) // (rows * keys.shape[1] * keys.itemsize))
+    rows = max(1, min(len(queries), QUERIES_PER_TILE))
+    size = max(1, _get_piece_bytes(keys.device) // (rows * keys.shape[1] * keys.itemsize))
     scratch = keys.new_empty(rows, min(size, len(keys)), keys.shape[1])
 
     def tile(queries: Tensor, keys: Tensor) -> Tensor:
@@ -200,13 +202,13 @@ def distance_table(
     )
 
 
-def _piece_bytes(device: torch.device) -> int:
+def _get_piece_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return SCRATCH_BYTES
     return min(SCRATCH_BYTES, CACHE_BYTES * torch.get_num_threads())
 
 
-def smallest(
+def find_smallest(
     scores: Float[Tensor, "B N"], k: int
 ) -> tuple[Float[Tensor, "B k"], Int[Tensor, "B k"]]:
     """Return the k smallest scores of each row, in rising order, and their positions.
@@ -236,15 +238,16 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[ob
     return contextlib.nullcontext()
 
 
-def expanded_scores(
+def compute_scores(
     norms: Float[Tensor, "N"], queries: Float[Tensor, "B D"], keys: Float[Tensor, "N D"]
 ) -> Float[Tensor, "B N"]:
-    """Return `‖h‖² − 2 q·h` to within `score_error`, even if torch uses reduced-precision products.
+    """Return `‖h‖² − 2 q·h`, even if torch uses reduced-precision products.
 
-    A reduced-precision product is exact for factors of few bits. So each factor is split into two
-    parts of few bits, and the product of the two small parts is left out.
+    `bound_score_error` bounds its error. A reduced-precision product is exact for factors of few
+    bits. So each factor is split into two parts of few bits, and the product of the two small parts
+    is left out.
     """
-    bits = _product_bits(queries.dtype, queries.device)
+    bits = _count_product_bits(queries.dtype, queries.device)
     if bits >= 24:
         return torch.addmm(norms, queries, keys.T, alpha=-2)
     (large_q, small_q), (large_k, small_k) = _split(queries, bits), _split(keys, bits)
@@ -252,23 +255,23 @@ def expanded_scores(
     return scores.addmm_(large_q, small_k.T, alpha=-2).addmm_(small_q, large_k.T, alpha=-2)
 
 
-def score_error(key_size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return γ such that the error of `expanded_scores` is at most γ(‖q‖ + ‖h‖)².
+def bound_score_error(key_size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Return γ such that the error of `compute_scores` is at most γ(‖q‖ + ‖h‖)².
 
     (D + 8)u bounds the error of sums of D products with unit roundoff u. Splitting adds the part
     that it leaves out or rounds.
     """
     roundoff = torch.finfo(dtype).eps / 2
-    bits = _product_bits(dtype, device)
+    bits = _count_product_bits(dtype, device)
     return (key_size + 8) * roundoff + (4 * 2.0 ** (-2 * bits) if bits < 24 else 0.0)
 
 
-def matmul_roundoff(dtype: torch.dtype, device: torch.device) -> float:
+def get_matmul_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     """Return the unit roundoff of a matrix product; for float32 it depends on a global setting."""
-    return 2.0 ** -_product_bits(dtype, device)
+    return 2.0 ** -_count_product_bits(dtype, device)
 
 
-def _product_bits(dtype: torch.dtype, device: torch.device) -> int:
+def _count_product_bits(dtype: torch.dtype, device: torch.device) -> int:
     # torch.get_float32_matmul_precision raises once a backend has its own setting.
     if dtype == torch.float64:
         return 53

@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """A plan for where the next entries go; nothing changes until it is committed."""
+    """The slots and ids of the next entries; nothing changes until it is committed."""
 
     ids: Ints
     slots: Ints
@@ -43,7 +43,7 @@ class Ring:
         self._head = 0
         self._free: Ints = np.zeros(0, np.int64)
 
-    def plan(self, count: int, skipped: int = 0) -> Allocation:
+    def allocate(self, count: int, skipped: int = 0) -> Allocation:
         """Return slots and ids for `count` new entries (at most `capacity`), oldest first.
 
         The first `skipped` ids are left unused.

@@ -24,12 +24,12 @@ class EntryForm:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        self.key_shape = validation.shape("key_dim", key_dim)
+        self.key_shape = validation.parse_shape("key_dim", key_dim)
         if not self.key_shape:
             raise ValueError("key_dim must have at least one dimension, got ()")
-        self.value_shape = validation.shape("value_shape", value_shape, least=0)
-        self.value_dtype = validation.value_dtype(value_dtype)
-        self.dtype = validation.key_dtype(dtype)
+        self.value_shape = validation.parse_shape("value_shape", value_shape, least=0)
+        self.value_dtype = validation.check_value_dtype(value_dtype)
+        self.dtype = validation.check_key_dtype(dtype)
         self._device = torch.empty(0, device=device).device  # "cuda" → "cuda:0"
 
     @property
@@ -54,22 +54,22 @@ class EntryForm:
         """A description of the values for messages."""
         return "labels" if self.holds_labels else f"targets of shape {self.value_shape}"
 
-    def _checked_keys(self, keys: Tensor, *, allow_tiny: bool = False) -> Float[Tensor, "N D"]:
+    def _parse_keys(self, keys: Tensor, *, allow_tiny: bool = False) -> Float[Tensor, "N D"]:
         form = self.key_shape, self.dtype, self.device
-        return validation.flat_keys(keys, "keys", *form, allow_tiny=allow_tiny)
+        return validation.parse_keys(keys, "keys", *form, allow_tiny=allow_tiny)
 
-    def _checked_queries(self, queries: Tensor) -> Float[Tensor, "N D"]:
+    def _parse_queries(self, queries: Tensor) -> Float[Tensor, "N D"]:
         """Return valid queries in `distance_dtype`; only stored keys are rounded to `dtype`."""
         wide = self.distance_dtype
-        return validation.flat_keys(queries, "queries", self.key_shape, wide, self.device)
+        return validation.parse_keys(queries, "queries", self.key_shape, wide, self.device)
 
-    def _checked_values(self, values: Tensor | Sequence[Any]) -> Shaped[Tensor, "N *V"]:
-        return validation.stored_values(values, self.value_shape, self.value_dtype, self.device)
+    def _parse_values(self, values: Tensor | Sequence[Any]) -> Shaped[Tensor, "N *V"]:
+        return validation.parse_stored_values(
+            values, self.value_shape, self.value_dtype, self.device
+        )
 
-    def _checked_entries(
-        self, keys: Tensor, values: Tensor | Sequence[Any]
-    ) -> tuple[Tensor, Tensor]:
-        flat, stored = self._checked_keys(keys), self._checked_values(values)
+    def _parse_entries(self, keys: Tensor, values: Tensor | Sequence[Any]) -> tuple[Tensor, Tensor]:
+        flat, stored = self._parse_keys(keys), self._parse_values(values)
         if len(flat) != len(stored):
-            raise ValueError(f"keys and values must be as many, got {len(flat)} and {len(stored)}")
+            raise ValueError(f"there must be one value per key, got {len(flat)} and {len(stored)}")
         return flat, stored

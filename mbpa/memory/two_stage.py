@@ -18,19 +18,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mbpa.memory.neighbors import Candidates
-from mbpa.memory.ranking import smallest
+from mbpa.memory.ranking import find_smallest
 
-FEWEST_KEYS = 1 << 14  # with fewer keys one plain product is as fast
+MIN_KEYS = 1 << 14  # with fewer keys one plain product is as fast
 MINIMA_BYTES = 1 << 30  # limits the number of queries at a time
-MOST_BITS = 50  # of a scale; the product of two scales must not overflow
-USUAL_BITS = 8  # the first keys are scaled to below 2^8; float16 ends at 2^16
+MAX_SCALE_BITS = 50  # the product of two scales must not overflow
+TARGET_BITS = 8  # the first keys are scaled to below 2^8; float16 ends at 2^16
 
 
 class CoarseKeys:
     """A copy of a memory's keys in half precision, or the keys themselves if they are in it.
 
     Args:
-        keys: the memory's own tensor of keys; the memory writes to it before it calls `put`.
+        keys: the memory's own tensor of keys; the memory writes to it before it calls `update`.
     """
 
     def __init__(self, keys: Float[Tensor, "N D"]) -> None:
@@ -40,25 +40,25 @@ class CoarseKeys:
         self._scale: float | None = None if self._is_copy else 1.0
         self._lost = 0.0  # largest norm of a key's rounding error
 
-    def put(self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"]) -> None:
+    def update(self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"]) -> None:
         """Update the copy after keys were written."""
         if not self._is_copy or not len(keys):
             return
         if self._scale is None:
-            self._scale = float(_scales(keys.flatten()[None]))
+            self._scale = float(_choose_scales(keys.flatten()[None]))
         rounded = (keys * self._scale).to(torch.float16)
         self._rounded[slots] = rounded
         lost = (keys - rounded.to(keys.dtype) / self._scale).norm(dim=1).amax()
         self._lost = max(self._lost, float(lost.nan_to_num(nan=math.inf, posinf=math.inf)))
 
-    def drop(self, slots: Int[Tensor, "N"]) -> None:
+    def clear(self, slots: Int[Tensor, "N"]) -> None:
         """Clear the keys in these slots."""
         if self._is_copy:
             self._rounded[slots] = 0
 
     def can_find(self, k: int, count: int) -> bool:
         """Return whether this is the faster way to find `k` of `count` entries."""
-        return count >= FEWEST_KEYS and 64 * k <= count and math.isfinite(self._lost)
+        return count >= MIN_KEYS and 64 * k <= count and math.isfinite(self._lost)
 
     def nearest(
         self, norms: Float[Tensor, "N"], queries: Float[Tensor, "B D"], k: int, count: int
@@ -78,14 +78,14 @@ class CoarseKeys:
         from mbpa.memory.search_kernels import GROUP, group_minima, member_distances, member_slots
 
         count, size = len(norms), queries.shape[1]
-        scales = _scales(queries)
+        scales = _choose_scales(queries)
         rounded = (queries * scales).to(self._rounded.dtype)
         back = rounded.to(queries.dtype) / scales
         assert self._scale is not None  # there are entries
         minima = group_minima(
             self._rounded[:count], norms, rounded, 2 / (scales[:, 0] * self._scale)
         )
-        least, groups = smallest(minima, k + k // 2 + 16)
+        least, groups = find_smallest(minima, k + k // 2 + 16)
         distances, dots = member_distances(self._keys[:count], norms, queries, groups)
         distances, chosen = distances.topk(k, largest=False)
         slots = member_slots(groups.gather(1, chosen // GROUP), chosen % GROUP)
@@ -102,8 +102,8 @@ class CoarseKeys:
         return slots, beyond, distances, dots.gather(1, chosen)
 
 
-def _scales(numbers: Float[Tensor, "B D"]) -> Float[Tensor, "B 1"]:
-    """Return the powers of two that scale each row to below 2^`USUAL_BITS`, within limits."""
+def _choose_scales(numbers: Float[Tensor, "B D"]) -> Float[Tensor, "B 1"]:
+    """Return the powers of two that scale each row to below 2^`TARGET_BITS`, within limits."""
     largest = numbers.abs().amax(1, keepdim=True)
-    bits = (USUAL_BITS - largest.log2().ceil()).clamp(-MOST_BITS, MOST_BITS)
+    bits = (TARGET_BITS - largest.log2().ceil()).clamp(-MAX_SCALE_BITS, MAX_SCALE_BITS)
     return torch.exp2(bits).where(largest > 0, 1.0)

@@ -42,20 +42,20 @@ def _is_bool(number: Any) -> bool:
     return isinstance(number, bool) or getattr(number, "dtype", None) == torch.bool
 
 
-def shape(name: str, size: Any, least: int = 1) -> tuple[int, ...]:
+def parse_shape(name: str, size: Any, least: int = 1) -> tuple[int, ...]:
     """Return a shape as a tuple; a single number is a shape with one dimension."""
     sizes = size if isinstance(size, tuple | list | torch.Size) else (size,)
     return tuple(count(name, each, least) for each in sizes)
 
 
-def key_dtype(dtype: torch.dtype) -> torch.dtype:
+def check_key_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return `dtype` if keys can have it."""
     if dtype not in KEY_DTYPES:
         raise ValueError(f"dtype must be one of {KEY_DTYPES}, got {dtype}")
     return dtype
 
 
-def value_dtype(dtype: torch.dtype) -> torch.dtype:
+def check_value_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return `dtype` if labels or regression targets can have it."""
     if dtype not in LABEL_DTYPES and dtype not in KEY_DTYPES:
         raise ValueError(
@@ -65,7 +65,7 @@ def value_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def flat_keys(
+def parse_keys(
     keys: Tensor,
     name: str,
     key_shape: tuple[int, ...],
@@ -117,7 +117,7 @@ def flat_keys(
     return flat
 
 
-def stored_values(
+def parse_stored_values(
     values: Tensor | Sequence[Any],
     value_shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -184,7 +184,7 @@ def parse_ids(ids: Tensor | Iterable[int]) -> Shaped[Tensor, "N"]:
     return wanted.to(torch.int64)
 
 
-def distinct_ids(ids: Tensor | Iterable[int]) -> Shaped[Tensor, "N"]:
+def parse_distinct_ids(ids: Tensor | Iterable[int]) -> Shaped[Tensor, "N"]:
     """Return ids as a 1-d tensor of int64 on the CPU, if they are distinct."""
     wanted = parse_ids(ids)
     if len(wanted.unique()) != len(wanted):

@@ -24,7 +24,7 @@ class Head:
     is_ours: bool
 
     @classmethod
-    def probed(cls, module: nn.Module, memory: Memory, is_ours: bool = False) -> Head:
+    def probe(cls, module: nn.Module, memory: Memory, is_ours: bool = False) -> Head:
         """Create a `Head`, running it on a key of zeros to check it and find its output shape."""
         running = share(module, {})
         device = device_of(running)
@@ -37,7 +37,7 @@ class Head:
             try:
                 output = running(key)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                raise ValueError(f"{takes}, it says: {error}") from error
+                raise ValueError(f"{takes}, but it raised: {error}") from error
         if not isinstance(output, Tensor) or output.shape[:1] != (1,):
             got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"{takes} and give a tensor (B, …), for one key it gave {got}")

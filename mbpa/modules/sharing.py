@@ -29,8 +29,8 @@ def share(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if id(module) in memo:
         return cast(nn.Module, memo[id(module)])
     _refuse_uncopyable(module)
-    if unwrapped(module) is not module:
-        memo[id(module)] = share(unwrapped(module), memo)
+    if unwrap(module) is not module:
+        memo[id(module)] = share(unwrap(module), memo)
         return cast(nn.Module, memo[id(module)])
     # Not copy.copy: it would call __getstate__, from which classes may omit attributes.
     twin = object.__new__(type(module))
@@ -60,7 +60,7 @@ def _refuse_uncopyable(module: nn.Module) -> None:
         raise ValueError(f"parameters must be initialised, got a lazy {kind}: run a batch first")
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside a wrapper of torch.compile or data parallelism.
 
     Copies run uncompiled and in one process.
@@ -84,13 +84,13 @@ def _rewire(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if id(value) not in memo:
         memo[id(value)] = value  # it may hold itself
-        memo[id(value)] = _rebuilt(value, memo)
+        memo[id(value)] = _rebuild(value, memo)
     return memo[id(value)]
 
 
-def _rebuilt(value: Any, memo: dict[int, Any]) -> Any:
+def _rebuild(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, FunctionType):
-        return _rebuilt_function(value, memo)
+        return _rebuild_function(value, memo)
     if isinstance(value, dict):
         old = list(value.values())
     elif isinstance(value, MethodType):
@@ -114,7 +114,7 @@ def _rebuilt(value: Any, memo: dict[int, Any]) -> Any:
     return rebuilt
 
 
-def _rebuilt_function(function: FunctionType, memo: dict[int, Any]) -> Any:
+def _rebuild_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     # A compiled method, or model.compile(), is bound to the original: the copy runs it uncompiled.
     compiled_from = getattr(function, "_torchdynamo_orig_callable", None)
     if compiled_from is not None:
@@ -122,7 +122,7 @@ def _rebuilt_function(function: FunctionType, memo: dict[int, Any]) -> Any:
         return function if plain is compiled_from else plain
     old = function.__closure__ or (), function.__defaults__, function.__kwdefaults__
     new = (
-        tuple(_rewired_cell(c, memo) for c in old[0]),
+        tuple(_rewire_cell(c, memo) for c in old[0]),
         _rewire(old[1], memo),
         _rewire(old[2], memo),
     )
@@ -135,7 +135,7 @@ def _rebuilt_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     return rebuilt
 
 
-def _rewired_cell(cell: CellType, memo: dict[int, Any]) -> CellType:
+def _rewire_cell(cell: CellType, memo: dict[int, Any]) -> CellType:
     try:
         content = cell.cell_contents
     except ValueError:  # not assigned yet

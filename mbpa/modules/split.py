@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mbpa.modules.sharing import share, unwrapped
+from mbpa.modules.sharing import share, unwrap
 
 __all__ = ["Trunk", "grow", "split"]
 
@@ -138,7 +138,7 @@ class Trunk(nn.Module):
         self.pooled = pooled
         self.checked = False
         # In a tuple, so that neither is registered as a submodule.
-        self._ends = (_tapped(tap, _pass if pooled else _stop, at), head)
+        self._ends = (_insert_tap(tap, _pass if pooled else _stop, at), head)
         self.eval()
 
     def train(self, mode: bool = True) -> "Trunk":
@@ -222,7 +222,7 @@ class Trunk(nn.Module):
         for out in _tensors(output):
             dtypes = [logits.dtype, result.dtype, out.dtype]
             tolerance = max(_TOLERANCE.get(d, _LOW_PRECISION_TOLERANCE) for d in dtypes)
-            agrees = _picked if self.pooled is False else _equal
+            agrees = _equal_or_picked if self.pooled is False else _equal
             if any(agrees(out, form, tolerance) for form in forms):
                 return
         raise ValueError(
@@ -266,7 +266,7 @@ class _Tap(nn.Module):
         return _new_tap, (type(self).__bases__[1],), state
 
 
-def _tapped(layer: nn.Module, on_call: Callable[..., Any], at: str) -> nn.Module:
+def _insert_tap(layer: nn.Module, on_call: Callable[..., Any], at: str) -> nn.Module:
     layer.__class__ = _tap_class(type(layer))
     vars(layer).pop("forward", None)
     vars(layer).update(_on_call=on_call, _at=at)
@@ -316,11 +316,11 @@ def _find(model: nn.Module, at: str) -> tuple[nn.Module, nn.Module]:
     owner, target = model, model
     for atom in at.split(".") if at else ():
         owner = target
-        while atom not in owner._modules and unwrapped(owner) is not owner:
-            owner = unwrapped(owner)
+        while atom not in owner._modules and unwrap(owner) is not owner:
+            owner = unwrap(owner)
         child = owner._modules.get(atom)
         if child is None:
-            names = [name for name, _ in unwrapped(model).named_modules() if name]
+            names = [name for name, _ in unwrap(model).named_modules() if name]
             close = difflib.get_close_matches(at, names, n=3)
             hint = f"close to it: {close}" if close else f"the last ones: {names[-5:]}"
             kind = type(model).__name__
@@ -365,7 +365,7 @@ def _equal(out: Tensor, want: Tensor, tolerance: float) -> bool:
     return bool(_close(out.reshape(-1), want.reshape(-1), tolerance).all())
 
 
-def _picked(out: Tensor, want: Tensor, tolerance: float) -> bool:
+def _equal_or_picked(out: Tensor, want: Tensor, tolerance: float) -> bool:
     """Return whether ``out`` equals ``want``, or one position of it for each example."""
     if out.ndim == 2 and want.ndim > 2 and out.shape == (want.shape[0], want.shape[-1]):
         close = _close(out[:, None], want.reshape(want.shape[0], -1, want.shape[-1]), tolerance)

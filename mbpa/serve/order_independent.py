@@ -13,13 +13,13 @@ not matter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mbpa.memory import ExactMemory, Neighbors, validation
@@ -30,53 +30,63 @@ AT_ONCE = 4096  # keys per chunk, to bound the memory for their integers
 FINENESS = 2.0**40  # integer units per 1.0 in sums of keys; sums to eight million fit into 64 bits
 
 
-class TaughtMemory(ExactMemory):
-    """An `ExactMemory` whose neighbours depend on its contents alone."""
+class TaughtMemory:
+    """Entries in an `ExactMemory`, of which `read` returns neighbours by their content alone.
 
-    columns: Int[Tensor, "L"] | None = None
-    """The head's column for each label number that entries are written with; `None`: they are the
-    same."""
+    It is no `Memory` itself: a memory puts the newer of two equally near entries first.
 
-    def _clear(self) -> None:
-        super()._clear()
-        self._digests = torch.zeros(self.capacity, dtype=torch.int64, device=self.device)
+    Args:
+        memory: stores the entries, which are written and deleted there.
+    """
 
-    def _put(
-        self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]
-    ) -> None:
-        super()._put(slots, keys, values)
-        self._digests[slots] = _digests(keys)
+    def __init__(self, memory: ExactMemory) -> None:
+        self.memory = memory
+        self.columns: Int[Tensor, "L"] | None = None
+        """The head's column for each label number that entries are written with; `None`: they are
+        the same."""
 
-    def keys_of(self, ids: Iterable[int]) -> Float[Tensor, "N D"]:
-        """Return the keys of these entries."""
-        with self.lock:
-            return self._keys_of(self._tensor(self._find(ids)))
+    def read(self, queries: Float[Tensor, "B D"], k: int) -> Neighbors:
+        """Return the `k` entries nearest to each query, with columns of the head as values.
 
-    def read(
-        self, queries: Float[Tensor, "B *D"], k: int, *, keys_for: int | None = None
-    ) -> Neighbors:
+        Equally near entries are ordered by key, then by column.
+        """
         k = validation.count("k", k)
-        with self.lock:
+        with self.memory.lock:
             reach = k + SPARE
-            found = super().read(queries, reach, keys_for=0)
-            while reach < len(self) and _is_cut(found.distances, k):
+            found = self.memory.read(queries, reach, keys_for=0)
+            while reach < len(self.memory) and _is_cut(found.distances, k):
                 reach *= 4
-                found = super().read(queries, reach, keys_for=0)
+                found = self.memory.read(queries, reach, keys_for=0)
             columns = found.values if self.columns is None else self.columns[found.values]
-            order = _order(found.distances, self._digests[found.slots], columns)[:, :k]
-            slots = found.slots.gather(1, order)
-            keys = self._get_keys(slots.flatten()).reshape(*slots.shape, self.key_size)
-            dots = torch.bmm(queries.to(keys.dtype)[:, None], keys.mT)[:, 0]
-            return replace(
-                found,
-                values=columns.gather(1, order),
-                distances=found.distances.gather(1, order),
-                dots=dots,
-                mask=found.mask.gather(1, order),
-                ids=found.ids.gather(1, order),
-                slots=slots,
-                keys=keys[:, :keys_for],
-            )
+            order = self._order(found, columns)[:, :k]
+            ids = found.ids.gather(1, order)
+            keys = self.memory.get_keys(ids)
+        return replace(
+            found,
+            values=columns.gather(1, order),
+            distances=found.distances.gather(1, order),
+            dots=torch.bmm(queries.to(keys.dtype)[:, None], keys.mT)[:, 0],
+            mask=found.mask.gather(1, order),
+            ids=ids,
+            slots=found.slots.gather(1, order),
+            keys=keys,
+        )
+
+    def _order(self, found: Neighbors, columns: Int[Tensor, "B R"]) -> Int[Tensor, "B R"]:
+        """Return positions by distance, which is already rising; ties by key digest, then label."""
+        distances = found.distances
+        order = torch.arange(distances.shape[1], device=distances.device).expand(distances.shape)
+        rows = _find_ties(distances).any(1).nonzero()[:, 0]
+        if not len(rows):
+            return order
+        order = order.clone()
+        places = columns[rows].argsort(dim=1, stable=True)
+        ids, inverse = found.ids[rows].unique(return_inverse=True)
+        digests = torch.cat([_digest(self.memory.get_keys(part)) for part in ids.split(AT_ONCE)])
+        for part in (digests[inverse], distances[rows]):
+            places = places.gather(1, part.gather(1, places).argsort(dim=1, stable=True))
+        order[rows] = places
+        return order
 
 
 class TaughtRows:
@@ -140,23 +150,7 @@ def _is_cut(distances: Float[Tensor, "B R"], k: int) -> bool:
     return distances.shape[1] > k and bool((distances[:, k - 1] == distances[:, -1]).any())
 
 
-def _order(
-    distances: Float[Tensor, "B R"], digests: Int[Tensor, "B R"], columns: Int[Tensor, "B R"]
-) -> Int[Tensor, "B R"]:
-    """Return positions by distance, which is already rising; ties by key digest, then label."""
-    order = torch.arange(distances.shape[1], device=distances.device).expand(distances.shape)
-    rows = _tied(distances).any(1).nonzero()[:, 0]
-    if not len(rows):
-        return order
-    order = order.clone()
-    places = columns[rows].argsort(dim=1, stable=True)
-    for part in (digests[rows], distances[rows]):
-        places = places.gather(1, part.gather(1, places).argsort(dim=1, stable=True))
-    order[rows] = places
-    return order
-
-
-def _tied(distances: Float[Tensor, "B R"]) -> Bool[Tensor, "B S"]:
+def _find_ties(distances: Float[Tensor, "B R"]) -> Bool[Tensor, "B S"]:
     return distances[:, 1:] == distances[:, :-1]
 
 
@@ -167,7 +161,7 @@ def _factors(words: int, device: torch.device) -> Int[Tensor, "W"]:
     return torch.randint(limits.min, limits.max, (words,), generator=generator).to(device)
 
 
-def _digests(keys: Float[Tensor, "N D"]) -> Int[Tensor, "N"]:
+def _digest(keys: Float[Tensor, "N D"]) -> Int[Tensor, "N"]:
     """Return a 64-bit digest per key; two different keys collide only by chance."""
     halves = keys.contiguous().view(torch.int16).to(torch.int64)
     digests: Tensor = (halves * _factors(halves.shape[1], keys.device)).sum(1)  # wraps around

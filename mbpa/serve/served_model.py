@@ -49,7 +49,8 @@ class TaughtModel:
         self._rows = None if rows is None else TaughtRows(rows)
         self._engine = mbpa.Engine(store_bytes=0, rates=RATES)  # stored rows depend on history
         self._device = head.weight.device
-        self._memory = TaughtMemory(1024, head.in_features, device=self._device)
+        self._memory = mbpa.ExactMemory(1024, head.in_features, device=self._device)
+        self._taught = TaughtMemory(self._memory)
         self._trained_labels: tuple[str, ...] = ()
         self._new_labels: tuple[str, ...] = ()
         self._model: mbpa.MbPA | None = None
@@ -78,11 +79,18 @@ class TaughtModel:
 
     def __call__(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
         """Return log p of each of the `labels`."""
-        return keys.new_empty(len(keys), 0) if self._model is None else self._model(keys=keys)
+        if self._model is None:
+            return keys.new_empty(len(keys), 0)
+        return self._model(keys=keys, neighbors=self._read(keys))
 
     def explain(self, keys: Float[Tensor, "B D"]) -> mbpa.Explanation | None:
         """Explain the predictions for these keys; `None` if there are no labels."""
-        return None if self._model is None else self._model.explain(keys=keys)
+        if self._model is None:
+            return None
+        return self._model.explain(keys=keys, neighbors=self._read(keys))
+
+    def _read(self, keys: Float[Tensor, "B D"]) -> mbpa.Neighbors | None:
+        return self._taught.read(keys, self._predictor.k) if self._predictor.k else None
 
     def sources(self, why: mbpa.Explanation) -> tuple[tuple[NearExample, ...], float]:
         """Return the examples behind the answer to one query, and how far the parameters moved."""
@@ -137,7 +145,7 @@ class TaughtModel:
         labels = [self.known.examples[id].label for id in here]
         entries = [self.known.remove(id) for id in here]
         if self._rows is not None:
-            self._rows.remove(labels, self._memory.keys_of(entries))
+            self._rows.remove(labels, self._memory.get_keys(entries))
         self._memory.delete(entries)
         self._rebind(labels)
 
@@ -153,7 +161,7 @@ class TaughtModel:
             self._model = self._bound()
         elif self._model is not None:
             self._put_rows(self._model.head, changed)
-        self._memory.columns = self.known.columns(self.labels).to(self._device)
+        self._taught.columns = self.known.columns(self.labels).to(self._device)
 
     def _bound(self) -> mbpa.MbPA | None:
         """Return a model of the memory and a head for the current labels; `None` without labels."""

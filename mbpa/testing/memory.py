@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mbpa.memory import Entries, Memory, Neighbors
-from mbpa.testing.claims import require, same
+from mbpa.testing.claims import require, require_same
 from mbpa.testing.twins import KEY_DIM, MakeMemory, Twins
 
 
@@ -57,7 +57,7 @@ def check_memory(make: MakeMemory, *, exact: bool = True) -> None:
 
 def _starts_empty(make: MakeMemory, exact: bool) -> None:
     twins = Twins(make, 5, exact)
-    same("key_shape of a new memory", (KEY_DIM,), twins.memory.key_shape)
+    require_same("key_shape of a new memory", (KEY_DIM,), twins.memory.key_shape)
     twins.agree("being made")
     twins.read(twins.keys(2), 3)
     twins.read(twins.keys(0), 3)
@@ -78,7 +78,7 @@ def _hands_out_copies(make: MakeMemory, exact: bool) -> None:
     parts = (held.keys, held.values, found.keys, found.values)
     before = [part.tolist() for part in parts]
     twins.write(twins.keys(6))
-    same("what was returned, after a write", before, [part.tolist() for part in parts])
+    require_same("what was returned, after a write", before, [part.tolist() for part in parts])
 
 
 def _ranks_ties_newest_first(make: MakeMemory, exact: bool) -> None:
@@ -112,7 +112,7 @@ def _deletes_and_reuses_room(make: MakeMemory, exact: bool) -> None:
         ("was deleted", [1]),
         ("comes twice", [oldest, oldest]),
     ):
-        _refused(
+        _check_refusal(
             twins, f"delete of an id that {what}", partial(twins.memory.delete, torch.tensor(ids))
         )
     twins.delete([])
@@ -199,20 +199,26 @@ def _refuses_bad_input(make: MakeMemory, exact: bool) -> None:
         ("infinite", torch.full_like(keys, math.inf)),
         ("of the wrong size", keys[:, 1:]),
     ):
-        _refused(twins, f"write of keys {what}", partial(memory.write, bad, values))
-        _refused(twins, f"read of queries {what}", partial(memory.read, bad, 1))
-        _refused(twins, f"replacing by keys {what}", partial(memory.replace_keys, ids[:2], bad))
+        _check_refusal(twins, f"write of keys {what}", partial(memory.write, bad, values))
+        _check_refusal(twins, f"read of queries {what}", partial(memory.read, bad, 1))
+        _check_refusal(
+            twins, f"replacing by keys {what}", partial(memory.replace_keys, ids[:2], bad)
+        )
     wrong = -values - 1 if memory.holds_labels else torch.full_like(values, math.nan)
-    _refused(twins, "write of negative labels or NaN", lambda: memory.write(keys, wrong))
-    _refused(twins, "read with k = 0", lambda: memory.read(keys, 0))
-    _refused(twins, "replacing keys of an unknown id", lambda: memory.replace_keys([-1], keys[:1]))
-    _refused(twins, "resize to nothing", lambda: memory.resize(0))
-    _refused(twins, "a capacity of 0", lambda: make(0, KEY_DIM))
+    _check_refusal(twins, "write of negative labels or NaN", lambda: memory.write(keys, wrong))
+    _check_refusal(twins, "read with k = 0", lambda: memory.read(keys, 0))
+    _check_refusal(
+        twins, "replacing keys of an unknown id", lambda: memory.replace_keys([-1], keys[:1])
+    )
+    _check_refusal(twins, "resize to nothing", lambda: memory.resize(0))
+    _check_refusal(twins, "a capacity of 0", lambda: make(0, KEY_DIM))
     backwards = Entries(ids.flip(0), memory.entries().keys, memory.entries().values)
-    _refused(twins, "restore of descending ids", lambda: memory.restore(backwards, twins.next_id))
+    _check_refusal(
+        twins, "restore of descending ids", lambda: memory.restore(backwards, twins.next_id)
+    )
 
 
-def _refused(twins: Twins, what: str, call: Callable[[], object]) -> None:
+def _check_refusal(twins: Twins, what: str, call: Callable[[], object]) -> None:
     try:
         call()
     except ValueError:
@@ -275,7 +281,7 @@ def _check_labels_are_keys(found: Neighbors, written: Mapping[int, int]) -> None
         label = written.get(int(found.ids[row, place]))
         for part in (found.keys, found.values):
             actual = sorted(set(part[row, place].flatten().tolist()))
-            same("keys and values read while others write belong together", [label], actual)
+            require_same("keys and values read while others write belong together", [label], actual)
 
 
 def _finds_the_nearest(make: MakeMemory, exact: bool) -> None:

@@ -8,12 +8,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from mbpa.kernels import inverse_distance, neighbor_weights
+from mbpa.kernels import InverseDistance, neighbor_weights
 from mbpa.memory import ExactMemory
 from mbpa.model import MbPA
 from mbpa.predictors import Adapted
 from mbpa.rules import Params, Rule, require_rule
-from mbpa.testing.claims import require, same
+from mbpa.testing.claims import require, require_same
 
 
 def check_rule(rule: Rule) -> None:
@@ -34,22 +34,22 @@ def check_rule(rule: Rule) -> None:
     """
     require_rule(rule)
     for dtype in (torch.float64, torch.float32):
-        _is_pure(rule, dtype)
-        _survives_zero_gradients(rule, dtype)
+        _check_purity(rule, dtype)
+        _check_zero_gradients(rule, dtype)
     for layers in (1, 2):
         for has_labels in (True, False):
             task = _Task(layers, has_labels, torch.float64)
             rounded = _Task(layers, has_labels, torch.float32)
-            exact, inexact = task.looped(rule), rounded.looped(rule)
+            exact, inexact = task.run_loop(rule), rounded.run_loop(rule)
             require(bool(exact.isfinite().all()), "prediction of the loop", "finite", exact)
             # A rule that magnifies rounding (1e-7 in float32, 1e-16 in float64) may do so when
             # batched, too. By how much is chance, so the effect of changing the last digits of the
             # problem is measured as well.
             nudged = [_Task(layers, has_labels, torch.float64, nudge) for nudge in range(1, 9)]
-            others = [inexact, *(each.looped(rule) for each in nudged)]
-            drift = max(_relative_difference(each, exact) for each in others)
-            _agrees_with_the_loop(rule, task, exact, tolerance=max(1e-9, 1e-7 * drift))
-            _agrees_with_the_loop(rule, rounded, inexact, tolerance=max(1e-4, 3 * drift))
+            others = [inexact, *(each.run_loop(rule) for each in nudged)]
+            drift = max(_measure_difference(each, exact) for each in others)
+            _check_against_loop(rule, task, exact, tolerance=max(1e-9, 1e-7 * drift))
+            _check_against_loop(rule, rounded, inexact, tolerance=max(1e-4, 3 * drift))
 
 
 class _Task:
@@ -89,18 +89,18 @@ class _Task:
         self.memory.write(draw(20, 4), values)
         self.queries = draw(5, 4)
 
-    def model(self, rule: Rule) -> MbPA:
+    def make_model(self, rule: Rule) -> MbPA:
         return MbPA(head=self.head, memory=self.memory, predictor=Adapted(rule, k=self.neighbors))
 
-    def looped(self, rule: Rule) -> Tensor:
+    def run_loop(self, rule: Rule) -> Tensor:
         """Return the predictions of the rule, computed one query after the other."""
         found = self.memory.read(self.queries, self.neighbors)
-        weights = neighbor_weights(inverse_distance(), found)
+        weights = neighbor_weights(InverseDistance(), found)
         rows = zip(self.queries, found.keys, found.values, weights, strict=True)
-        outputs = torch.stack([self._adapted(rule, *row) for row in rows])
+        outputs = torch.stack([self._adapt(rule, *row) for row in rows])
         return outputs.log_softmax(1) if self.has_labels else outputs
 
-    def _adapted(
+    def _adapt(
         self, rule: Rule, query: Tensor, keys: Tensor, values: Tensor, weights: Tensor
     ) -> Tensor:
         start = {name: p.detach().clone() for name, p in self.head.named_parameters()}
@@ -115,14 +115,14 @@ class _Task:
                 losses = (outputs - values).square().sum(1) / 2
             slopes = torch.autograd.grad(weights @ losses, list(leaves.values()))
             grads = dict(zip(leaves, slopes, strict=True))
-            params, state = rule.update(_detached(leaves), grads, start, state)
+            params, state = rule.update(_copy_params(leaves), grads, start, state)
         adapted: Tensor = torch.func.functional_call(self.head, dict(params), (query[None],))
         return adapted[0].detach()
 
 
-def _agrees_with_the_loop(rule: Rule, task: _Task, expected: Tensor, tolerance: float) -> None:
-    model, queries = task.model(rule), task.queries
-    before = _listed(task.head.state_dict())
+def _check_against_loop(rule: Rule, task: _Task, expected: Tensor, tolerance: float) -> None:
+    model, queries = task.make_model(rule), task.queries
+    before = _format_params(task.head.state_dict())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a warning means that it ran query by query
@@ -133,72 +133,76 @@ def _agrees_with_the_loop(rule: Rule, task: _Task, expected: Tensor, tolerance: 
             "batching: expected a rule that runs for many queries at once, without branching on "
             f"the values of tensors or drawing random numbers, got {type(error).__name__}: {error}"
         ) from error
-    same("the head's parameters after adaptation", before, _listed(task.head.state_dict()))
-    same("dtype of the prediction", expected.dtype, batched.dtype)
+    require_same(
+        "the head's parameters after adaptation", before, _format_params(task.head.state_dict())
+    )
+    require_same("dtype of the prediction", expected.dtype, batched.dtype)
     # As text, in which NaN equals NaN.
     fresh = "the same call again, state being fresh for every query"
-    same(fresh, str(batched.tolist()), str(again.tolist()))
+    require_same(fresh, str(batched.tolist()), str(again.tolist()))
     for what, actual in (("5 queries", batched), ("1 query", alone), ("5, last first", flipped)):
         wanted = expected[: len(actual)]
         part = f"prediction in a batch of {what}, against the loop, to {tolerance:.0e}"
-        close = _relative_difference(wanted, actual) <= tolerance
+        close = _measure_difference(wanted, actual) <= tolerance
         require(close, part, wanted.tolist(), actual.tolist())
 
 
-def _relative_difference(some: Tensor, others: Tensor) -> float:
+def _measure_difference(some: Tensor, others: Tensor) -> float:
     difference = (some - others).abs() / (1 + others.abs())
     # The loop in float32 may overflow where it does not in float64; ignore those numbers.
     return float(torch.where(some.isfinite(), difference, 0).max())
 
 
-def _is_pure(rule: Rule, dtype: torch.dtype) -> None:
+def _check_purity(rule: Rule, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     start: Params = {
         "weight": torch.randn(3, 4, generator=generator, dtype=dtype),
         "bias": torch.randn(3, generator=generator, dtype=dtype),
     }
-    params, state = _detached(start), None
+    params, state = _copy_params(start), None
     for _ in range(min(rule.steps, 3)):
         grads = {
             name: torch.randn(p.shape, generator=generator, dtype=dtype)
             for name, p in params.items()
         }
-        given = [_listed(tensors) for tensors in (params, grads, start)]
+        given = [_format_params(tensors) for tensors in (params, grads, start)]
         drawn = torch.get_rng_state()
         moved, next_state = rule.update(params, grads, start, state)
         again, _ = rule.update(params, grads, start, state)
-        kept = [_listed(tensors) for tensors in (params, grads, start)]
+        kept = [_format_params(tensors) for tensors in (params, grads, start)]
         for what, old, new in zip(("params", "grads", "start"), given, kept, strict=True):
-            same(f"update leaves {what} as they are", old, new)
+            require_same(f"update leaves {what} as they are", old, new)
         unchanged = torch.equal(drawn, torch.get_rng_state())
         require(unchanged, "update draws no random numbers", "the same RNG state", "another")
-        same(
+        require_same(
             "update returns every parameter, of the same shape and dtype",
-            _forms(params),
-            _forms(moved),
+            _get_forms(params),
+            _get_forms(moved),
         )
-        same("update with the same arguments again", _listed(moved), _listed(again))
+        require_same(
+            "update with the same arguments again", _format_params(moved), _format_params(again)
+        )
         params, state = dict(moved), next_state
 
 
-def _survives_zero_gradients(rule: Rule, dtype: torch.dtype) -> None:
+def _check_zero_gradients(rule: Rule, dtype: torch.dtype) -> None:
     start: Params = {"weight": torch.ones(3, 4, dtype=dtype), "bias": torch.zeros(3, dtype=dtype)}
     params, state = start, None
     for _ in range(rule.steps):
         zeros = {name: torch.zeros_like(p) for name, p in params.items()}
         params, state = rule.update(params, zeros, start, state)
     finite = all(bool(p.isfinite().all()) for p in params.values())
-    require(finite, "parameters after gradients of zero", "finite ones", _listed(params))
+    require(finite, "parameters after gradients of zero", "finite ones", _format_params(params))
 
 
-def _detached(params: Params) -> dict[str, Tensor]:
+def _copy_params(params: Params) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in params.items()}
 
 
-def _listed(params: Params) -> dict[str, str]:
+def _format_params(params: Params) -> dict[str, str]:
     # As text, in which NaN equals NaN; `tolist` keeps every bit.
     return {name: str(p.tolist()) for name, p in params.items()}
 
 
-def _forms(params: Params) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _get_forms(params: Params) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(p.shape), p.dtype) for name, p in params.items()}

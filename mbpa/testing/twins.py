@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mbpa.memory import Memory, Neighbors
-from mbpa.memory.ranking import matmul_roundoff
-from mbpa.testing.claims import require, same
+from mbpa.memory.ranking import get_matmul_roundoff
+from mbpa.testing.claims import require, require_same
 
 MakeMemory = Callable[[int, int], Memory]
 KEY_DIM = 3
@@ -48,9 +49,9 @@ class Twins:
         values = self.values(len(keys))
         given = keys.clone(), values.clone()
         ids = self.memory.write(keys, values).tolist()
-        same("write returns ids that go on from the last", self.append(*given), ids)
-        same("write leaves its keys as they are", given[0].tolist(), keys.tolist())
-        same("write leaves its values as they are", given[1].tolist(), values.tolist())
+        require_same("write returns ids that go on from the last", self.append(*given), ids)
+        require_same("write leaves its keys as they are", given[0].tolist(), keys.tolist())
+        require_same("write leaves its values as they are", given[1].tolist(), values.tolist())
         self.agree("write")
 
     def append(self, keys: Tensor, values: Tensor) -> list[int]:
@@ -75,23 +76,23 @@ class Twins:
     def agree(self, after: str) -> None:
         memory = self.memory
         held = memory.entries()
-        same(f"ids in entries() after {after}", self.ids(), held.ids.tolist())
+        require_same(f"ids in entries() after {after}", self.ids(), held.ids.tolist())
         keys = [key.tolist() for _, key, _ in self.entries]
         values = [value.tolist() for _, _, value in self.entries]
-        same(f"keys in entries() after {after}", keys, held.keys.tolist())
-        same(f"values in entries() after {after}", values, held.values.tolist())
-        same(f"len() after {after}", len(self.entries), len(memory))
-        same(f"next_id after {after}", self.next_id, memory.next_id)
-        same(f"capacity after {after}", self.capacity, memory.capacity)
+        require_same(f"keys in entries() after {after}", keys, held.keys.tolist())
+        require_same(f"values in entries() after {after}", values, held.values.tolist())
+        require_same(f"len() after {after}", len(self.entries), len(memory))
+        require_same(f"next_id after {after}", self.next_id, memory.next_id)
+        require_same(f"capacity after {after}", self.capacity, memory.capacity)
         live = memory.holds(torch.arange(self.next_id)).nonzero()[:, 0].tolist()
-        same(f"what holds() says after {after}", self.ids(), live)
+        require_same(f"what holds() says after {after}", self.ids(), live)
 
     def read(self, queries: Tensor, k: int, keys_for: int | None = None) -> Neighbors:
         given = queries.clone()
         found = self.memory.read(queries, k, keys_for=keys_for)
-        same("read leaves its queries as they are", given.tolist(), queries.tolist())
+        require_same("read leaves its queries as they are", given.tolist(), queries.tolist())
         width = min(k, len(self.entries))
-        same("shape of what read returns", (len(queries), width), tuple(found.mask.shape))
+        require_same("shape of what read returns", (len(queries), width), tuple(found.mask.shape))
         for row, query in enumerate(given):
             self.check_row(found, row, query, k, keys_for)
         return found
@@ -102,51 +103,69 @@ class Twins:
         """Compare the neighbours found for one query with the list in its current state."""
         ids, mask = found.ids[row].tolist(), found.mask[row].tolist()
         distances, count = found.distances[row].tolist(), sum(mask)
-        same("the mask is True, then False", sorted(mask, reverse=True), mask)
+        require_same("the mask is True, then False", sorted(mask, reverse=True), mask)
         padding = ids[count:], found.slots[row].tolist()[count:], distances[count:]
         blank = [-1] * (len(ids) - count)
-        same(
+        require_same(
             "padding has id −1, slot −1, distance ∞",
             (blank, blank, [math.inf] * len(blank)),
             padding,
         )
         finite = [bool(t[row].isfinite().all()) for t in (found.keys, found.values, found.dots)]
-        same("keys, values and dots are finite, padding too", [True] * 3, finite)
+        require_same("keys, values and dots are finite, padding too", [True] * 3, finite)
         ids, distances = ids[:count], distances[:count]
-        same("an entry is found once", len(ids), len(set(ids)))
-        same("only live entries are found", set(), set(ids) - set(self.ids()))
+        require_same("an entry is found once", len(ids), len(set(ids)))
+        require_same("only live entries are found", set(), set(ids) - set(self.ids()))
         order = sorted(range(count), key=lambda place: (distances[place], -ids[place]))
-        same("nearest first, newest first among equals", [ids[place] for place in order], ids)
+        require_same(
+            "nearest first, newest first among equals", [ids[place] for place in order], ids
+        )
         nearest = self.nearest(query, k)
         if self.exact:
-            same(f"ids of the {k} nearest", nearest, ids)
+            require_same(f"ids of the {k} nearest", nearest, ids)
         width = min(found.mask.shape[1], k if keys_for is None else keys_for)
-        same("number of neighbours with keys", width, found.keys.shape[1])
-        for place in range(count):
-            self._check_neighbor(found, row, place, query)
+        require_same("number of neighbours with keys", width, found.keys.shape[1])
+        entries = {id_: (key.tolist(), value.tolist()) for id_, key, value in self.entries}
+        for place, id_ in enumerate(ids):
+            self._check_neighbor(found, row, place, id_, *entries[id_], query.tolist())
 
-    def _check_neighbor(self, found: Neighbors, row: int, place: int, query: Tensor) -> None:
-        id_, key, value = next(e for e in self.entries if e[0] == int(found.ids[row, place]))
+    def _check_neighbor(
+        self,
+        found: Neighbors,
+        row: int,
+        place: int,
+        id_: int,
+        key: list[float],
+        value: Any,
+        query: list[float],
+    ) -> None:
         memory = self.memory
-        same(f"value of entry {id_}", value.tolist(), found.values[row, place].tolist())
+        require_same(f"value of entry {id_}", value, found.values[row, place].tolist())
         if place < found.keys.shape[1]:
-            same(f"key of entry {id_}", key.tolist(), found.keys[row, place].tolist())
+            require_same(f"key of entry {id_}", key, found.keys[row, place].tolist())
         slot = int(found.slots[row, place])
         is_written = id_ < memory.next_id
         in_range = 0 <= slot < self.capacity if is_written else slot == -1
         require(in_range, f"slot of entry {id_}", "−1 or one of the memory's", slot)
-        key, query = key.double(), query.double().cpu()
-        distance, actual = float((key - query).square().sum()), float(found.distances[row, place])
+        distance, actual = _square_distance(key, query), float(found.distances[row, place])
         close = math.isclose(distance, actual, rel_tol=64 * torch.finfo(memory.distance_dtype).eps)
         require(close, f"distance Σ(h − q)² of entry {id_}", distance, actual)
-        dot, actual = float(key @ query), float(found.dots[row, place])
-        roundoff = matmul_roundoff(memory.distance_dtype, memory.device)
-        slack = (KEY_DIM + 8) * roundoff * float(key.norm() * query.norm())
+        dot, actual = _multiply(key, query), float(found.dots[row, place])
+        roundoff = get_matmul_roundoff(memory.distance_dtype, memory.device)
+        slack = (KEY_DIM + 8) * roundoff * math.hypot(*key) * math.hypot(*query)
         require(abs(dot - actual) <= slack, f"inner product of entry {id_}", dot, actual)
 
     def nearest(self, query: Tensor, k: int) -> list[int]:
-        query = query.double().cpu()
+        place = query.tolist()
         ranked = sorted(
-            (float((key.double() - query).square().sum()), -id_) for id_, key, _ in self.entries
+            (_square_distance(key.tolist(), place), -id_) for id_, key, _ in self.entries
         )
         return [-negative for _, negative in ranked[:k]]
+
+
+def _square_distance(one: list[float], other: list[float]) -> float:
+    return math.fsum((a - b) ** 2 for a, b in zip(one, other, strict=True))
+
+
+def _multiply(one: list[float], other: list[float]) -> float:
+    return math.fsum(a * b for a, b in zip(one, other, strict=True))

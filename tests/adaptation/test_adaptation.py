@@ -46,7 +46,7 @@ LOSSES = ["cross_entropy", "squared_error"]
 def data(shape: tuple[int, ...], loss: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     keys = torch.randn(ENTRIES, *shape, generator=generator, dtype=torch.float64)
-    queries = torch.randn(64, *shape, generator=generator, dtype=torch.float64)
+    queries = torch.randn(16, *shape, generator=generator, dtype=torch.float64)
     if loss == "squared_error":
         values = torch.randn(ENTRIES, CLASSES, generator=generator, dtype=torch.float64).to(dtype)
     else:
@@ -90,7 +90,7 @@ def paths_for(head: str, rule: mbpa.Rule) -> list[str | None]:
     return paths
 
 
-@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("rule_name", RULES)
 @pytest.mark.parametrize("head_name", HEADS)
@@ -115,8 +115,8 @@ def test_every_path_equals_the_loop_in_float64(
 
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("rule_name", RULES)
-@pytest.mark.parametrize("head_name", HEADS)
+@pytest.mark.parametrize("rule_name", ["momentum", "rmsprop", "adam", "user's rule"])
+@pytest.mark.parametrize("head_name", ["linear", "mlp", "conv"])
 def test_float32_is_as_close_to_the_float64_loop_as_a_float32_loop_is(
     head_name: str, rule_name: str, loss: str, steps: int
 ) -> None:
@@ -139,21 +139,22 @@ def test_float32_is_as_close_to_the_float64_loop_as_a_float32_loop_is(
         assert (model(queries[:1]) - loop64[:1]).abs().max() <= tolerance, path
 
 
-@pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("rule_name", RULES)
+@pytest.mark.parametrize("rule_name", ["momentum", "adam", "user's rule"])
 @pytest.mark.parametrize(
-    ("head_name", "params"),
+    ("head_name", "params", "steps"),
     [
-        ("linear", ("bias",)),
-        ("linear", ("weight",)),
-        ("mlp", ("2.weight", "2.bias")),
-        ("mlp", ("0.weight",)),
-        ("conv", ("0.bias", "1.weight")),
+        ("linear", ("bias",), 1),
+        ("linear", ("weight",), 1),
+        ("linear", ("bias",), 3),
+        ("linear", ("weight",), 3),
+        ("mlp", ("2.weight", "2.bias"), 3),
+        ("mlp", ("0.weight",), 3),
+        ("conv", ("0.bias", "1.weight"), 3),
     ],
 )
 def test_only_the_chosen_parameters_adapt(
-    head_name: str, params: tuple[str, ...], rule_name: str, loss: str, steps: int
+    head_name: str, params: tuple[str, ...], steps: int, rule_name: str, loss: str
 ) -> None:
     head, shape = make_head(head_name)
     head, rule = head.double(), RULES[rule_name](steps)
@@ -187,7 +188,7 @@ def test_a_loss_that_returns_one_number_for_all_is_refused() -> None:
     head, _ = make_head("linear")
     keys, values, queries = data((6,), "cross_entropy", torch.float32)
     model = make_model(head, keys, values, mbpa.Gradient(0.1), loss=nn.functional.cross_entropy)
-    with pytest.raises(ValueError, match=r"one number a neighbour, shape \(7,\), got \(\)"):
+    with pytest.raises(ValueError, match=r"one number per neighbour, shape \(7,\), got \(\)"):
         model(queries)
 
 
@@ -208,7 +209,7 @@ def test_chunks_keep_to_the_scratch_budget() -> None:
     head, _ = make_head("linear")
     keys, values, queries = data((6,), "cross_entropy", torch.float32)
     model = make_model(head, keys, values, mbpa.Gradient(0.5, 3))
-    context = model._context(queries, model._read(queries))
+    context = model.build_context(queries, model.memory.read(queries, K))
     problems = []
 
     class Spy(mbpa.Engine):

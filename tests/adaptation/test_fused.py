@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
-from mbpa.adaptation.mlp import layered
+from mbpa.adaptation.mlp import solve_mlp
 from mbpa.adaptation.output_cache import StoredOutputs
-from mbpa.adaptation.per_query import dense
-from mbpa.adaptation.per_query import is_fused as is_dense_fused
+from mbpa.adaptation.per_query import is_dense_fused, solve_dense
 from mbpa.adaptation.problem import Problem
-from mbpa.adaptation.span import is_fused, one_step, span
+from mbpa.adaptation.span import is_span_fused, solve_one_step, solve_span
 from mbpa.device import runs_kernels
 from mbpa.memory import two_stage
 from mbpa.modules.head import own_precision
@@ -99,20 +98,19 @@ def difference(outputs: Tensor, expected: Tensor) -> float:
     return float((outputs.double().log_softmax(1) - expected.log_softmax(1)).abs().max())
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("decay", [0.0, 0.2])
+@pytest.mark.parametrize(("steps", "decay"), [(1, 0.0), (2, 0.0), (3, 0.2)])
 # More classes than a program holds; rows to spare, none to spare, and more than one tile of them.
 @pytest.mark.parametrize(
     ("k", "classes"),
     [(5, 20), (16, 130), (20, 130), (63, 64), (64, 130), (128, 70), (150, 40), (256, 33)],
 )
-def test_the_span_step(device: str, k: int, classes: int, decay: float, steps: int) -> None:
+def test_the_span_step(device: str, k: int, classes: int, steps: int, decay: float) -> None:
     problem = make_problem(device, mbpa.Gradient(0.5, steps, decay), k=k, classes=classes)
-    assert is_fused(problem)
-    expected = span(wide(problem), None, False)[0]
+    assert is_span_fused(problem)
+    expected = solve_span(wide(problem), None, False)[0]
     assert difference(problem.outputs, expected) > 0.05  # it does adapt
-    assert difference(span(problem, None, False)[0], expected) < 2e-5
-    assert difference(span(problem, in_tables(problem), False)[0], expected) < 2e-5
+    assert difference(solve_span(problem, None, False)[0], expected) < 2e-5
+    assert difference(solve_span(problem, in_tables(problem), False)[0], expected) < 2e-5
 
 
 @pytest.mark.parametrize("adapting", [("weight",), ("bias",)])
@@ -122,7 +120,10 @@ def test_the_span_step_of_some_parameters(
 ) -> None:
     rule = mbpa.Gradient(0.5, 3)
     problem = make_problem(device, rule, k=16, classes=classes, adapting=adapting)
-    assert difference(span(problem, None, False)[0], span(wide(problem), None, False)[0]) < 2e-5
+    assert (
+        difference(solve_span(problem, None, False)[0], solve_span(wide(problem), None, False)[0])
+        < 2e-5
+    )
 
 
 @pytest.mark.parametrize("classes", [20, 130])
@@ -131,9 +132,9 @@ def test_steep_and_flat_steps(device: str, scale: float, classes: int) -> None:
     """Outputs that move by hundreds in a step need new peaks, tiny keys a scale of their own."""
     rule = mbpa.Gradient(1.0, 3, 0.1)
     problem = make_problem(device, rule, k=6, classes=classes, scale=scale)
-    expected = span(wide(problem), None, False)[0]
+    expected = solve_span(wide(problem), None, False)[0]
     moved = float(expected.abs().max())
-    assert difference(span(problem, None, False)[0], expected) < max(2e-5, 4e-6 * moved)
+    assert difference(solve_span(problem, None, False)[0], expected) < max(2e-5, 4e-6 * moved)
 
 
 @pytest.mark.parametrize("k", [6, 150])
@@ -141,15 +142,15 @@ def test_queries_far_longer_than_their_neighbours(device: str, k: int) -> None:
     problem = make_problem(device, mbpa.Gradient(0.01, 3), k=k, classes=20)
     problem = replace(problem, queries=30 * problem.queries)
     problem = replace(problem, outputs=problem.head(problem.queries))
-    expected = span(wide(problem), None, False)[0]
-    assert difference(span(problem, None, False)[0], expected) < 1e-4
+    expected = solve_span(wide(problem), None, False)[0]
+    assert difference(solve_span(problem, None, False)[0], expected) < 1e-4
 
 
 @pytest.mark.parametrize("classes", [20, 130])
 def test_nothing_to_multiply(device: str, classes: int) -> None:
     rule = mbpa.Gradient(0.5, 3)
     problem = make_problem(device, rule, k=6, classes=classes, adapting=("weight",), scale=0.0)
-    assert difference(span(problem, None, False)[0], problem.outputs.double()) < 1e-6
+    assert difference(solve_span(problem, None, False)[0], problem.outputs.double()) < 1e-6
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.2])
@@ -157,8 +158,8 @@ def test_classes_that_are_ruled_out_stay_so(device: str, decay: float) -> None:
     problem = make_problem(device, mbpa.Gradient(0.5, 3, decay), k=6, classes=200)
     problem.head.bias.data[64:128] = -math.inf
     problem = replace(problem, outputs=problem.head(problem.queries), values=problem.values % 64)
-    expected = span(wide(problem), None, False)[0].log_softmax(1)
-    outputs = span(problem, None, False)[0].log_softmax(1)
+    expected = solve_span(wide(problem), None, False)[0].log_softmax(1)
+    outputs = solve_span(problem, None, False)[0].log_softmax(1)
     assert (outputs[:, 64:128] == -math.inf).all()
     seen = expected.isfinite()
     assert (outputs[seen] - expected[seen]).abs().max() < 2e-5
@@ -170,8 +171,8 @@ def test_one_step_from_kept_rows(device: str, classes: int, dtype: torch.dtype) 
     problem = make_problem(device, mbpa.Gradient(0.5), k=7, classes=classes)
     rows = in_tables(problem)
     tables = [part.softmax(-1).to(dtype) for part in (rows.table, rows.unwritten)]
-    outputs = one_step(problem, StoredOutputs(*tables, rows.index))
-    expected = span(wide(problem), None, False)[0]
+    outputs = solve_one_step(problem, StoredOutputs(*tables, rows.index))
+    expected = solve_span(wide(problem), None, False)[0]
     assert difference(outputs, expected) < (2e-5 if dtype == torch.float32 else 1e-3)
 
 
@@ -193,8 +194,10 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("k", "size", "classes"), [(5, 9, 20), (20, 70, 130), (65, 16, 5)])
+@pytest.mark.parametrize(
+    ("k", "size", "classes", "bias"),
+    [(5, 9, 20, True), (5, 9, 20, False), (20, 70, 130, True), (65, 16, 5, True)],
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_elementwise_rules(
     device: str,
@@ -215,13 +218,16 @@ def test_elementwise_rules(
         batch=64 if device == "cuda" else 2,
     )
     assert is_dense_fused(problem)
-    expected = dense(wide(problem), None, False)[0]
+    expected = solve_dense(wide(problem), None, False)[0]
     assert difference(problem.outputs, expected) > 0.01  # it does adapt
-    outputs = [dense(problem, None, False)[0], dense(problem, in_tables(problem), False)[0]]
+    outputs = [
+        solve_dense(problem, None, False)[0],
+        solve_dense(problem, in_tables(problem), False)[0],
+    ]
     monkeypatch.setenv("MBPA_TRITON", "0")
     # Where moments start at zero, the sign of a tiny slope decides: float32 itself is that far off,
     # and how far is chance: sums are taken in several orders, and the worst of them counts.
-    itself = [dense(begun_with(problem, first), None, False)[0] for first in range(min(k, 8))]
+    itself = [solve_dense(begun_with(problem, first), None, False)[0] for first in range(min(k, 8))]
     tolerance = max(1e-4, 3 * max(difference(each, expected) for each in itself))
     assert max(difference(each, expected) for each in outputs) < tolerance
 
@@ -262,10 +268,10 @@ def test_an_mlp(
     calls = []
     add_past = past.add_past
     monkeypatch.setattr(past, "add_past", lambda *a, **b: calls.append(add_past(*a, **b)))
-    outputs, change = layered(problem, True)
+    outputs, change = solve_mlp(problem, True)
     assert bool(calls) == (adapting != "biases" and (len(sizes) > 4 or adapting != "upper"))
     monkeypatch.setenv("MBPA_TRITON", "0")
-    expected, expected_change = layered(problem, True)
+    expected, expected_change = solve_mlp(problem, True)
     assert change is not None
     assert expected_change is not None
     assert (expected - problem.outputs).abs().max() > 0.05  # it does adapt
@@ -281,8 +287,8 @@ def test_adam_that_forgets_squares_faster_than_means_is_left_to_torch(device: st
 def test_large_steps_do_not_overflow(device: str) -> None:
     rule = mbpa.RMSprop(30.0, 3, initial_square=1.0)
     problem = make_problem(device, rule, k=4, classes=6, scale=20.0)
-    expected = dense(wide(problem), None, False)[0]
-    outputs = dense(problem, None, False)[0]
+    expected = solve_dense(wide(problem), None, False)[0]
+    outputs = solve_dense(problem, None, False)[0]
     assert ((outputs - expected).abs() / expected.abs().max()).max() < 1e-5
 
 
@@ -309,7 +315,7 @@ def test_coarse_search_finds_the_nearest(
 ) -> None:
     if kind in ("beyond half precision", "hardly there") and dtype == torch.float16:
         pytest.skip("float16 ends at 65,504, and has nothing between 0 and 6e-8")
-    monkeypatch.setattr(two_stage, "FEWEST_KEYS", 100)
+    monkeypatch.setattr(two_stage, "MIN_KEYS", 100)
     torch.manual_seed(0)
     memory = mbpa.ExactMemory(900, 5, dtype=dtype, device=device)
     keys = KEYS[kind](1000, 5)
@@ -330,7 +336,7 @@ def test_coarse_search_scales_with_what_it_was_first_given(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys that no longer fit the scale of the first make it step aside, not err."""
-    monkeypatch.setattr(two_stage, "FEWEST_KEYS", 100)
+    monkeypatch.setattr(two_stage, "MIN_KEYS", 100)
     torch.manual_seed(0)
     memory = mbpa.ExactMemory(600, 5, device=device)
     keys = torch.cat([1e-4 * torch.randn(300, 5), 1e4 * torch.randn(300, 5)]).to(device)

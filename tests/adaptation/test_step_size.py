@@ -17,7 +17,7 @@ import mbpa
 from benchmarks.steps import STEPS_TABLE
 from mbpa.adaptation import Problem
 from mbpa.adaptation.engine import SOLVERS
-from mbpa.adaptation.step_size import settled
+from mbpa.adaptation.step_size import resolve_step_size
 from mbpa.kernels import neighbor_weights
 from tests.oracle import adapt_one, loss_of_each, nearest
 
@@ -78,7 +78,7 @@ class Squashed(nn.Module):
 HEADS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(SIZE, CLASSES),
     "no bias": lambda: nn.Linear(SIZE, CLASSES, bias=False),
-    "layers": lambda: nn.Sequential(
+    "mlp": lambda: nn.Sequential(
         nn.Linear(SIZE, 8), nn.Tanh(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, CLASSES)
     ),
     "any": Squashed,
@@ -127,9 +127,9 @@ RULES = [mbpa.Gradient("auto", 5), mbpa.Gradient("auto", 3, decay=0.1, momentum=
         ("linear", ("weight",), "span"),
         ("linear", ("bias",), "span"),
         ("no bias", None, "span"),
-        ("layers", None, "layers"),
-        ("layers", ("2.weight", "4.weight", "4.bias"), "layers"),
-        ("layers", None, "functional"),
+        ("mlp", None, "mlp"),
+        ("mlp", ("2.weight", "4.weight", "4.bias"), "mlp"),
+        ("mlp", None, "functional"),
         ("any", None, "functional"),
         ("any", ("second.weight",), "functional"),
     ],
@@ -151,10 +151,10 @@ def test_every_path_takes_the_steps_of_the_loop(
 
 
 @pytest.mark.parametrize("has_labels", [True, False])
-@pytest.mark.parametrize("path", ["one step", "span", "layers", "functional"])
+@pytest.mark.parametrize("path", ["one step", "span", "mlp", "functional"])
 def test_one_step_is_that_of_the_loop(path: str, has_labels: bool) -> None:
     torch.manual_seed(1)
-    head = HEADS["layers" if path == "layers" else "linear"]().double()
+    head = HEADS["mlp" if path == "mlp" else "linear"]().double()
     rule = mbpa.Gradient("auto")
     model, keys, values, queries = make_model(head, rule, has_labels=has_labels, path=path)
     outputs = expected(head, rule, None, queries, keys, values)
@@ -377,13 +377,13 @@ def test_the_fused_span_takes_weights_that_sum_to_a_step_size(
         values=torch.randint(20, (2, k)).to(device),
         weights=(weights / weights.sum(1, keepdim=True)).to(device),
     )
-    found = SOLVERS["span"](settled(problem, None, False), None, False)[0]
+    found = SOLVERS["span"](resolve_step_size(problem, None, False), None, False)[0]
     monkeypatch.setenv("MBPA_TRITON", "0")
     names = "queries", "outputs", "keys", "weights"
     wide = {name: getattr(problem, name).double() for name in names}
     wide["outputs"] = copy.deepcopy(head).double()(wide["queries"]).detach()
     exact = replace(problem, head=copy.deepcopy(head).double(), **wide)
-    outputs = SOLVERS["span"](settled(exact, None, False), None, False)[0]
+    outputs = SOLVERS["span"](resolve_step_size(exact, None, False), None, False)[0]
     assert (outputs - exact.outputs).abs().max() > 0.1  # it does adapt
     assert (found.log_softmax(1) - outputs.log_softmax(1)).abs().max() < 2e-5
 
@@ -421,7 +421,7 @@ def test_it_is_refused_where_it_means_nothing() -> None:
         mbpa.Gradient("best")
     with pytest.raises(ValueError, match="give lr a number"):
         mbpa.Adapted(loss=own_loss)
-    with pytest.raises(NotImplementedError, match="needs a number"):
+    with pytest.raises(NotImplementedError, match="give lr a number"):
         mbpa.Gradient("auto").update({}, {}, {}, None)
 
 

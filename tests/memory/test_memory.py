@@ -388,7 +388,7 @@ def test_the_smallest_scores_are_those_of_a_sort(count: int) -> None:
     scores = torch.randint(1000, (2, count), generator=generator).float()
     scores[0, 5:] = math.inf  # slots that are empty
     for k in (1, 9, 64):
-        values, places = ranking.smallest(scores, k)
+        values, places = ranking.find_smallest(scores, k)
         assert torch.equal(values, scores.sort(dim=1).values[:, :k])
         assert torch.equal(scores.gather(1, places), values)
         assert all(len(row.unique()) == k for row in places)
@@ -773,7 +773,7 @@ BAD_VALUES: list[tuple[dict[str, Any], Any, str]] = [
     (FLOATS, [["a", "b"]] * 2, "values must be numbers, got strings$"),
     ({}, LABELS[:, None], r"values must have shape \(N\), got \(2, 1\)"),
     ({}, torch.tensor(1), r"values must have shape \(N\), got \(\)"),
-    ({}, torch.arange(3), "keys and values must be as many, got 2 and 3"),
+    ({}, torch.arange(3), "there must be one value per key, got 2 and 3"),
     ({}, torch.tensor([0, -3]), "labels must not be negative, got -3"),
     ({"value_dtype": torch.int8}, [0, 200], "labels must fit torch.int8, got 200 > 127"),
     (FLOATS, torch.zeros(2), r"values must have shape \(N, 2\), got \(2,\)"),
@@ -799,7 +799,7 @@ def test_bad_values_are_refused_and_change_nothing(
         memory.write(TWO, values)
     with pytest.raises(ValueError, match=text):
         memory.read_causally(TWO, values, 1)
-    with pytest.raises(ValueError, match="values" if "as many" in text else text):
+    with pytest.raises(ValueError, match="values" if "one value per key" in text else text):
         memory.restore(Entries(LABELS, TWO, values), 2)
     assert snapshot(memory) == was
 
@@ -815,17 +815,17 @@ BAD_CALLS: list[tuple[Callable[[Memory], object], str]] = [
     (lambda m: m.read(TWO, 1, keys_for=-1), "keys_for must be at least 0, got -1"),
     (lambda m: m.read_causally(TWO, LABELS, 0), "k must be at least 1, got 0"),
     (lambda m: m.read_causally(TWO, LABELS, 1, keys_for=-1), "keys_for must be at least 0"),
-    (lambda m: m.delete([0, 3]), r"ids must be of live entries, unknown: \[3\]"),
-    (lambda m: m.delete([-1]), r"unknown: \[-1\]"),
+    (lambda m: m.delete([0, 3]), r"ids must belong to live entries, got unknown ids \[3\]"),
+    (lambda m: m.delete([-1]), r"unknown ids \[-1\]"),
     (lambda m: m.delete(torch.tensor([1, 1])), r"ids must be distinct integers, got \[1, 1\]"),
     (lambda m: m.delete([0.5]), r"ids must be distinct integers, got \[0.5\]"),
     (lambda m: m.delete(["a"]), "ids must be integers, got strings"),
     (lambda m: m.delete("a"), "ids must be integers, got strings"),
     (lambda m: m.holds(torch.tensor([0.5])), r"ids must be distinct integers, got \[0.5\]"),
     (lambda m: m.read(TWO, True), "k must be a whole number, got True"),
-    (lambda m: m.replace_keys([0, 9], TWO), r"unknown: \[9\]"),
+    (lambda m: m.replace_keys([0, 9], TWO), r"unknown ids \[9\]"),
     (lambda m: m.replace_keys([0, 0], TWO), "ids must be distinct"),
-    (lambda m: m.replace_keys([0], TWO), "ids and keys must be as many, got 1 and 2"),
+    (lambda m: m.replace_keys([0], TWO), "there must be one key per id, got 1 ids and 2 keys"),
     (lambda m: m.resize(0), "capacity must be at least 1, got 0"),
     (lambda m: m.restore(entries(range(5)), 5), "at most capacity=4 of each, got 5 ids"),
     (lambda m: m.restore(entries([0, 0]), 5), "ids must ascend from 0 to below next_id=5"),
@@ -882,7 +882,7 @@ def test_ids_of_overwritten_and_deleted_entries_are_unknown() -> None:
         == [False] * 3 + [True, False, True, True] + [False] * 2
     )
     for gone in (0, 1, 3):
-        with pytest.raises(ValueError, match=rf"unknown: \[{gone}\]"):
+        with pytest.raises(ValueError, match=rf"unknown ids \[{gone}\]"):
             memory.delete([gone])
 
 
@@ -968,3 +968,15 @@ def test_coarse_products_do_not_widen_the_search(precision: str) -> None:
         torch.set_float32_matmul_precision(previous)
     assert torch.equal(found.ids, expected.ids)
     assert max(reaches) <= 4 * reaches[0]
+
+
+def test_keys_of_entries_are_found_by_id_in_any_shape() -> None:
+    memory = ExactMemory(3, (1, 2), dtype=torch.float16)
+    keys = torch.arange(8.0).reshape(4, 1, 2)
+    memory.write(keys, torch.arange(4))  # the first is overwritten
+    assert memory.get_keys([3, 1]).equal(keys[[3, 1]])
+    ids = torch.tensor([[2, 2], [3, 1]])
+    assert memory.get_keys(ids).equal(keys[ids])
+    assert memory.get_keys([]).shape == (0, 1, 2)
+    with pytest.raises(ValueError, match=r"ids must belong to live entries, got unknown ids \[0\]"):
+        memory.get_keys([0])

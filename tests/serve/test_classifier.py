@@ -638,11 +638,11 @@ def test_equally_near_entries_come_in_an_order_of_their_content(copies):
     found = []
     for seed in range(4):
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
-        memory = TaughtMemory(200, DIM)
+        memory = mbpa.ExactMemory(200, DIM)
         memory.write(random_keys(30, DIM, seed=9), torch.zeros(30, dtype=torch.int64))
         memory.write(keys[order], values[order])
         memory.delete(range(30))
-        read = memory.read(QUERIES[:3], 5)
+        read = TaughtMemory(memory).read(QUERIES[:3], 5)
         found.append((read.values, read.distances, read.dots, read.keys))
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
@@ -683,13 +683,13 @@ def test_what_the_memory_could_not_take_is_not_acknowledged_again_before_a_start
 ):
     classifier = fresh()
     lesson = [Lesson("new", key=QUERIES[0])]
-    write = TaughtMemory.write
+    write = mbpa.ExactMemory.write
 
     def once(*given):
-        monkeypatch.setattr(TaughtMemory, "write", write)
+        monkeypatch.setattr(mbpa.ExactMemory, "write", write)
         raise MemoryError("no room")
 
-    monkeypatch.setattr(TaughtMemory, "write", once)
+    monkeypatch.setattr(mbpa.ExactMemory, "write", once)
     with pytest.raises(MemoryError):
         classifier.learn(lesson, request="a")
     before = said(classifier)

@@ -20,7 +20,7 @@ NO_PEAK = tl.constexpr(-4e30)  # less than that, in any unit
 
 
 @triton.jit
-def halves(numbers, TYPE: tl.constexpr = tl.float16):
+def split_halves(numbers, TYPE: tl.constexpr = tl.float16):
     """Split each number into two half-precision numbers that sum to it."""
     high = numbers.to(TYPE)
     return high, (numbers - high.to(tl.float32)).to(TYPE)
@@ -42,13 +42,13 @@ def exact_dot_of_halves(a_high, a_low, b_high, b_low, nothing):
 
 
 @triton.jit
-def scale_for(largest):
+def choose_scale(largest):
     """Return the power of two that scales numbers up to `largest` to at most 2^12."""
     return tl.exp2(12.0 - tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
 
 
 @triton.jit
-def joined(peak, total, outputs):
+def add_columns(peak, total, outputs):
     """Update the peaks and sums of exponentials of rows with further columns."""
     higher = tl.maximum(peak, tl.max(outputs, 1))
     total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(outputs - higher[:, None]), 1)
@@ -56,7 +56,7 @@ def joined(peak, total, outputs):
 
 
 @triton.jit
-def merged_log_sum(peaks, sums, parts, stride, rows, PARTS: tl.constexpr):
+def merge_log_sums(peaks, sums, parts, stride, rows, PARTS: tl.constexpr):
     """Return `log₂ Σ 2^output` of each row, from the peaks and sums of its parts."""
     part = tl.arange(0, PARTS)
     at = part[:, None] * stride + rows[None, :]
@@ -81,7 +81,7 @@ def exp(numbers):
 
 
 @triton.jit
-def merged_softmax(peaks, sums, parts, stride, rows, PARTS: tl.constexpr):
+def merge_softmax(peaks, sums, parts, stride, rows, PARTS: tl.constexpr):
     """Return the peak of each row and the inverse of its sum of exponentials, from its parts."""
     part = tl.arange(0, PARTS)
     at = part[:, None] * stride + rows[None, :]
@@ -93,21 +93,21 @@ def merged_softmax(peaks, sums, parts, stride, rows, PARTS: tl.constexpr):
 
 
 @triton.jit
-def scaled_residual(outputs, log_sum, weight, label, classes):
+def scale_residual(outputs, log_sum, weight, label, classes):
     """Return `w ⊙ (softmax − one-hot)` with neighbours as rows; `w` includes a scale."""
     share = tl.exp2(outputs - log_sum[:, None])
     return weight[:, None] * tl.where(label[:, None] == classes[None, :], share - 1.0, share)
 
 
 @triton.jit
-def row_starts(table, extra, index, written, stride, is_row):
+def find_row_starts(table, extra, index, written, stride, is_row):
     """Return where the rows of two tables start; rows from `written` on are in the second."""
     row = tl.load(index, mask=is_row, other=0)
     return tl.where(row < written, table + row * stride, extra + (row - written) * stride)
 
 
 @triton.jit
-def scaled_outputs(starts, classes, here):
+def load_scaled_outputs(starts, classes, here):
     """Return outputs from rows of a table, times log₂e; exactly `NOTHING` where there is none.
 
     At the size of `NOTHING`, the rounding of a product would not be a small difference.

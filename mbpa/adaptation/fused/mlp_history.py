@@ -12,11 +12,11 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from mbpa.adaptation.fused.arithmetic import dot_of_halves, halves
+from mbpa.adaptation.fused.arithmetic import dot_of_halves, split_halves
 from mbpa.adaptation.fused.shared_product import pair_dtype
 
 ROWS, SIZES, WARPS, STAGES = 32, 64, 4, 3  # of the past and of their size, at a time
-MOST_RESULTS = 1 << 13  # numbers that a program adds up in registers
+MAX_PROGRAM_RESULTS = 1 << 13  # numbers that a program adds up in registers
 
 
 def add_past(
@@ -35,7 +35,7 @@ def add_past(
     (batch, count, size), (_, _, past, width) = given.shape, added.shape
     assert like.shape[2] == past  # both are indexed with one stride
     neighbors = max(16, triton.next_power_of_2(count))
-    results = min(triton.next_power_of_2(width), max(16, MOST_RESULTS // neighbors))
+    results = min(triton.next_power_of_2(width), max(16, MAX_PROGRAM_RESULTS // neighbors))
     _add_past[(batch, triton.cdiv(width, results))](
         total, given.contiguous(), like, like[1], added, added[1], rates,
         len(rates), past, count, size, width, ONE=float(one),
@@ -44,7 +44,7 @@ def add_past(
     )  # fmt: skip
 
 
-def room_for_pairs(
+def allocate_pairs(
     keys: Float[Tensor, "B K D"], rows: int, size: int
 ) -> Float[Tensor, "2 B {rows} {size}"]:
     """Allocate room for rows of numbers that are split into pairs."""
@@ -65,7 +65,7 @@ def _add_past(
             i = i0 + tl.arange(0, SIZES)
             here = (k < count)[:, None] & (i < size)[None, :]
             at = (b * count + k[:, None]) * size + i[None, :]
-            high, low = halves(tl.load(given + at, here, 0.0), like_high.dtype.element_ty)
+            high, low = split_halves(tl.load(given + at, here, 0.0), like_high.dtype.element_ty)
             at = (b * past + seen + k[:, None]) * size + i[None, :]
             tl.store(like_high + at, high, here)
             tl.store(like_low + at, low, here)
@@ -81,7 +81,7 @@ def _add_past(
             i = i0 + tl.arange(0, SIZES)
             here = (k < count)[:, None] & (i < size)[None, :]
             at = (b * count + k[:, None]) * size + i[None, :]
-            high, low = halves(
+            high, low = split_halves(
                 tl.load(given + at, mask=here, other=0.0), like_high.dtype.element_ty
             )
             here = (r < seen)[:, None] & (i < size)[None, :]
@@ -90,7 +90,7 @@ def _add_past(
             old_low = tl.load(like_low + at, mask=here, other=0.0)
             overlap = dot_of_halves(high, low, tl.trans(old_high), tl.trans(old_low), overlap)
         rate = tl.load(rates + r, mask=r < seen, other=0.0)
-        high, low = halves((overlap + ONE) * rate[None, :], like_high.dtype.element_ty)
+        high, low = split_halves((overlap + ONE) * rate[None, :], like_high.dtype.element_ty)
         here = (r < seen)[:, None] & (o < width)[None, :]
         at = row[:, None] * width + o[None, :]
         old_high, old_low = tl.load(added_high + at, here, 0.0), tl.load(added_low + at, here, 0.0)

@@ -21,13 +21,13 @@ from torch.nn import functional
 
 from mbpa.adaptation.fused.arithmetic import (
     NOTHING,
+    choose_scale,
     dot_of_halves,
     exact_dot_of_halves,
     exp,
-    halves,
-    merged_softmax,
-    row_starts,
-    scale_for,
+    find_row_starts,
+    merge_softmax,
+    split_halves,
 )
 from mbpa.rules import Adam, RMSprop
 
@@ -35,7 +35,7 @@ CLASSES, SIZES, WARPS, STAGES = 64, 64, 4, 2
 HIGHEST_BITS = 15  # float16 ends below 2^16
 
 
-def dense_outputs(
+def adapt_dense_outputs(
     table: Float[Tensor, "N C"],
     extra: Float[Tensor, "M C"],
     index: Int[Tensor, "B K"],
@@ -67,7 +67,7 @@ def dense_outputs(
         bias_adapts: whether the bias adapts.
     """
     (batch, count, size), classes = keys.shape, table.shape[1]
-    rows, width, padded = padded_sizes(count, size, classes)
+    rows, width, padded = pad_sizes(count, size, classes)
     parts = padded // CLASSES
     key_scale = _power_of_two(12 - keys.abs().amax((1, 2)).clamp_min(1e-30).log2())
     farthest = weight.abs().amax() + rule.lr * rule.steps * _longest_move(rule)
@@ -100,7 +100,7 @@ def dense_outputs(
     return result
 
 
-def padded_sizes(count: int, size: int, classes: int) -> tuple[int, int, int]:
+def pad_sizes(count: int, size: int, classes: int) -> tuple[int, int, int]:
     """Return the numbers of neighbours, key size and classes, each rounded up to whole blocks."""
     rows = max(16, triton.next_power_of_2(count))
     return rows, SIZES * triton.cdiv(size, SIZES), CLASSES * triton.cdiv(classes, CLASSES)
@@ -118,7 +118,7 @@ def _longest_move(rule: RMSprop | Adam) -> float:
     """Return a bound on the move of a weight in a step, divided by `lr`.
 
     It compares |∇| with the root of its mean square. For Adam the mean square must decay more
-    slowly than the mean, which `is_fused` guarantees.
+    slowly than the mean, which `is_dense_fused` guarantees.
     """
     if isinstance(rule, Adam):
         forgotten = 1 - rule.beta1 / math.sqrt(rule.beta2)
@@ -139,7 +139,7 @@ def _start(
     b, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     k = tl.arange(0, ROWS)
     c = part * CLASSES + tl.arange(0, CLASSES)
-    starts = row_starts(table, extra, index + b * count + k, written, stride, k < count)
+    starts = find_row_starts(table, extra, index + b * count + k, written, stride, k < count)
     here = (k < count)[:, None] & (c < classes)[None, :]
     output = tl.load(starts[:, None] + c[None, :], mask=here, other=NOTHING)
     tl.store(outputs + (b * parts * CLASSES + c[None, :]) * ROWS + k[:, None], output)
@@ -162,7 +162,7 @@ def _step(
     k = tl.arange(0, ROWS)
     c = part * CLASSES + tl.arange(0, CLASSES)
     at_parts = b * parts * ROWS
-    top, inverse = merged_softmax(old_peaks + at_parts, old_sums + at_parts, parts, ROWS, k, PARTS)
+    top, inverse = merge_softmax(old_peaks + at_parts, old_sums + at_parts, parts, ROWS, k, PARTS)
     neighbor_weight = tl.load(weights + b * count + k, mask=k < count, other=0.0)
     label = tl.load(labels + b * count + k, mask=k < count, other=-1).to(tl.int32)
     at_outputs = outputs + (b * parts * CLASSES + c[:, None]) * ROWS + k[None, :]
@@ -170,8 +170,8 @@ def _step(
     share = exp(tl.maximum(tl.load(at_outputs) - top[None, :], -100.0)) * inverse[None, :]
     residual = neighbor_weight[None, :] * tl.where(label[None, :] == c[:, None], share - 1.0, share)
     # Each class has its own scale, so that residuals stay accurate even if all are small.
-    scale_residuals = scale_for(tl.max(tl.abs(residual), 1))
-    residual_high, residual_low = halves(residual * scale_residuals[:, None])
+    scale_residuals = choose_scale(tl.max(tl.abs(residual), 1))
+    residual_high, residual_low = split_halves(residual * scale_residuals[:, None])
     scale_keys, scale_weights = tl.load(key_scale + b), tl.load(weight_scale)
     unscale = 1.0 / (scale_residuals * scale_keys)
     stride = width + 16
@@ -179,7 +179,7 @@ def _step(
     own_bias = tl.load(own + own_row + width)
     new_bias = own_bias
     if BIAS:
-        new_bias = _stepped(
+        new_bias = _take_step(
             own + own_row + width, moved + row + width, squares + row + width, means + row + width,
             tl.sum(residual, 1), lr, decay, first, second, mean_fix, square_fix, initial, epsilon,
             FIRST, LAST, DECAY, MEAN,
@@ -194,7 +194,7 @@ def _step(
             residual_high, residual_low, high, low, tl.zeros((CLASSES, SIZES), tl.float32)
         )
         at = row[:, None] + d[None, :]
-        value = _stepped(
+        value = _take_step(
             own + own_row[:, None] + d[None, :], moved + at, squares + at, means + at,
             slope * unscale[:, None], lr, decay, first, second, mean_fix, square_fix,
             initial, epsilon, FIRST, LAST, DECAY, MEAN,
@@ -203,7 +203,7 @@ def _step(
             query = tl.load(queries + b * width + d)
             at_query += tl.sum(value * query[None, :], 1)
         else:
-            value_high, value_low = halves(value * scale_weights)
+            value_high, value_low = split_halves(value * scale_weights)
             new_outputs = dot_of_halves(
                 value_high, value_low, tl.trans(high), tl.trans(low), new_outputs
             )
@@ -221,7 +221,7 @@ def _step(
 
 
 @triton.jit
-def _stepped(
+def _take_step(
     own, moved, squares, means, slope, lr, decay, first, second, mean_fix, square_fix,
     initial, epsilon,
     FIRST: tl.constexpr, LAST: tl.constexpr, DECAY: tl.constexpr, MEAN: tl.constexpr,

@@ -13,12 +13,12 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mbpa.adaptation.fused.arithmetic import row_starts
+from mbpa.adaptation.fused.arithmetic import find_row_starts
 
 CLASSES, ROWS = 1024, 4  # at a time
 
 
-def minus_rows(
+def subtract_rows(
     outputs: Float[Tensor, "B C"],
     table: Float[Tensor, "N C"],
     extra: Float[Tensor, "M C"],
@@ -36,7 +36,7 @@ def minus_rows(
     """
     result = torch.empty_like(outputs)
     classes = outputs.shape[1]
-    _minus_rows[(len(outputs), triton.cdiv(classes, CLASSES))](
+    _subtract_rows[(len(outputs), triton.cdiv(classes, CLASSES))](
         outputs, table, extra if len(extra) else table, index, weights, dots, labels, result,
         len(table), table.stride(0), classes, index.shape[1], by_weight, by_bias,
         CLASSES=CLASSES, ROWS=ROWS, num_warps=4,
@@ -45,7 +45,7 @@ def minus_rows(
 
 
 @triton.jit
-def _minus_rows(
+def _subtract_rows(
     outputs, table, extra, index, weights, dots, labels, result,
     written, stride, classes, count, by_weight, by_bias,
     CLASSES: tl.constexpr, ROWS: tl.constexpr,
@@ -57,7 +57,7 @@ def _minus_rows(
     for k0 in range(0, count, ROWS):
         k = k0 + tl.arange(0, ROWS)
         is_k = k < count
-        starts = row_starts(table, extra, index + b * count + k, written, stride, is_k)
+        starts = find_row_starts(table, extra, index + b * count + k, written, stride, is_k)
         factor = tl.load(dots + b * count + k, mask=is_k, other=0.0) * by_weight + by_bias
         factor *= tl.load(weights + b * count + k, mask=is_k, other=0.0)
         here = is_k[:, None] & is_c[None, :]

@@ -8,20 +8,20 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from mbpa.adaptation.fused.arithmetic import dot_of_halves, halves
+from mbpa.adaptation.fused.arithmetic import dot_of_halves, split_halves
 from mbpa.device import is_interpreted
 
 ROWS, RESULTS, SIZES, WARPS, STAGES = 128, 128, 32, 8, 3
 
 
-def pairs_of(numbers: Float[Tensor, "*S"]) -> Float[Tensor, "2 *S"]:
+def split_pairs(numbers: Float[Tensor, "*S"]) -> Float[Tensor, "2 *S"]:
     """Split each number into two half-precision numbers that sum to it, to 2⁻¹⁷ at any scale."""
     high = numbers.to(pair_dtype())
     return torch.stack([high, (numbers - high).to(high.dtype)])
 
 
-def joined(pairs: Float[Tensor, "2 *S"]) -> Float[Tensor, "*S"]:
-    """Return the numbers that `pairs_of` split."""
+def join_pairs(pairs: Float[Tensor, "2 *S"]) -> Float[Tensor, "*S"]:
+    """Return the numbers that `split_pairs` split."""
     return pairs[0].float() + pairs[1]
 
 
@@ -33,7 +33,7 @@ def pair_dtype() -> torch.dtype:
     return torch.float32 if is_interpreted() else torch.bfloat16
 
 
-def product(
+def multiply_pairs(
     rows: Float[Tensor, "*B I"],
     matrix: Float[Tensor, "2 I O"],
     bias: Float[Tensor, "O"] | None = None,
@@ -64,7 +64,7 @@ def _product(
         i = i0 + tl.arange(0, SIZES)
         here = (r < count)[:, None] & (i < size)[None, :]
         numbers = tl.load(rows + r[:, None] * size + i[None, :], here, 0.0)
-        row_high, row_low = halves(numbers, high.dtype.element_ty)
+        row_high, row_low = split_halves(numbers, high.dtype.element_ty)
         here = (i < size)[:, None] & (o < width)[None, :]
         at = i[:, None] * down + o[None, :] * across
         shared_high, shared_low = tl.load(high + at, here, 0.0), tl.load(low + at, here, 0.0)

@@ -7,11 +7,11 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-MOST_RESULTS = 1 << 12  # numbers that a program adds up in registers
+MAX_SUMS = 1 << 12  # numbers that a program adds up in registers
 WARPS = 4
 
 
-def combine(
+def combine_rows(
     base: Float[Tensor, "B K O"],
     left: Float[Tensor, "B K R"],
     right: Float[Tensor, "B R O"],
@@ -22,7 +22,7 @@ def combine(
     """Write `β base + α left right` to `out`, which may be `base`."""
     (batch, count, inner), width = left.shape, right.shape[2]
     rows = triton.next_power_of_2(count)
-    results = min(triton.next_power_of_2(width), max(16, MOST_RESULTS // rows))
+    results = min(triton.next_power_of_2(width), max(16, MAX_SUMS // rows))
     _combine[(batch, triton.cdiv(width, results))](
         base, left, right.contiguous(), out, left.stride(0), left.stride(1), left.stride(2),
         count, inner, width, beta, alpha, COUNT=rows, RESULTS=results, num_warps=WARPS,

@@ -26,14 +26,14 @@ from mbpa.adaptation.fused.arithmetic import (
     NO_PEAK,
     NOTHING,
     RESIDUAL_SCALE,
+    add_columns,
+    choose_scale,
     dot_of_halves,
-    halves,
-    joined,
-    merged_log_sum,
-    row_starts,
-    scale_for,
-    scaled_outputs,
-    scaled_residual,
+    find_row_starts,
+    load_scaled_outputs,
+    merge_log_sums,
+    scale_residual,
+    split_halves,
 )
 from mbpa.device import is_interpreted
 
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
     """Whether a program's outputs stay in its registers; this requires a row for the query."""
 
 
-def span_outputs(
+def adapt_span_outputs(
     table: Float[Tensor, "N C"],
     extra: Float[Tensor, "M C"],
     index: Int[Tensor, "B K"],
@@ -102,7 +102,7 @@ def span_outputs(
         bias_adapts: whether the head's bias adapts.
     """
     (batch, count), classes, new = index.shape, table.shape[1], weights.new_empty
-    rows, tiles, beside, resident = _layout(count, classes, weights.device)
+    rows, tiles, beside, resident = _lay_out(count, classes, weights.device)
     padded = tiles * rows
     gram = new(2, batch, padded, padded, dtype=torch.float16)
     factors, products = new(batch, 3), new(batch, padded)
@@ -150,24 +150,24 @@ def span_outputs(
 
 
 def scratch_bytes(count: int, classes: int, steps: int, device: torch.device) -> int:
-    """Return the bytes of scratch that `span_outputs` takes per query."""
-    rows, tiles, _, resident = _layout(count, classes, device)
+    """Return the bytes of scratch that `adapt_span_outputs` takes per query."""
+    rows, tiles, _, resident = _lay_out(count, classes, device)
     held = 4 * (rows * tiles) ** 2 + 4 * classes
     if resident:
         return held + 8 * steps * triton.cdiv(classes, RESIDENT_CLASSES) * rows
     return held + 4 * (1 if tiles == 1 else 2) * tiles * rows * classes
 
 
-def _layout(count: int, classes: int, device: torch.device) -> Layout:
+def _lay_out(count: int, classes: int, device: torch.device) -> Layout:
     rows = max(16, triton.next_power_of_2(count + 1))
-    if rows <= MOST_ROWS and triton.cdiv(classes, RESIDENT_CLASSES) <= _most_waiting(device):
+    if rows <= MOST_ROWS and triton.cdiv(classes, RESIDENT_CLASSES) <= _count_waiting(device):
         return Layout(rows, 1, beside=False, resident=True)
     rows = min(MOST_ROWS, max(16, triton.next_power_of_2(count)))
     tiles = triton.cdiv(count, rows)
     return Layout(rows, tiles, beside=count == tiles * rows, resident=False)
 
 
-def _most_waiting(device: torch.device) -> int:
+def _count_waiting(device: torch.device) -> int:
     """Return how many programs may wait for each other; all of them must run at the same time."""
     if is_interpreted():
         return 1
@@ -217,8 +217,8 @@ def _gram(
     else:
         norm = tl.load(longest + b)
         most = norm * norm + 1.0
-    scale = scale_for(most)
-    high, low = halves(tl.where(is_i[:, None] & is_j[None, :], dots * scale, 0.0))
+    scale = choose_scale(most)
+    high, low = split_halves(tl.where(is_i[:, None] & is_j[None, :], dots * scale, 0.0))
     at = gram + (b * padded + i[:, None]) * padded + j[None, :]
     tl.store(at, high)
     tl.store(at + tl.num_programs(0).to(tl.int64) * padded * padded, low)
@@ -242,7 +242,7 @@ def _sources(
     table, extra, index, at_query, written, stride, b, k, count, classes, BESIDE: tl.constexpr
 ):  # fmt: skip
     """Return where the outputs of each row start, and which rows exist."""
-    starts = row_starts(table, extra, index + b * count + k, written, stride, k < count)
+    starts = find_row_starts(table, extra, index + b * count + k, written, stride, k < count)
     is_row = k < count
     if not BESIDE:
         starts, is_row = tl.where(k == count, at_query + b * classes, starts), k <= count
@@ -269,7 +269,7 @@ def _resident(
         table, extra, index, at_query, written, stride, b, k, count, classes, False
     )
     here = is_row[:, None] & (c < classes)[None, :]
-    output = scaled_outputs(starts, c, here)
+    output = load_scaled_outputs(starts, c, here)
     log_sum = tl.maximum(tl.max(output, 1), NOTHING)  # a class may be ruled out with −inf
     for step in range(steps):
         peak = log_sum
@@ -288,11 +288,11 @@ def _resident(
             tl.atomic_add(arrived + b, 1, sem="release")
             while tl.atomic_add(arrived + b, 0, sem="acquire") < (step + 1) * parts:
                 pass
-            log_sum = merged_log_sum(peaks, totals, parts, ROWS, k, PARTS)
-        high, low = halves(scaled_residual(output, log_sum, weight, label, c))
+            log_sum = merge_log_sums(peaks, totals, parts, ROWS, k, PARTS)
+        high, low = split_halves(scale_residual(output, log_sum, weight, label, c))
         moved = dot_of_halves(left_high, left_low, high, low, tl.zeros_like(output))
         if DECAY:
-            first = scaled_outputs(starts, c, here)
+            first = load_scaled_outputs(starts, c, here)
             output = tl.where(here, (1.0 - decay) * output + decay * first, output)
         output += factor * moved
     is_query = (k == count)[:, None] & (c < classes)[None, :]
@@ -319,9 +319,9 @@ def _start(
     for block in range(part * each, tl.minimum((part + 1) * each, blocks)):
         c = block * CLASSES + tl.arange(0, CLASSES)
         here = is_row[:, None] & (c < classes)[None, :]
-        output = scaled_outputs(starts, c, here)
+        output = load_scaled_outputs(starts, c, here)
         tl.store(outputs + (b * padded + k[:, None]) * blocks * CLASSES + c[None, :], output)
-        peak, total = joined(peak, total, output)
+        peak, total = add_columns(peak, total, output)
     at = sums + (b * parts + part) * padded + k
     tl.store(at, peak)
     tl.store(at + 2 * tl.num_programs(0).to(tl.int64) * parts * padded, total)
@@ -349,7 +349,7 @@ def _step(
     new += b * padded * width
     gram += (b * padded + k[:, None]) * padded + row[None, :]
     to_low = batch * padded * padded
-    own_log_sum = merged_log_sum(old_peaks, old_sums, parts, padded, k, PARTS)
+    own_log_sum = merge_log_sums(old_peaks, old_sums, parts, padded, k, PARTS)
     if TILES == 1:  # the same for all blocks
         log_sum = own_log_sum
         weight = tl.load(weights + b * count + k, mask=k < count, other=0.0) * to_halves
@@ -375,7 +375,7 @@ def _step(
         for other in tl.static_range(TILES):
             j = other * ROWS + row
             if TILES > 1:
-                log_sum = merged_log_sum(old_peaks, old_sums, parts, padded, j, PARTS)
+                log_sum = merge_log_sums(old_peaks, old_sums, parts, padded, j, PARTS)
                 weight = tl.load(weights + b * count + j, mask=j < count, other=0.0)
                 weight *= to_halves
                 label = tl.load(labels + b * count + j, mask=j < count, other=-1).to(tl.int32)
@@ -385,11 +385,11 @@ def _step(
                     left_high = tl.load(gram + other * ROWS)
                     left_low = tl.load(gram + to_low + other * ROWS)
             output = tl.load(old + j[:, None] * width + c[None, :])
-            residual = scaled_residual(output, log_sum, weight, label, c)
+            residual = scale_residual(output, log_sum, weight, label, c)
             if BESIDE:
                 shift += tl.sum(product[:, None] * residual, 0)
             if not LAST:
-                high, low = halves(residual)
+                high, low = split_halves(residual)
                 moved = dot_of_halves(left_high, left_low, high, low, moved)
         if BESIDE and tile == 0:
             at, is_c = b * classes + c, c < classes
@@ -403,12 +403,12 @@ def _step(
                 output = tl.load(old + at)
             if DECAY:
                 here = is_row[:, None] & (c < classes)[None, :]
-                first = scaled_outputs(starts, c, here)
+                first = load_scaled_outputs(starts, c, here)
                 output = tl.where(here, (1.0 - decay) * output + decay * first, output)
             changed = output + factor * moved
             tl.store(new + at, changed)
             if is_steep:
-                peak, total = joined(peak, total, changed)
+                peak, total = add_columns(peak, total, changed)
             else:
                 total += tl.sum(tl.exp2(changed - peak[:, None]), 1)
     if not LAST:
