@@ -28,7 +28,7 @@ from mbpa.encoders import text
 from mbpa.serve import teaching
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.labelled_texts import Spreadsheet
+from mbpa.serve.labelled_texts import LabelledTexts
 
 NAME = "new labels"
 SHOTS = 3
@@ -70,9 +70,9 @@ def measured(task: Task, encoder: text.TextEncoder, cache: Path, run: Path) -> d
     """Return accuracies in percent before and after teaching the new intents, and the settings."""
     known = task.known
     labels = tuple(task.names[label] for label in known.labels.tolist())
-    data = Spreadsheet(known.texts, labels, len(known), 0)
+    data = LabelledTexts(known.texts, labels, len(known), 0)
     taught = teaching.teach(data, encoder, cache=cache)
-    teaching.write_taught(taught, data, run)
+    teaching.write_new_run(taught, data, run)
     new = task.examples(SHOTS)
     lessons = [
         Lesson(task.names[label], words, key)
@@ -86,7 +86,7 @@ def measured(task: Task, encoder: text.TextEncoder, cache: Path, run: Path) -> d
     return {"before": before, "after": after, "chosen": chosen(taught)}
 
 
-def chosen(taught: teaching.Taught) -> dict[str, Any]:
+def chosen(taught: teaching.NewRun) -> dict[str, Any]:
     """Return the settings chosen by the rehearsal."""
     rows = taught.rows
     told = {} if rows is None else {"scale": rows.scale, "offset": rows.offset}

@@ -25,12 +25,14 @@ from torch import Tensor
 from mbpa.memory import ExactMemory, Neighbors, validation
 from mbpa.modules.new_rows import NewRows
 
-SPARE = 8  # extra neighbours read to detect ties at the cut
-AT_ONCE = 4096  # keys per chunk, to bound the memory for their integers
-FINENESS = 2.0**40  # integer units per 1.0 in sums of keys; sums to eight million fit into 64 bits
+SPARE_NEIGHBORS = 8  # extra neighbours read to detect ties at the cut
+KEYS_PER_CHUNK = 4096  # keys per chunk, to bound the memory for their integers
+UNITS_PER_ONE = (
+    2.0**40
+)  # integer units per 1.0 in sums of keys; sums to eight million fit into 64 bits
 
 
-class TaughtMemory(ExactMemory):
+class OrderIndependentMemory(ExactMemory):
     """An `ExactMemory` whose neighbours depend on its contents alone."""
 
     columns: Int[Tensor, "L"] | None = None
@@ -39,13 +41,13 @@ class TaughtMemory(ExactMemory):
 
     def _clear(self) -> None:
         super()._clear()
-        self._digests = torch.zeros(self.capacity, dtype=torch.int64, device=self.device)
+        self._compute_digests = torch.zeros(self.capacity, dtype=torch.int64, device=self.device)
 
     def _put(
         self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]
     ) -> None:
         super()._put(slots, keys, values)
-        self._digests[slots] = _digests(keys)
+        self._compute_digests[slots] = _compute_digests(keys)
 
     def keys_of(self, ids: Iterable[int]) -> Float[Tensor, "N D"]:
         """Return the keys of these entries."""
@@ -57,13 +59,13 @@ class TaughtMemory(ExactMemory):
     ) -> Neighbors:
         k = validation.count("k", k)
         with self.lock:
-            reach = k + SPARE
+            reach = k + SPARE_NEIGHBORS
             found = super().read(queries, reach, keys_for=0)
             while reach < len(self) and _is_cut(found.distances, k):
                 reach *= 4
                 found = super().read(queries, reach, keys_for=0)
             columns = found.values if self.columns is None else self.columns[found.values]
-            order = _order(found.distances, self._digests[found.slots], columns)[:, :k]
+            order = _order(found.distances, self._compute_digests[found.slots], columns)[:, :k]
             slots = found.slots.gather(1, order)
             keys = self._get_keys(slots.flatten()).reshape(*slots.shape, self.key_size)
             dots = torch.bmm(queries.to(keys.dtype)[:, None], keys.mT)[:, 0]
@@ -79,7 +81,7 @@ class TaughtMemory(ExactMemory):
             )
 
 
-class TaughtRows:
+class LabelRows:
     """Rows of the head by label, computed from the keys of the examples, which have unit norm.
 
     Keys are summed as integers in fixed units much finer than their own precision. The sum does
@@ -122,8 +124,10 @@ class TaughtRows:
             places[label].append(place)
         for label, rows in places.items():
             total = self._sums.get(label, self._none)
-            for start in range(0, len(rows), AT_ONCE):
-                part = np.multiply(given[rows[start : start + AT_ONCE]], FINENESS, dtype=np.float64)
+            for start in range(0, len(rows), KEYS_PER_CHUNK):
+                part = np.multiply(
+                    given[rows[start : start + KEYS_PER_CHUNK]], UNITS_PER_ONE, dtype=np.float64
+                )
                 total = total + sign * part.round().astype(np.int64).sum(0)
             if total.any():
                 self._sums[label] = total
@@ -145,7 +149,7 @@ def _order(
 ) -> Int[Tensor, "B R"]:
     """Return positions by distance, which is already rising; ties by key digest, then label."""
     order = torch.arange(distances.shape[1], device=distances.device).expand(distances.shape)
-    rows = _tied(distances).any(1).nonzero()[:, 0]
+    rows = _find_ties(distances).any(1).nonzero()[:, 0]
     if not len(rows):
         return order
     order = order.clone()
@@ -156,19 +160,19 @@ def _order(
     return order
 
 
-def _tied(distances: Float[Tensor, "B R"]) -> Bool[Tensor, "B S"]:
+def _find_ties(distances: Float[Tensor, "B R"]) -> Bool[Tensor, "B S"]:
     return distances[:, 1:] == distances[:, :-1]
 
 
 @cache
-def _factors(words: int, device: torch.device) -> Int[Tensor, "W"]:
+def _draw_factors(words: int, device: torch.device) -> Int[Tensor, "W"]:
     limits = torch.iinfo(torch.int64)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(limits.min, limits.max, (words,), generator=generator).to(device)
 
 
-def _digests(keys: Float[Tensor, "N D"]) -> Int[Tensor, "N"]:
+def _compute_digests(keys: Float[Tensor, "N D"]) -> Int[Tensor, "N"]:
     """Return a 64-bit digest per key; two different keys collide only by chance."""
     halves = keys.contiguous().view(torch.int16).to(torch.int64)
-    digests: Tensor = (halves * _factors(halves.shape[1], keys.device)).sum(1)  # wraps around
+    digests: Tensor = (halves * _draw_factors(halves.shape[1], keys.device)).sum(1)  # wraps around
     return digests
