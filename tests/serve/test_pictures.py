@@ -148,7 +148,7 @@ def test_a_picture_is_shown_as_it_was_taught_until_it_is_forgotten(client, files
     assert np.array_equal(pixels, np.asarray(Image.open(files["eight"][0])))
     client.post("/forget", json={"ids": [id]}).raise_for_status()
     gone = client.get(f"/examples/{id}/image")
-    assert (gone.status_code, gone.json()) == (404, {"error": f"example {id} is not there"})
+    assert (gone.status_code, gone.json()) == (404, {"error": f"there is no example {id}"})
 
 
 def test_an_answer_is_explained_by_pictures(client, files):
@@ -511,7 +511,7 @@ def test_what_cannot_be_shown_is_reported_and_a_change_that_was_made_is_shown_as
 
     session, said, after = visit_page(classifier, visit)
     assert said == "It was done."
-    assert [change.said for change in session.changes] == ["It was done."]
+    assert [change.description for change in session.changes] == ["It was done."]
     assert session.queues["list"] == opinions[1:]
     assert after[0] == "And this."
 
@@ -629,7 +629,7 @@ def test_bodies_for_the_page_are_bounded(opened):
     whole = opened.post("/gradio_api/queue/join", content=b" " * (9 << 20), headers=JSON)
     assert (whole.status_code, whole.json()) == (
         413,
-        {"error": "a body must have at most 8388608 bytes"},
+        {"error": "the body must have at most 8388608 bytes"},
     )
     unsaid = opened.post("/gradio_api/upload", content=iter([b"x"]))
     assert unsaid.status_code == 411

@@ -251,7 +251,7 @@ def test_what_is_no_part_of_a_run_is_never_deleted(taught, tmp_path, monkeypatch
     assert (out / "notes.txt").read_text() == "years of work"
     if not is_run:
         (out / "notes.txt").rename(out / "model")
-        with pytest.raises(RunError, match="is not empty, and no run"):
+        with pytest.raises(RunError, match="is neither empty nor a run"):
             teaching.write_new_run(made, data, out, replace=True)
 
 
