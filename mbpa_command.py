@@ -1,6 +1,7 @@
-"""The command `mbpa`: an interrupt is one line, even while torch is still being imported.
+"""Entry point of the command `mbpa`, which reports an interrupt in one line, even during imports.
 
-Outside the package, whose own import takes seconds and must not begin before this.
+It lies outside the package, whose import takes seconds and must not begin before the signal handler
+is set.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import FrameType
 def main() -> int:
     """Import the command line, then run it."""
     is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_usual:  # and not ignored, as under nohup
+    if is_usual:  # not ignored, as it is under nohup
         signal.signal(signal.SIGINT, _end)
     from mbpa.cli import main as run
 
@@ -23,6 +24,6 @@ def main() -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """At once: there is nothing to lose yet, and imports catch what they should not."""
+    """End the process at once: there is nothing to lose yet, and imports may swallow exceptions."""
     os.write(2, b"mbpa: interrupted\n")
     os._exit(130)

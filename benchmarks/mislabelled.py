@@ -69,7 +69,7 @@ def embed_sentences(cache: Path) -> tuple[Tensor, Tensor]:
     sentences = data.banking77().train
     encoder = text.encoder()
     with tqdm(total=len(sentences.texts), desc="embedding", file=sys.stderr) as bar:
-        return text.embedded(encoder, sentences.texts, cache, bar.update), sentences.labels
+        return text.embed_items(encoder, sentences.texts, cache, bar.update), sentences.labels
 
 
 # Wrong labels
@@ -136,7 +136,7 @@ def average_precision(hits: Tensor) -> float:
 def doubts_of_the_vote(keys: Tensor, given: Tensor, seed: int) -> Tensor:
     """Return the doubts as the explorer's page computes them."""
     examples = [Example(i + 1, str(label), None, None) for i, label in enumerate(given.tolist())]
-    opinions = review.votes(examples, keys, most=len(examples))
+    opinions = review.compute_votes(examples, keys, most=len(examples))
     return torch.tensor([each.doubt for each in opinions])
 
 
@@ -144,7 +144,7 @@ def doubts_of_the_adapted_head(keys: Tensor, given: Tensor, seed: int) -> Tensor
     memory = mbpa.ExactMemory(len(keys), keys.shape[1])
     memory.write(keys, given)
     head = train_head(keys, given, seed)
-    model = mbpa.MbPA(head=head, memory=memory, predictor=teaching.DEFAULT)
+    model = mbpa.MbPA(head=head, memory=memory, predictor=teaching.DEFAULT_PREDICTOR)
     left_out = mbpa.leave_one_out(model)
     assert torch.equal(left_out.ids, torch.arange(len(keys)))
     return doubts(left_out.predictions, given)
@@ -156,9 +156,9 @@ def doubts_of_the_head(keys: Tensor, given: Tensor, seed: int) -> Tensor:
 
 def train_head(keys: Tensor, given: Tensor, seed: int) -> nn.Linear:
     """Train a head as `mbpa teach` does, with the wrong labels."""
-    held = training.held_out(given, torch.Generator().manual_seed(seed))
+    held = training.choose_held_out(given, torch.Generator().manual_seed(seed))
     classes = int(given.max()) + 1
-    return training.trained_head(
+    return training.train_head(
         keys[~held], given[~held], classes, training.Training(), (keys[held], given[held])
     )
 

@@ -27,10 +27,10 @@ from mbpa.encoders import text
 from mbpa.serve import teaching
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.labelled_texts import Spreadsheet
+from mbpa.serve.labelled_texts import LabelledTexts
 
 TAUGHT_EXAMPLES = 3
-QUERIES_PER_CALL = 256  # queries per call
+QUERIES_PER_CALL = 256
 COLUMNS = {"novel": "new", "pre-trained": "old", "all": "all"}
 
 
@@ -70,9 +70,9 @@ def measure_split(
     """Return accuracies in percent before and after teaching the new intents, and the settings."""
     known = task.known
     labels = tuple(task.names[label] for label in known.labels.tolist())
-    data = Spreadsheet(known.texts, labels, len(known), 0)
+    data = LabelledTexts(known.texts, labels, len(known), 0)
     taught = teaching.teach(data, encoder, cache=cache)
-    teaching.write_taught(taught, data, run)
+    teaching.write_new_run(taught, data, run)
     new = task.examples(TAUGHT_EXAMPLES)
     lessons = [
         Lesson(task.names[label], words, key)
@@ -86,7 +86,7 @@ def measure_split(
     return {"before": before, "after": after, "chosen": describe_choice(taught)}
 
 
-def describe_choice(taught: teaching.Taught) -> dict[str, Any]:
+def describe_choice(taught: teaching.NewRun) -> dict[str, Any]:
     """Return the settings chosen by the rehearsal."""
     rows = taught.rows
     told = {} if rows is None else {"scale": rows.scale, "offset": rows.offset}

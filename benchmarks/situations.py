@@ -65,7 +65,7 @@ def embed_digits(cache: Path) -> Iterator[KeySituation]:
     for seed in range(4):
         here = digits.make_task(images, settings, seed)
         other = digits.make_task(images, replace(settings, part="validation"), seed)
-        embed, head = mbpa.split(digits.pretrained(here, settings, seed), at="output")
+        embed, head = mbpa.split(digits.pretrain(here, settings, seed), at="output")
         memory = mbpa.ExactMemory(len(here.stream_labels), settings.width)
         model = mbpa.MbPA(embed, head, memory=memory, predictor=mbpa.Parametric())
         model.grow(classes=len(digits.NAMES))
@@ -116,7 +116,7 @@ def features(cache: Path) -> Iterator[KeySituation]:
 
 def sentences(cache: Path) -> Iterator[KeySituation]:
     """Yield CLINC150: 100 known intents, 50 new ones with three examples each."""
-    from mbpa.encoders.text import embedded, encoder
+    from mbpa.encoders.text import embed_items, encoder
 
     known, shots, scored = 100, 3, 1_000
     intents = data.clinc150()
@@ -128,7 +128,7 @@ def sentences(cache: Path) -> Iterator[KeySituation]:
         some = torch.randperm(len(part.texts), generator=generator)
         some = some if name == "train" else some[:scored]
         texts = [part.texts[number] for number in some.tolist()]
-        parts[name] = embedded(encode, texts, cache), place[part.labels[some]]
+        parts[name] = embed_items(encode, texts, cache), place[part.labels[some]]
     keys, labels = parts["train"]
     is_known = labels < known
     rank = torch.stack([(labels[: i + 1] == label).sum() for i, label in enumerate(labels)])

@@ -17,7 +17,9 @@ def main() -> int:
     trials = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for trial in map(find_trial, NAMES):
         options = trials.add_parser(trial.name, help=trial.summary, description=trial.summary)
-        options.add_argument("--out", type=type(RESULTS), default=RESULTS, help="for the report")
+        options.add_argument(
+            "--out", type=type(RESULTS), default=RESULTS, help="directory of the report"
+        )
         trial.add_arguments(options)
     arguments = parser.parse_args()
     command = shlex.join(["python", "-m", "reliability", *sys.argv[1:]])

@@ -444,7 +444,7 @@ def read_journal(directory: Path) -> Any:
         requests: list[Any] = []
         for call in range(7):
             try:
-                requests.append(journal.repeated(make_rows(call), f"request {call}"))
+                requests.append(journal.find_repeated(make_rows(call), f"request {call}"))
             except InputError:
                 requests.append("refused")
         state = journal.change, len(journal), journal.labels(), sorted(journal.restored)
@@ -499,12 +499,14 @@ def list_all_errors() -> tuple[type[Exception], ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mutations", type=int, default=10_000, help="of each file")
-    parser.add_argument("--whole", type=int, default=1_000, help="of each file, by a classifier")
+    parser.add_argument("--mutations", type=int, default=10_000, help="mutations per file")
+    parser.add_argument(
+        "--whole", type=int, default=1_000, help="mutations per file that a classifier loads"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--only", metavar="FILE", help="damage files whose name contains this")
-    parser.add_argument("--case", type=int, help="with --only: check one case and say more")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
+    parser.add_argument("--only", metavar="FILE", help="damage only files whose name contains this")
+    parser.add_argument("--case", type=int, help="with --only: check this case and print details")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -40,12 +40,16 @@ NEXT_SEED = 1_000_003  # added to the seed for each process that replaces a dead
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", choices=[*TARGETS, ALL], metavar="TARGET", help=_name_targets())
-    parser.add_argument("--minutes", type=float, default=1.0, help="for each target (default 1)")
-    parser.add_argument("--cases", type=int, help="in each process, instead of a time")
+    parser.add_argument("--minutes", type=float, default=1.0, help="minutes per target")
+    parser.add_argument("--cases", type=int, help="cases per process, instead of a time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes, each with its own seed")
-    parser.add_argument("--findings", type=Path, default=Path("findings"), help="where to save")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="try one saved input again")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="number of processes, each with its own seed"
+    )
+    parser.add_argument(
+        "--findings", type=Path, default=Path("findings"), help="directory for inputs that fail"
+    )
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run one saved input again")
     parser.add_argument("--engine", choices=["own", "atheris"], default="own")
 
 

@@ -253,7 +253,7 @@ class Connection:
             headers = {"Content-Type": "application/json"}
             self._http.request("POST", path, json.dumps(body), headers)
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection, even during a request."""
         self._http.close()
 
@@ -322,7 +322,7 @@ class Client(threading.Thread):
         except Exception as error:
             self.failure = error
         finally:
-            self._connection.cut()
+            self._connection.disconnect()
 
     def _operate(self) -> None:
         kind, argument, body = self._draw()
@@ -331,14 +331,14 @@ class Client(threading.Thread):
         if is_lost:
             self._connection.send(f"/{kind}", body)
             time.sleep(self._random.choice((0, 0, 0.001, 0.005)))
-            self._connection.cut()
+            self._connection.disconnect()
             self.events.append(Event(self._number, kind, argument, called))
             return
         status, answer = self._connection.ask(f"/{kind}", body)
         returned = time.monotonic_ns()
         result: Any = REFUSED
         if status == 422 and kind == "learn":
-            pass  # the request id has named other examples before
+            pass  # the request id was used for other examples before
         elif status == 200:
             result = read_result(kind, answer)
         else:
@@ -442,7 +442,7 @@ def read_start(port: int) -> ServiceState:
     counts = connection.ask("/stats")[1]
     if counts["examples"] != TRAINED_EXAMPLES:
         raise BrokenPromiseError(f"an idle server must hold its run alone, got {counts}")
-    connection.cut()
+    connection.disconnect()
     live = ((number + 1, TRAINED_LABELS[number % 2]) for number in range(TRAINED_EXAMPLES))
     return ServiceState(frozenset(live), id + 1, counts["change"])
 
@@ -462,7 +462,7 @@ def clean(port: int, labels: Sequence[str]) -> None:
         seen = change
     for label in labels:
         connection.ask("/forget", {"label": label})
-    connection.cut()
+    connection.disconnect()
 
 
 def _read_metric(connection: Connection, name: str) -> float:
@@ -489,15 +489,15 @@ def describe_violation(history: Sequence[Event], order: Sequence[int]) -> str:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--count", type=int, default=100, help="histories")
+    parser.add_argument("--count", type=int, default=100, help="number of histories")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--operations", type=int, default=40, help="of each client")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds to check a history")
+    parser.add_argument("--operations", type=int, default=40, help="operations per client")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds to check each history")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--separate-counts",
         action="store_true",
-        help="let the label count in an answer to /learn be of another moment than its ids",
+        help="allow the label count in a response of /learn to be from another moment than the ids",
     )
 
 

@@ -44,8 +44,8 @@ def say(value: Any) -> None:
 def set_limits(*, log: int, waste: int) -> None:
     """Lower the limits on the log and on waste, in bytes, so that some calls exceed them."""
     for module, name, limit in (
-        (database, "_LOG_BYTES", log),
-        (journal, "_WASTE_BYTES", waste),
+        (database, "_MAX_LOG_BYTES", log),
+        (journal, "WASTE_BYTES", waste),
     ):
         assert limit < getattr(module, name), "it must be the one that is looked at"
         setattr(module, name, limit)
@@ -54,7 +54,7 @@ def set_limits(*, log: int, waste: int) -> None:
 # Killed at a random moment
 
 
-def numbered(call: int) -> list[tuple[str, str, None]]:
+def make_examples(call: int) -> list[tuple[str, str, None]]:
     """Return the examples of a call, from a few bytes to some pages each.
 
     Their texts show whether the call is complete or torn.
@@ -77,7 +77,7 @@ def learn(path: Path) -> None:
         say(["open"])
         for call in itertools.count(max(ids, default=0) + 1):
             say(["learning", call])
-            ids[call] = taught.learn(numbered(call), request=str(call))
+            ids[call] = taught.learn(make_examples(call), request=str(call))
             say(["learned", call])
             for old in [old for old in ids if old <= call - 100]:
                 say(["forgetting", old])
@@ -146,12 +146,12 @@ def check_against_what_was_said(path: Path, said: list[list[Any]], live: set[int
             number = int(example.text.split()[0])
             parts.setdefault(number, []).append((example.label, example.text, example.key))
         for number, found in parts.items():
-            assert found == numbered(number), f"call {number} is torn, or there twice"
+            assert found == make_examples(number), f"call {number} is torn, or there twice"
         assert live - doubtful <= set(parts) <= live | doubtful
         if said and said[-1][0] == "learning":  # the client repeats its request
-            taught.learn(numbered(said[-1][1]), request=str(said[-1][1]))
+            taught.learn(make_examples(said[-1][1]), request=str(said[-1][1]))
             parts[said[-1][1]] = []
-        assert len(taught) == sum(len(numbered(number)) for number in parts)
+        assert len(taught) == sum(len(make_examples(number)) for number in parts)
     return set(parts)
 
 

@@ -34,8 +34,10 @@ RETRAINING_ROUNDS = 5  # every so many rounds, a process that replaces the run i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--journal", type=int, default=10_000, help="kills of a teaching process")
-    parser.add_argument("--server", type=int, default=200, help="kills of a whole server")
+    parser.add_argument(
+        "--journal", type=int, default=10_000, help="number of kills of a process that teaches"
+    )
+    parser.add_argument("--server", type=int, default=200, help="number of kills of a server")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -239,14 +241,14 @@ def _check(directory: Path, told: Told) -> None:
 def _replace_and_kill(directory: Path, draw: random.Random, told: Told) -> None:
     """Kill a process that replaces the run; either the old or the new run must be complete."""
     from mbpa.serve.journal import Journal
-    from mbpa.serve.run_directory import in_its_place
+    from mbpa.serve.run_directory import replace_directory
     from mbpa.serve.verification import check_run
     from reliability.small_run import write_small_run
 
     pid = os.fork()
     if pid == 0:
         try:
-            with in_its_place(directory, replace=True) as new:
+            with replace_directory(directory, replace=True) as new:
                 write_small_run(new)
         finally:
             os._exit(0)

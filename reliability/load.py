@@ -50,9 +50,9 @@ LATE_S = 0.05  # a client that is this late is itself the bottleneck
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
-    parser.add_argument("--slow", type=int, default=200, help="slow clients of each kind")
-    parser.add_argument("--rounds", type=int, default=3, help="of measurements, one after another")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds per measurement")
+    parser.add_argument("--slow", type=int, default=200, help="number of slow clients of each kind")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of measurements")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 async def _measure(server: Server, arguments: argparse.Namespace) -> dict[str, Any]:
     bodies = make_prediction_requests()
-    await closed_loop(server, bodies, 16, min(3.0, arguments.seconds))  # warm
-    alone = await closed_loop(server, bodies, 1, arguments.seconds)
+    await run_closed_loop(server, bodies, 16, min(3.0, arguments.seconds))  # warm
+    alone = await run_closed_loop(server, bodies, 1, arguments.seconds)
     clients = await _find_saturation(server, bodies, min(5.0, arguments.seconds))
     rounds = [
         await _overload(server, bodies, clients, arguments.seconds) for _ in range(arguments.rounds)
@@ -108,7 +108,7 @@ async def _measure(server: Server, arguments: argparse.Namespace) -> dict[str, A
 async def _find_saturation(server: Server, bodies: Sequence[bytes], seconds: float) -> int:
     """Return the largest number of clients of which (nearly) none is refused."""
     for clients in CLIENT_COUNTS:
-        tally = await closed_loop(server, bodies, clients, seconds)
+        tally = await run_closed_loop(server, bodies, clients, seconds)
         if len(tally.seconds) >= 0.99 * tally.statuses.total():
             return clients
     return CLIENT_COUNTS[-1]
@@ -118,10 +118,10 @@ async def _overload(
     server: Server, bodies: Sequence[bytes], clients: int, seconds: float
 ) -> dict[str, Any]:
     """Offer more than the server can handle, between two measurements of what it can handle."""
-    before = await closed_loop(server, bodies, clients, seconds)
+    before = await run_closed_loop(server, bodies, clients, seconds)
     rate = OVERLOAD * len(before.seconds) / before.took_s
-    offered = await open_loop(server, bodies, rate, seconds)
-    after = await closed_loop(server, bodies, clients, seconds)
+    offered = await run_open_loop(server, bodies, rate, seconds)
+    after = await run_closed_loop(server, bodies, clients, seconds)
     usual_s = statistics.mean((before.percentile(0.99), after.percentile(0.99)))
     found = {
         "offered_per_second": round(rate),
@@ -180,8 +180,8 @@ def _percentile(values: Sequence[float], share: float) -> float:
 class Caller(asyncio.Protocol):
     """A connection that sends prepared requests, and reports each response to a callback."""
 
-    def __init__(self, done: Callable[[Caller, int, float], None]) -> None:
-        self._done, self._received, self._sent_s = done, b"", 0.0
+    def __init__(self, on_answer: Callable[[Caller, int, float], None]) -> None:
+        self._on_answer, self._received, self._sent_s = on_answer, b"", 0.0
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -198,7 +198,7 @@ class Caller(asyncio.Protocol):
         head, separator, content = self._received.partition(b"\r\n\r\n")
         if separator and len(content) >= int(head.lower().split(b"content-length: ")[1].split()[0]):
             self._received = b""
-            self._done(self, int(head[9:12]), time.perf_counter() - self._sent_s)
+            self._on_answer(self, int(head[9:12]), time.perf_counter() - self._sent_s)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -206,15 +206,15 @@ class Caller(asyncio.Protocol):
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    server: Server, count: int, done: Callable[[Caller, int, float], None]
+async def open_connections(
+    server: Server, count: int, on_answer: Callable[[Caller, int, float], None]
 ) -> AsyncIterator[list[Caller]]:
     """Open `count` connections, and close them at the end."""
     loop = asyncio.get_running_loop()
     callers = []
     try:
         for _ in range(count):
-            make = lambda: Caller(done)  # noqa: E731
+            make = lambda: Caller(on_answer)  # noqa: E731
             callers.append((await loop.create_connection(make, server.host, server.port))[1])
         yield callers
     finally:
@@ -222,14 +222,14 @@ async def connected(
             caller.close()
 
 
-async def closed_loop(
+async def run_closed_loop(
     server: Server, bodies: Sequence[bytes], clients: int, seconds: float
 ) -> Tally:
     """Let each client send again as soon as it is answered; one that is refused waits briefly."""
     tally, turn, loop = Tally(), itertools.cycle(bodies), asyncio.get_running_loop()
     is_over = asyncio.Event()
 
-    def done(caller: Caller, status: int, took: float) -> None:
+    def on_answer(caller: Caller, status: int, took: float) -> None:
         tally.count(status, took)
         if is_over.is_set():
             return
@@ -238,7 +238,7 @@ async def closed_loop(
         else:
             loop.call_later(0.05, caller.send, next(turn))
 
-    async with connected(server, clients, done) as callers:
+    async with open_connections(server, clients, on_answer) as callers:
         start, cpu = time.perf_counter(), server.cpu_seconds
         for caller in callers:
             caller.send(next(turn))
@@ -250,16 +250,18 @@ async def closed_loop(
     return tally
 
 
-async def open_loop(server: Server, bodies: Sequence[bytes], rate: float, seconds: float) -> Tally:
+async def run_open_loop(
+    server: Server, bodies: Sequence[bytes], rate: float, seconds: float
+) -> Tally:
     """Send requests at random times, independently of the responses to earlier ones."""
     tally, turn, chance = Tally(), itertools.cycle(bodies), random.Random(0)
     free: list[Caller] = []
 
-    def done(caller: Caller, status: int, took: float) -> None:
+    def on_answer(caller: Caller, status: int, took: float) -> None:
         tally.count(status, took)
         free.append(caller)
 
-    async with connected(server, MAX_CONNECTIONS, done) as callers:
+    async with open_connections(server, MAX_CONNECTIONS, on_answer) as callers:
         free += callers
         start, cpu, due_s = time.perf_counter(), server.cpu_seconds, 0.0
         while due_s < seconds:
@@ -286,12 +288,12 @@ async def _beside_slow(
 ) -> dict[str, Any]:
     """Measure normal clients without slow ones, with them, and again without."""
     await asyncio.sleep(2.0)  # for earlier connections to be closed
-    held = _held(server)
-    before = await closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
+    held = _measure_resources(server)
+    before = await run_closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
     async with _slow_clients(server, kind, count) as alive:
-        beside = await closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
+        beside = await run_closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
         still_open = alive()
-    after = await closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
+    after = await run_closed_loop(server, bodies, NORMAL_CLIENTS, seconds)
     left = await _wait_until_released(server, held)
     usual_s = statistics.mean((before.percentile(0.99), after.percentile(0.99)))
     found = {
@@ -351,7 +353,7 @@ async def _drip(server: Server, kind: str) -> None:
             await loop.sock_sendall(taken, b"x" if kind == "headers" else b" ")
 
 
-def _held(server: Server) -> dict[str, int]:
+def _measure_resources(server: Server) -> dict[str, int]:
     """Return the numbers of descriptors and threads of a server, and its resident memory."""
     process = Path(f"/proc/{server.process.pid}")
     threads = re.search(r"^Threads:\s+(\d+)$", (process / "status").read_text(), re.MULTILINE)
@@ -368,7 +370,7 @@ async def _wait_until_released(server: Server, held: dict[str, int]) -> dict[str
     give_up = time.monotonic() + SETTLE_S
     async with Client(server) as client:
         await client.send(request("/predict", {"embeddings": [[1.0] + [0.0] * (DIM - 1)]}))
-    while (left := _held(server))["descriptors"] > held["descriptors"]:
+    while (left := _measure_resources(server))["descriptors"] > held["descriptors"]:
         if time.monotonic() > give_up:
             break
         await asyncio.sleep(0.5)

@@ -41,10 +41,10 @@ from mbpa.serve.settings import Settings
 from reliability.reference import (
     Expected,
     Key,
-    Known,
     Method,
     Oracle,
     Reference,
+    ReferenceExample,
     explain_misplaced,
 )
 from reliability.trial import BrokenPromiseError, Trial
@@ -114,7 +114,7 @@ class Plan:
     size: int
     weight: Tensor
     bias: Tensor
-    trained: tuple[Known, ...]
+    trained: tuple[ReferenceExample, ...]
 
     @classmethod
     def draw(cls, random: Random) -> Plan:
@@ -122,7 +122,7 @@ class Plan:
         generator = torch.Generator().manual_seed(random.getrandbits(32))
         texts = [" ".join(random.choices(WORDS, k=3)) for _ in range(len(LABELS))]
         trained = [
-            Known(label, text, encode_text(text), is_trained=True)
+            ReferenceExample(label, text, encode_text(text), is_trained=True)
             for label, first in zip(LABELS, texts, strict=True)
             for _ in range(EXAMPLES_PER_LABEL)
             for text in (f"{first} {' '.join(random.choices(WORDS, k=2))}",)
@@ -137,7 +137,7 @@ class Plan:
             trained=tuple(trained),
         )
 
-    def write(self, directory: Path, trained: Sequence[Known]) -> None:
+    def write(self, directory: Path, trained: Sequence[ReferenceExample]) -> None:
         """Write a run directory with the planned head and these examples."""
         method = self.method
         head = nn.Linear(KEY_DIM, len(LABELS))
@@ -511,7 +511,7 @@ class Source:
 
 # A service and its reference
 
-Contents = Mapping[int, Known]
+Contents = Mapping[int, ReferenceExample]
 """Examples by id."""
 
 
@@ -995,7 +995,7 @@ async def run_episodes(seed: int, count: int) -> Tally:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--count", type=int, default=200_000, help="operations")
+    parser.add_argument("--count", type=int, default=200_000, help="number of operations")
     parser.add_argument("--seed", type=int, default=0)
 
 

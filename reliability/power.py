@@ -53,7 +53,9 @@ class Scenario:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", default=[], help="names of scenarios; default: all")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="names of the scenarios to run; all by default"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def try_scenario(scenario: Scenario, folder: Path, seed: int = 0) -> dict[str, i
         if call.name == "report":
             is_done = is_done or call.data.startswith(b"done")
             continue
-        disk.do(_moved(call, traced, str(start)))
+        disk.do(_rename_paths(call, traced, str(start)))
         counts["calls"] += 1
         for kept in KEPT:
             found = _read_cut(scenario, disk.after_power_loss(draw, kept), folder / "cut")
@@ -185,7 +187,7 @@ def _read_cut(scenario: Scenario, files: dict[str, bytes | None], place: Path) -
         shutil.rmtree(place)
 
 
-def _moved(call: Call, old: str, new: str) -> Call:
+def _rename_paths(call: Call, old: str, new: str) -> Call:
     def move(path: str) -> str:
         return new + path[len(old) :] if path.startswith(old) else path
 
@@ -204,13 +206,13 @@ def make_scenarios() -> list[Scenario]:
     from experiments.workspace import Workspace
     from mbpa.serve.answers import Lesson
     from mbpa.serve.classifier import Classifier
-    from mbpa.serve.run_directory import in_its_place, writable
+    from mbpa.serve.run_directory import replace_directory, reporting_errors
     from reliability.small_run import KEY_DIM, draw_keys, write_small_run
 
     torch.set_num_threads(1)
 
     def teach(place: Path) -> None:
-        with writable(place / "run"), in_its_place(place / "run", replace=True) as new:
+        with reporting_errors(place / "run"), replace_directory(place / "run", replace=True) as new:
             write_small_run(new)
 
     def make_taught(place: Path) -> None:

@@ -28,7 +28,7 @@ ROUNDING = 1e-6  # difference of squared distances that float32 may not resolve
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class ReferenceExample:
     """An example that is present.
 
     Args:
@@ -51,7 +51,7 @@ class Call(NamedTuple):
     """A named call to learn: the first id assigned to it, and the examples that it wrote."""
 
     first: int
-    written: tuple[Known, ...]
+    written: tuple[ReferenceExample, ...]
 
 
 class Outcome(NamedTuple):
@@ -73,7 +73,7 @@ class Reference:
     def __init__(
         self,
         labels: Sequence[str],
-        trained: Sequence[Known],
+        trained: Sequence[ReferenceExample],
         encode: Callable[[str], Key],
     ) -> None:
         self._all_trained_labels = tuple(labels)
@@ -141,7 +141,7 @@ class Reference:
         for label, text, key in given:
             self.last_id += 1
             vector = self._encode(text or "") if key is None else np.frombuffer(key, "<f4")
-            self.examples[self.last_id] = Known(label, text, vector, is_trained=False)
+            self.examples[self.last_id] = ReferenceExample(label, text, vector, is_trained=False)
         self.change += 1
         if request is not None:
             written = tuple(self.examples[id] for id in range(first, self.last_id + 1))
@@ -174,7 +174,7 @@ class Reference:
         return Outcome(200, {"ids": gone})
 
 
-def _is_same(given: tuple[str, str | None, bytes | None], known: Known) -> bool:
+def _is_same(given: tuple[str, str | None, bytes | None], known: ReferenceExample) -> bool:
     """Return whether an example equals a known one; an example with a text may lack its key."""
     label, text, key = given
     if (label, text) != (known.label, known.text):
@@ -239,7 +239,7 @@ class Oracle:
         weight: Vector,
         bias: Vector,
         labels: Sequence[str],
-        trained: Sequence[Known],
+        trained: Sequence[ReferenceExample],
     ) -> None:
         self._method, self._weight, self._bias = method, weight, bias
         self._rows = {label: row for row, label in enumerate(labels)}
@@ -252,7 +252,7 @@ class Oracle:
     def build_head(self, reference: Reference) -> tuple[Vector, Vector]:
         """Return the weights (C, D) and biases (C,) for the current labels."""
         method, trained = self._method, set(reference.trained_labels)
-        held: dict[str, list[Known]] = {}
+        held: dict[str, list[ReferenceExample]] = {}
         for each in reference.examples.values():
             held.setdefault(each.label, []).append(each)
         weights, biases = [], []
@@ -273,7 +273,7 @@ class Oracle:
     def predict(
         self,
         query: Key,
-        neighbors: Sequence[Known],
+        neighbors: Sequence[ReferenceExample],
         labels: Sequence[str],
         head: tuple[Vector, Vector],
         noise: np.random.Generator | None = None,
@@ -314,7 +314,7 @@ class Oracle:
     def measure_spread(
         self,
         query: Key,
-        neighbors: Sequence[Known],
+        neighbors: Sequence[ReferenceExample],
         labels: Sequence[str],
         head: tuple[Vector, Vector],
     ) -> float:
@@ -385,7 +385,7 @@ def _explain_misplaced_copies(reference: Reference, found: Sequence[int]) -> str
     return None
 
 
-def _add_keys(examples: Sequence[Known]) -> Vector:
+def _add_keys(examples: Sequence[ReferenceExample]) -> Vector:
     return np.asarray(np.array([each.key for each in examples], dtype=np.float64).sum(0))
 
 

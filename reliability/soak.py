@@ -62,7 +62,9 @@ Samples = list[dict[str, float]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0, help="of what is done in which order")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the operations and their order"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

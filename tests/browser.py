@@ -41,7 +41,7 @@ class Browser:
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
 
 
-def found() -> Browser:
+def find_browser() -> Browser:
     """A Chromium; `NoBrowser` if there is none and none can be had."""
     if named := os.environ.get("MBPA_CHROMIUM"):
         return Browser(named)
@@ -52,10 +52,10 @@ def found() -> Browser:
     root = cache / f"chromium-{SHA256[:12]}"
     if not root.exists():
         _fetch(root)
-    return _unpacked(root)
+    return _use_unpacked(root)
 
 
-def _unpacked(root: Path) -> Browser:
+def _use_unpacked(root: Path) -> Browser:
     program, fonts = str(root / "chromium"), {"FONTCONFIG_FILE": str(root / "fonts.conf")}
     for more in ({}, {"LD_LIBRARY_PATH": str(root / "al2023" / "lib")}):  # where NSS is missing
         tried = Browser(program, {**os.environ, **fonts, **more})
@@ -116,8 +116,8 @@ def _files(npm: str, folder: Path) -> Iterator[tuple[str, bytes]]:
                 yield Path(member.name).name, stream.read()
 
 
-def found_or_skip() -> Browser:
+def find_or_skip() -> Browser:
     try:
-        return found()
+        return find_browser()
     except NoBrowser as reason:
         pytest.skip(str(reason))

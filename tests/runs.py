@@ -18,12 +18,12 @@ from mbpa.modules.new_rows import NewRows, label_sums
 from mbpa.serve.answers import Lesson
 from mbpa.serve.run_info import RunInfo, write_run
 
-SCALE, OFFSET = 3.0, 0.5  # of rows of new labels
+SCALE, OFFSET = 3.0, 0.5  # of rows for new labels
 PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=5.0, steps=10), k=12)
 
 
 class WordEncoder(TextEncoder):
-    """A text is the sum of its words, each a random direction of its own."""
+    """The key of a text is the sum of its words, each with a random direction of its own."""
 
     name, key_dim = "words", 64
 
@@ -37,7 +37,7 @@ class WordEncoder(TextEncoder):
 
 
 class UnsteadyEncoder(WordEncoder):
-    """As one on a machine that rounds otherwise each time."""
+    """An encoder that rounds differently each time, as one on another machine might."""
 
     calls = 0
 
@@ -47,12 +47,14 @@ class UnsteadyEncoder(WordEncoder):
 
 
 class BrokenEncoder(WordEncoder):
+    """An encoder that always fails."""
+
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        raise ValueError("a mistake of ours")
+        raise ValueError("a defect of the encoder")
 
 
 def write_word_run(directory: Path) -> None:
-    """A run of four sentences of two labels, for the encoder of words."""
+    """Write a run of four sentences and two labels for `WordEncoder`."""
     encoder = WordEncoder()
     named = [
         ("fruit", "apples and pears"),
@@ -77,7 +79,7 @@ def write_word_run(directory: Path) -> None:
 
 
 class BrightnessEncoder(ImageEncoder):
-    """A picture is how bright it is, and how wide for its height."""
+    """The key of a picture is its brightness and its aspect ratio."""
 
     name, key_dim = "brightness", 3
 
@@ -94,18 +96,18 @@ class BrightnessEncoder(ImageEncoder):
 
 
 def plain_picture(colour: str, width: int = 8, height: int = 8) -> bytes:
-    """As pictures are kept."""
+    """Return a picture of one colour in the form in which pictures are stored."""
     from PIL import Image
 
-    from mbpa.encoders.image import kept
+    from mbpa.encoders.pictures import standardize
 
     file = io.BytesIO()
     Image.new("RGB", (width, height), colour).save(file, "PNG")
-    return kept(file.getvalue())
+    return standardize(file.getvalue())
 
 
 def write_picture_run(directory: Path) -> None:
-    """A run of four pictures of two labels, for the encoder of brightness."""
+    """Write a run of four pictures and two labels for `BrightnessEncoder`."""
     encoder = BrightnessEncoder()
     colours = {"dark": ("black", "navy"), "light": ("white", "yellow")}
     named = [(label, plain_picture(each)) for label, some in colours.items() for each in some]
@@ -139,10 +141,10 @@ def write_random_run(
     predictor: mbpa.Predictor = PREDICTOR,
     has_rows: bool = False,
 ) -> list[Lesson]:
-    """A run without an encoder: labels are places, examples lie around them; returns those.
+    """Write a run without an encoder, whose examples lie around one place per label; return them.
 
     Args:
-        has_rows: new labels get rows from their examples, not of zeros.
+        has_rows: new labels get rows computed from their examples instead of zeros.
     """
     names = tuple(f"label {i:03}" for i in range(labels))
     places = random_keys(labels, key_dim)

@@ -25,13 +25,14 @@ from servers import running
 
 from experiments.data import data_dir
 from mbpa.encoders import image, text
+from mbpa.encoders.pictures import standardize
 from mbpa.explorer import page
 from mbpa.serve import teaching
 from mbpa.serve.answers import Lesson
 from mbpa.serve.app import create_app
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.labelled_images import Album, read_album
-from mbpa.serve.labelled_texts import Spreadsheet, read_spreadsheet
+from mbpa.serve.labelled_images import LabelledImages, read_labelled_images
+from mbpa.serve.labelled_texts import LabelledTexts, read_labelled_texts
 
 LABEL = "travel_insurance"
 TAUGHT = """Is lost luggage insured when I travel?
@@ -43,17 +44,17 @@ LINE = (0xE2, 0xE8, 0xF0)  # between two states of the page
 
 
 def draw_sentences(out: Path) -> None:
-    data = read_spreadsheet(data_dir() / "banking77" / "train.csv")
-    with _taught(data, text.encoder()) as classifier, _opened(classifier) as shown:
+    data = read_labelled_texts(data_dir() / "banking77" / "train.csv")
+    with teach_run(data, text.encoder()) as classifier, open_page(classifier) as shown:
         shown.get_by_role("textbox", name="Sentence").fill(ASKED)
         shown.get_by_role("button", name="Ask").click()
         shown.locator("#answer .bars").wait_for()
         shown.mouse.move(0, 0)
         box = shown.locator("#answer").bounding_box()
         assert box is not None
-        before = _photographed(shown, height=box["y"] + box["height"])
-        shown.get_by_role("textbox", name="Examples, one a line").fill(TAUGHT)
-        after = _photographed(_teach(shown, LABEL))
+        before = take_photo(shown, height=box["y"] + box["height"])
+        shown.get_by_role("textbox", name="Examples, one per line").fill(TAUGHT)
+        after = take_photo(_teach(shown, LABEL))
     _save(before, after, out=out)
 
 
@@ -65,28 +66,28 @@ def draw_pictures(out: Path) -> None:
         (folder / "known").mkdir()
         for label in NAMES[:8]:
             shutil.move(folder / "digits" / label, folder / "known" / label)
-        with _taught(read_album(folder / "known"), image.encoder()) as classifier:
-            asked = _answered(classifier, eights)
-            with _opened(classifier) as shown:
+        with teach_run(read_labelled_images(folder / "known"), image.encoder()) as classifier:
+            asked = find_answered(classifier, eights)
+            with open_page(classifier) as shown:
                 places = shown.locator(".drop input[type=file]")
                 places.last.set_input_files(eights[:3])
                 shown.locator(".drop").filter(has_text="002").wait_for()
                 places.first.set_input_files(asked)
                 shown.locator("#answer .bars").wait_for()
-                _save(_photographed(_teach(shown, "eight")), out=out)
+                _save(take_photo(_teach(shown, "eight")), out=out)
 
 
 @contextmanager
-def _taught(data: Spreadsheet | Album, encoder: text.TextEncoder | image.ImageEncoder):
+def teach_run(data: LabelledTexts | LabelledImages, encoder: text.TextEncoder | image.ImageEncoder):
     with tempfile.TemporaryDirectory() as name:
         made = teaching.teach(data, encoder, progress=True)
-        teaching.write_taught(made, data, Path(name) / "run")
+        teaching.write_new_run(made, data, Path(name) / "run")
         with Classifier.load(Path(name) / "run") as classifier:
             yield classifier
 
 
-def _answered(classifier: Classifier, eights: list[Path]) -> Path:
-    pictures = [image.kept(path.read_bytes()) for path in eights]
+def find_answered(classifier: Classifier, eights: list[Path]) -> Path:
+    pictures = [standardize(path.read_bytes()) for path in eights]
     ids = classifier.learn([Lesson("eight", image=picture) for picture in pictures[:3]])
     answers = classifier.predict(pictures[3:])
     classifier.forget(ids)
@@ -96,13 +97,13 @@ def _answered(classifier: Classifier, eights: list[Path]) -> Path:
 
 
 @contextmanager
-def _opened(classifier: Classifier) -> Iterator[Page]:
-    async def mounted():
+def open_page(classifier: Classifier) -> Iterator[Page]:
+    async def mount_page():
         return page.mount(create_app(classifier), classifier)
 
-    chromium = browser.found()
+    chromium = browser.find_browser()
     with (
-        running(asyncio.run(mounted())) as url,
+        running(asyncio.run(mount_page())) as url,
         sync_playwright() as driver,
         driver.chromium.launch(
             executable_path=chromium.program, env=chromium.environment
@@ -117,12 +118,12 @@ def _opened(classifier: Classifier) -> Iterator[Page]:
 def _teach(shown: Page, label: str) -> Page:
     shown.get_by_role("textbox", name="Teach a label").fill(label)
     shown.get_by_role("button", name="Teach").filter(visible=True).click()
-    shown.locator("#said").get_by_text("Taught 3").wait_for()
+    shown.locator("#message").get_by_text("Taught 3").wait_for()
     shown.mouse.move(0, 0)
     return shown
 
 
-def _photographed(shown: Page, height: float | None = None) -> Image.Image:
+def take_photo(shown: Page, height: float | None = None) -> Image.Image:
     shown.wait_for_timeout(500)
     taken = Image.open(io.BytesIO(shown.screenshot(full_page=True))).convert("RGB")
     return taken.crop((0, 0, taken.width, round(height) + 16)) if height else taken

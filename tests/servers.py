@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -17,7 +18,21 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-PATIENCE = 60.0
+TIMEOUT_S = 60.0
+
+
+def open_client(url: str, **options: Any) -> httpx.Client:
+    """Return a client that loads no certificates, which would take longer than most requests."""
+    return httpx.Client(base_url=url, verify=False, **{"timeout": TIMEOUT_S, **options})
+
+
+def send(method: str, url: str | httpx.URL, **options: Any) -> httpx.Response:
+    """Send one request over a connection of its own."""
+    with open_client("") as client:
+        return client.request(method, url, **options)
+
+
+get, post = functools.partial(send, "GET"), functools.partial(send, "POST")
 
 
 class Server:
@@ -29,34 +44,34 @@ class Server:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
-        self.said: list[str] = []
-        self.url = self._announced()
-        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        self.output: list[str] = []
+        self.url = self._wait_for_url()
+        self.client = open_client(self.url)
 
-    def _announced(self) -> str:
+    def _wait_for_url(self) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said.append(line)
+            self.output.append(line)
             if "serving on " in line:
                 return line.split("serving on ")[1].strip().removesuffix("/docs")
-        raise AssertionError("it did not start: " + "".join(self.said))
+        raise AssertionError("the server did not start: " + "".join(self.output))
 
     def kill(self) -> None:
-        """As a power cut would."""
+        """End the process as a power cut would."""
         self.process.send_signal(signal.SIGKILL)
-        self._ended()
+        self._wait_for_end()
 
     def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
-        """As its owner would."""
+        """Stop the server as its owner would; return the exit code."""
         self.process.send_signal(by)
-        return self._ended()
+        return self._wait_for_end()
 
-    def _ended(self) -> int:
+    def _wait_for_end(self) -> int:
         self.client.close()
         assert self.process.stdout is not None
-        self.said += self.process.stdout.readlines()
+        self.output += self.process.stdout.readlines()
         self.process.stdout.close()
-        return self.process.wait(PATIENCE)
+        return self.process.wait(TIMEOUT_S)
 
     def __enter__(self) -> Server:
         return self
@@ -68,13 +83,13 @@ class Server:
 
 @contextlib.contextmanager
 def running(app: FastAPI, **options: Any) -> Iterator[str]:
-    """An app behind a port, in a thread; gives its address. Options are uvicorn's."""
+    """Run an app in a thread; yield its address. The options are uvicorn's."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on", **options))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        give_up = time.monotonic() + PATIENCE
-        while not server.started and time.monotonic() < give_up and thread.is_alive():
+        deadline = time.monotonic() + TIMEOUT_S
+        while not server.started and time.monotonic() < deadline and thread.is_alive():
             time.sleep(0.005)
         assert server.started
         port = server.servers[0].sockets[0].getsockname()[1]

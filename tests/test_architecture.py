@@ -97,7 +97,7 @@ def test_the_core_imports_little_besides_torch() -> None:
         roots = {other.split(".")[0] for other in imported(tree)}
         if is_kernel(name):  # imported only where there is Triton
             roots -= {"triton"}
-        if name == "encoders.image":  # imported only when a picture is read
+        if name in ("encoders.image", "encoders.pictures"):  # imported only to read a picture
             roots -= {"PIL"}
         if name == "encoders.base":  # imported only when an encoder is made
             roots -= {"transformers", "huggingface_hub"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from mbpa.explorer.actions import Desk
+from mbpa.explorer.actions import Actions
 from mbpa.serve.app import create_app
 from mbpa.serve.classifier import Classifier
 
 
 class Visitor:
-    """Somebody with a browser, who notes what goes wrong and who is asked for what."""
+    """A visitor with a browser; records errors and the hosts that the page contacts."""
 
     def __init__(self, opened, url: str) -> None:
         self._opened, self.hosts, self.troubles = opened, set(), []
@@ -43,9 +43,9 @@ class Visitor:
         self.page.locator("#answer .bars").wait_for()
 
     def press(self, button: str, then: str) -> None:
-        """Press it, and wait until the page says that it was done."""
+        """Press a button, and wait until the page says that it is done."""
         self.page.get_by_role("button", name=button).filter(visible=True).click()
-        self.page.locator("#said").get_by_text(then).wait_for()
+        self.page.locator("#message").get_by_text(then).wait_for()
 
     @property
     def answer(self) -> str:
@@ -58,37 +58,37 @@ class Visitor:
         )
 
 
-def at_the_desk(classifier: Classifier, *visits):
-    """Let visitors come one after the other; returns what the last one takes away."""
+def run_visits(classifier: Classifier, *visits):
+    """Let visitors act one after the other; return the result of the last one."""
 
     async def day():
         app = create_app(classifier)
         taken = None
         async with app.router.lifespan_context(app):
             for visit in visits:
-                taken = await visit(Desk(app.state.service))
+                taken = await visit(Actions(app.state.service))
         return taken
 
     return asyncio.run(day())
 
 
-def on_the_page(classifier: Classifier, visit):
-    """What a visitor takes away from the page itself, without a browser."""
-    from mbpa.explorer.page import _Page
+def visit_page(classifier: Classifier, visit):
+    """Return the result of a visit to the page itself, without a browser."""
+    from mbpa.explorer.page import ExplorerPage
     from mbpa.explorer.uploads import Uploads
 
-    async def shown(desk: Desk):
-        uploads = Uploads.beside(classifier.journal)
+    async def show(actions: Actions):
+        uploads = Uploads.create_beside(classifier.journal)
         try:
-            return await visit(_Page(desk, uploads))
+            return await visit(ExplorerPage(actions, uploads))
         finally:
             uploads.close()
 
-    return at_the_desk(classifier, shown)
+    return run_visits(classifier, show)
 
 
-def state(classifier: Classifier) -> Counter:
-    """Everything that is known, but for ids."""
+def collect_state(classifier: Classifier) -> Counter:
+    """Return everything in the memory except ids."""
     ids, keys = classifier.entries()
     texts = {each.id: each for each in classifier.examples()}
     return Counter(

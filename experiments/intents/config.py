@@ -42,7 +42,7 @@ class IntentsConfig:
     corpora: tuple[str, ...] = tuple(CORPORA)
     shots: tuple[int, ...] = (1, 3, 5, 10)
     """Numbers of examples per new intent after which all methods are tested."""
-    encoder: str = text.DEFAULT
+    encoder: str = text.DEFAULT_ENCODER
     """Encoder from sentences to keys; see `mbpa.encoders.text`."""
     size: Size = field(default_factory=Size)
     head_epochs: int = 20

@@ -39,7 +39,7 @@ class Start:
     intents: int
     """Number of intents, including those to come."""
     seed: int
-    encoder: str = text.DEFAULT
+    encoder: str = text.DEFAULT_ENCODER
     """Name of the encoder that made the keys."""
 
     @property

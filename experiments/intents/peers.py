@@ -72,7 +72,7 @@ class Prototypes(Classifier):
         self._device = start.known.keys.device
         numpy.random.seed(start.seed)  # it draws old examples with numpy's global generator
         self._model = library.AdaptiveClassifier(
-            str(text.directory_of(start.encoder)),
+            str(text.find_directory(start.encoder)),
             device=self._device.type,
             seed=start.seed,
             use_onnx=False,
@@ -201,7 +201,7 @@ class FineTuned(Classifier):
         of_transformers = importlib.import_module("transformers")
         device = given.keys.device.type
         model = library.SetFitModel.from_pretrained(
-            str(text.directory_of(self._start.encoder)),
+            str(text.find_directory(self._start.encoder)),
             device=device,
             head_params={"class_weight": "balanced" if self._settings.balanced else None},
         )

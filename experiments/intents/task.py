@@ -136,7 +136,7 @@ def embed_corpus(
     with context.bar(total, f"{name}: keys", "sentences") as bar:
 
         def embed(texts: tuple[str, ...], labels: Int[Tensor, "N"]) -> Sentences:
-            keys = text.embedded(encoder, texts, context.cache, tick=bar.update)
+            keys = text.embed_items(encoder, texts, context.cache, tick=bar.update)
             return Sentences(texts, keys.to(context.device), labels.to(context.device))
 
         return EmbeddedCorpus(

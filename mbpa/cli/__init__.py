@@ -9,7 +9,7 @@ from mbpa.cli.demo import Demo
 from mbpa.cli.serve import Check, Explore, Serve
 from mbpa.cli.teach import Teach
 
-DESCRIPTION = """Memory-based Parameter Adaptation: an episodic memory that adapts a network, per
+DESCRIPTION = """Memory-based Parameter Adaptation: an episodic memory that adapts a network to each
 query. `mbpa COMMAND --help` describes a command, `mbpa --version` prints the version."""
 
 COMMANDS: dict[str, type[Command]] = {

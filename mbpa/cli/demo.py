@@ -10,7 +10,7 @@ from mbpa.cli.command import Command
 
 @dataclass(frozen=True)
 class Demo(Command):
-    """Learn new digits in half a minute: a network that knows five digits meets all ten.
+    """Learn new digits in half a minute: a network trained on five digits meets all ten.
 
     Prints a table of accuracies and an explanation of one prediction; writes demo.png and
     demo.json.

@@ -24,12 +24,12 @@ class Serve(Command):
     port: int = 8000
     """Port to listen on. With 0 a free port is chosen and printed."""
     token: str | None = None
-    """Password of your choice. Requests must then carry the header `Authorization: Bearer
-    TOKEN`, all but those for /health and /docs, and the page asks for it. Defaults to the value of
-    the environment variable MBPA_TOKEN, which does not appear in process lists. Without either,
-    no password is required."""
+    """Password of your choice. All requests except those for /health and /docs must then carry the
+    header `Authorization: Bearer TOKEN`, and the page asks for the password. The default is the
+    value of the environment variable MBPA_TOKEN, which does not appear in process lists. If neither
+    is set, no password is required."""
     threshold: float | None = None
-    """Confidence below which the classifier abstains; by default the fitted one."""
+    """Confidence below which the classifier abstains; by default the one chosen by `mbpa teach`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto uses a GPU if there is one."""
 
@@ -41,25 +41,25 @@ class Serve(Command):
             self.directory,
             host=self.host,
             port=self.port,
-            settings=Settings(token=self._asked_for()),
+            settings=Settings(token=self._get_token()),
             threshold=self.threshold,
             device=self.device,
         )
         return 0
 
-    def _asked_for(self) -> str | None:
+    def _get_token(self) -> str | None:
         """Return the token, if any, and refuse an empty one.
 
         An empty option usually comes from an unset shell variable, and would let everybody in.
         """
         if self.token == "":
-            raise RunError("--token must not be empty; leave it out to ask nobody for one")
+            raise RunError("--token must not be empty; omit it to require no token")
         return self.token or os.environ.get("MBPA_TOKEN") or None
 
 
 @dataclass(frozen=True)
 class Explore(Serve):
-    """Serve a run with a web page to ask, see why, teach, undo and review what was taught."""
+    """Serve a run with a web page: ask, see why, teach, undo, and review the examples."""
 
     def run(self) -> int:
         try:
@@ -67,13 +67,13 @@ class Explore(Serve):
             from mbpa.serve import server
             from mbpa.serve.settings import Settings
         except MissingExtraError as error:
-            raise MissingExtraError("what the page needs", extra="explore") from error
+            raise MissingExtraError("the page", extra="explore") from error
 
         server.serve(
             self.directory,
             host=self.host,
             port=self.port,
-            settings=Settings(token=self._asked_for(), open_paths=(page.PATH,)),
+            settings=Settings(token=self._get_token(), open_paths=(page.PATH,)),
             threshold=self.threshold,
             device=self.device,
             page=page.mount,
@@ -84,7 +84,7 @@ class Explore(Serve):
 
 @dataclass(frozen=True)
 class Check(Command):
-    """Verify a run: the checksums of its files, and that the files fit each other.
+    """Verify the checksums of a run, and that its files belong together.
 
     Changes nothing. A run is also verified whenever it is served.
     """
@@ -97,5 +97,5 @@ class Check(Command):
 
         for name, what in check_run(self.directory):
             print(f"{name:10} {what}")
-        print(f"{self.directory} is whole")
+        print(f"{self.directory} is intact")
         return 0

@@ -20,7 +20,9 @@ class Teach(Command):
     Embeds the examples, trains a head, fills the memory and tunes. `mbpa serve` serves the result.
     """
 
-    after_interrupt: ClassVar[str] = "run the same command again: what was embedded is kept"
+    after_interrupt: ClassVar[str] = (
+        "run the same command again to continue: finished embeddings are cached"
+    )
 
     data: tyro.conf.Positional[Path]
     """File of examples: JSONL if its name ends in .jsonl, else CSV with a header. Or a folder with
@@ -56,34 +58,34 @@ class Teach(Command):
             raise RunError(f"{self.data} cannot be read: No such file or directory")
         run_directory.require_free(self.out, replace=self.again)
         try:
-            data, encoder = self._given()
+            data, encoder = self._load_data()
         except ValueError as error:
             raise RunError(str(error)) from error
         cache = self.cache.expanduser()
         taught = teaching.teach(data, encoder, cache=cache, progress=self.progress)
-        teaching.write_taught(taught, data, self.out, replace=self.again)
+        teaching.write_new_run(taught, data, self.out, replace=self.again)
         print(teaching.report(taught, data))
         print(f"wrote {self.out} in {time.perf_counter() - start:.1f} s\n")
-        print(f"next: mbpa serve {self.out}, or with a page to it: mbpa explore {self.out}")
+        print(f"next: mbpa serve {self.out}, or with a web page: mbpa explore {self.out}")
         return 0
 
-    def _given(self) -> tuple[Any, Any]:
+    def _load_data(self) -> tuple[Any, Any]:
         """Return the examples and the encoder for them."""
         from mbpa.device import choose_device
-        from mbpa.encoders import image, text
+        from mbpa.encoders import image, pictures, text
         from mbpa.serve import labelled_images, labelled_texts
 
         device = choose_device(self.device)
         columns: dict[str, Any] = {"label": self.label, "encoding": self.encoding}
         if self.data.is_dir() or self.image is not None:
-            encoder = image.encoder(self.encoder or image.DEFAULT, device=device)
-            pictures = labelled_images.read_album(
+            encoder = image.encoder(self.encoder or image.DEFAULT_ENCODER, device=device)
+            images = labelled_images.read_labelled_images(
                 self.data, column=self.image or "image", progress=self.progress, **columns
             )
-            return pictures, encoder
-        if self.data.is_file() and self.data.suffix.lower() in image.SUFFIXES:
+            return images, encoder
+        if self.data.is_file() and self.data.suffix.lower() in pictures.SUFFIXES:
             raise RunError(
-                f"{self.data} is a picture: name a folder, with a sub-folder of pictures a label"
+                f"{self.data} is a picture: pass a folder with one sub-folder of pictures per label"
             )
-        data = labelled_texts.read_spreadsheet(self.data, text=self.text, **columns)
-        return data, text.encoder(self.encoder or text.DEFAULT, device=device)
+        data = labelled_texts.read_labelled_texts(self.data, text=self.text, **columns)
+        return data, text.encoder(self.encoder or text.DEFAULT_ENCODER, device=device)

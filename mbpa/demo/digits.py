@@ -26,10 +26,10 @@ from mbpa.device import use_one_thread
 from mbpa.errors import MissingExtraError
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-OLD = 5
+OLD_DIGITS = 5
 """Number of pre-trained digits. Labels are numbered so that these come first."""
 
-TEST, VALIDATION, TRAINING = 50, 24, 100
+TEST_IMAGES_PER_DIGIT, VALIDATION_IMAGES_PER_DIGIT, TRAINING_IMAGES_PER_DIGIT = 50, 24, 100
 """Number of images per digit; the rarest digit has 174."""
 
 
@@ -76,7 +76,7 @@ class DigitsConfig:
     def __post_init__(self) -> None:
         if not self.seeds:
             raise ValueError("seeds must name at least one, got none")
-        longest = 10 * TRAINING // 2
+        longest = 10 * TRAINING_IMAGES_PER_DIGIT // 2
         is_rising = list(self.examples) == sorted(set(self.examples))
         if not (self.examples and is_rising and self.examples[0] >= 1):
             raise ValueError(f"examples must be positive and rising, got {self.examples}")
@@ -166,7 +166,7 @@ def run_seed(
 ) -> tuple[list[Record], Rescue | None]:
     """Run one repetition: pre-train on the old digits, then learn from the stream and test."""
     task = make_task(data, config, seed)
-    network = pretrained(task, config, seed)
+    network = pretrain(task, config, seed)
 
     embed, head = mbpa.split(network, at="output")
     memory = mbpa.ExactMemory(capacity=len(task.stream_labels), key_dim=config.width)
@@ -187,8 +187,8 @@ def run_seed(
         model.write(keys=key, values=label)
         if seen in config.examples:
             predictions = {name: method(keys=queries) for name, method in methods.items()}
-            records += _scored(predictions, task, seen, seed)
-            rescue = rescue or _rescued(predictions, methods["MbPA"], task, seen, seed)
+            records += _score(predictions, task, seen, seed)
+            rescue = rescue or _find_rescue(predictions, methods["MbPA"], task, seen, seed)
         after_each()
     return records, rescue
 
@@ -220,7 +220,11 @@ def load_images() -> Images:
     for digit in range(len(NAMES)):
         of_digit = (digits == digit).nonzero()[:, 0]
         shuffled = of_digit[torch.randperm(len(of_digit), generator=generator)]
-        parts.append(shuffled[: TEST + VALIDATION + TRAINING].split((TEST, VALIDATION, TRAINING)))
+        parts.append(
+            shuffled[
+                : TEST_IMAGES_PER_DIGIT + VALIDATION_IMAGES_PER_DIGIT + TRAINING_IMAGES_PER_DIGIT
+            ].split((TEST_IMAGES_PER_DIGIT, VALIDATION_IMAGES_PER_DIGIT, TRAINING_IMAGES_PER_DIGIT))
+        )
     test, validation, training = map(torch.stack, zip(*parts, strict=True))
     return Images(
         pixels=pixels.float() / 16,
@@ -233,7 +237,7 @@ def load_images() -> Images:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """The images of one seed; labels below `OLD` are pre-trained digits."""
+    """The images of one seed; labels below `OLD_DIGITS` are pre-trained digits."""
 
     names: tuple[str, ...]
     """The digit behind each label."""
@@ -253,9 +257,11 @@ def make_task(data: Images, config: DigitsConfig, seed: int) -> Task:
     generator = torch.Generator().manual_seed(seed)
     digit_of_label = torch.randperm(len(NAMES), generator=generator)
     label_of_digit = digit_of_label.argsort()
-    order = torch.stack([torch.randperm(TRAINING, generator=generator) for _ in NAMES])
-    halves = data.training.gather(1, order).split(TRAINING // 2, dim=1)
-    old = halves[0][digit_of_label[:OLD]].flatten()
+    order = torch.stack(
+        [torch.randperm(TRAINING_IMAGES_PER_DIGIT, generator=generator) for _ in NAMES]
+    )
+    halves = data.training.gather(1, order).split(TRAINING_IMAGES_PER_DIGIT // 2, dim=1)
+    old = halves[0][digit_of_label[:OLD_DIGITS]].flatten()
     stream = halves[1].flatten()
     stream = stream[torch.randperm(len(stream), generator=generator)][: config.examples[-1]]
     scored = data.test if config.part == "test" else data.validation
@@ -280,14 +286,14 @@ class Network(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.LayerNorm(width))
-        self.output = nn.Linear(width, OLD)
+        self.output = nn.Linear(width, OLD_DIGITS)
 
     def forward(self, images: Float[Tensor, "B 64"]) -> Float[Tensor, "B 5"]:
         logits: Tensor = self.output(self.embedding(images))
         return logits
 
 
-def pretrained(task: Task, config: DigitsConfig, seed: int) -> Network:
+def pretrain(task: Task, config: DigitsConfig, seed: int) -> Network:
     """Return a network trained on the old digits in the usual way."""
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random numbers alone
         torch.manual_seed(seed)
@@ -309,8 +315,8 @@ def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 # Measurements
 
 
-def _scored(predictions: dict[str, Tensor], task: Task, examples: int, seed: int) -> list[Record]:
-    is_old = task.answers < OLD
+def _score(predictions: dict[str, Tensor], task: Task, examples: int, seed: int) -> list[Record]:
+    is_old = task.answers < OLD_DIGITS
     subsets = {"novel": ~is_old, "pre-trained": is_old, "all": torch.ones_like(is_old)}
     return [
         Record(
@@ -320,26 +326,30 @@ def _scored(predictions: dict[str, Tensor], task: Task, examples: int, seed: int
             subset=subset,
             seed=seed,
             name="top1",
-            value=100 * _right(prediction, task)[chosen].double().mean().item(),
+            value=100 * _find_correct(prediction, task)[chosen].double().mean().item(),
         )
         for method, prediction in predictions.items()
         for subset, chosen in subsets.items()
     ]
 
 
-def _right(prediction: Float[Tensor, "Q 10"], task: Task) -> Bool[Tensor, "Q"]:
+def _find_correct(prediction: Float[Tensor, "Q 10"], task: Task) -> Bool[Tensor, "Q"]:
     return prediction.argmax(1) == task.answers
 
 
-def _rescued(
+def _find_rescue(
     predictions: dict[str, Tensor], model: mbpa.MbPA, task: Task, examples: int, seed: int
 ) -> Rescue | None:
     """Return a query of a new digit that only MbPA gets right, or `None` if there is none.
 
     Of several, it is the one whose probability MbPA raises most.
     """
-    others = [_right(p, task) for name, p in predictions.items() if name != "MbPA"]
-    alone = _right(predictions["MbPA"], task) & ~torch.stack(others).any(0) & (task.answers >= OLD)
+    others = [_find_correct(p, task) for name, p in predictions.items() if name != "MbPA"]
+    alone = (
+        _find_correct(predictions["MbPA"], task)
+        & ~torch.stack(others).any(0)
+        & (task.answers >= OLD_DIGITS)
+    )
     if not alone.any():
         return None
     gains = predictions["MbPA"].exp() - predictions["parametric"].exp()

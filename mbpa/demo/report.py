@@ -57,23 +57,23 @@ def write(result: DigitsResult, out: Path) -> dict[str, Path]:
 
 def text(result: DigitsResult) -> str:
     """Return the table and the explanation of one prediction as text."""
-    return f"{table(result.records)}\n\n{_told(result.rescue)}\n"
+    return f"{table(result.records)}\n\n{_describe_rescue(result.rescue)}\n"
 
 
 def table(records: Sequence[Record]) -> str:
     """Return a table with a block per subset, a row per number of examples, a column per method."""
-    methods = _methods(records)
+    methods = _list_methods(records)
     lines = [
         "A network that was trained on five digits meets all ten, one example at a time. Its",
         "output layer is fine-tuned on each (parametric); the other methods use that layer and",
         "a memory of the same examples.",
-        f"Accuracy on unseen images in percent, {_averaged(records)}; * best in a row.",
+        f"Accuracy on unseen images in percent, {_describe_repetitions(records)}; * best in a row.",
     ]
     for subset, title in SUBSETS.items():
         lines += ["", f"{title:<12}" + "".join(f"{method:>13} " for method in methods).rstrip()]
-        for examples in _points(records):
+        for examples in _list_points(records):
             means = [
-                f"{statistics.fmean(_values(records, method, subset, examples)):.1f}"
+                f"{statistics.fmean(_select_values(records, method, subset, examples)):.1f}"
                 for method in methods
             ]
             best = max(means, key=float)
@@ -103,7 +103,7 @@ def figure(records: Sequence[Record]) -> bytes:
         fontweight="bold",
     )
     drawing.supxlabel(
-        f"{_averaged(records)}, band: one standard error",
+        f"{_describe_repetitions(records)}, band: one standard error",
         x=0.99,
         ha="right",
         fontsize=9,
@@ -115,9 +115,9 @@ def figure(records: Sequence[Record]) -> bytes:
 
 
 def _draw(panel: Axes, records: Sequence[Record], subset: str) -> None:
-    points = _points(records)
-    for method in _methods(records):
-        runs = [_values(records, method, subset, examples) for examples in points]
+    points = _list_points(records)
+    for method in _list_methods(records):
+        runs = [_select_values(records, method, subset, examples) for examples in points]
         means = [statistics.fmean(run) for run in runs]
         errors = [statistics.stdev(run) / math.sqrt(len(run)) if run[1:] else 0.0 for run in runs]
         low = [mean - error for mean, error in zip(means, errors, strict=True)]
@@ -143,7 +143,7 @@ def _draw(panel: Axes, records: Sequence[Record], subset: str) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _told(rescue: Rescue | None) -> str:
+def _describe_rescue(rescue: Rescue | None) -> str:
     if rescue is None:
         return (
             "In the first repetition there was no image of a new digit that only MbPA\ngets right."
@@ -157,20 +157,22 @@ def _told(rescue: Rescue | None) -> str:
     )
 
 
-def _methods(records: Sequence[Record]) -> list[str]:
+def _list_methods(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(record["method"] for record in records))
 
 
-def _points(records: Sequence[Record]) -> list[int]:
+def _list_points(records: Sequence[Record]) -> list[int]:
     return sorted({record["examples"] for record in records})
 
 
-def _averaged(records: Sequence[Record]) -> str:
+def _describe_repetitions(records: Sequence[Record]) -> str:
     seeds = len({record["seed"] for record in records})
     return "one repetition" if seeds == 1 else f"mean of {seeds} repetitions"
 
 
-def _values(records: Sequence[Record], method: str, subset: str, examples: int) -> list[float]:
+def _select_values(
+    records: Sequence[Record], method: str, subset: str, examples: int
+) -> list[float]:
     wanted = method, subset, examples
     return [r["value"] for r in records if (r["method"], r["subset"], r["examples"]) == wanted]
 

@@ -23,14 +23,14 @@ from torch import Tensor
 from mbpa import files
 from mbpa.errors import MissingExtraError
 
-AT_ONCE = 4096  # items per write to the cache, which an interrupted run has to embed again
+ITEMS_PER_WRITE = 4096
 Item = TypeVar("Item", str, bytes)
 
 
 class Encoder(abc.ABC, Generic[Item]):
     """A frozen encoder that turns texts or pictures into keys of unit norm.
 
-    Pictures are files as returned by `mbpa.encoders.image.kept`.
+    Pictures are files as returned by `mbpa.encoders.pictures.standardize`.
     """
 
     name: str
@@ -47,11 +47,13 @@ class Encoder(abc.ABC, Generic[Item]):
         return hashlib.sha256(self.name.encode()).hexdigest()
 
 
-def embedded(
+def embed_items(
     encoder: Encoder[Item],
     items: Sequence[Item],
     cache: Path | None = None,
     tick: Callable[[int], object] | None = None,
+    *,
+    items_per_write: int = ITEMS_PER_WRITE,
 ) -> Float[Tensor, "N D"]:
     """Return the keys of items; each is embedded once and then looked up on disk by its content.
 
@@ -62,40 +64,42 @@ def embedded(
         items: texts, or picture files.
         cache: directory of the cache, created if needed; `None` for no cache.
         tick: called with the number of further items that are done.
+        items_per_write: number of items embedded between writes to the cache; an interrupted
+            call has to embed at most so many again.
     """
-    digests = [hashlib.sha256(_bytes(item)).digest() for item in items]
+    digests = [hashlib.sha256(_to_bytes(item)).digest() for item in items]
     content = dict(zip(digests, items, strict=True))
     folder = None if cache is None else Path(cache) / f"{encoder.takes}-{encoder.fingerprint[:16]}"
-    known = {} if folder is None else _kept(folder, set(content), encoder.key_dim)
-    missing = [digest for digest in content if digest not in known]
+    keys_by_digest = {} if folder is None else _read_cache(folder, set(content), encoder.key_dim)
+    missing = [digest for digest in content if digest not in keys_by_digest]
     if tick is not None:
-        tick(sum(digest in known for digest in digests))
-    for start in range(0, len(missing), AT_ONCE):
-        part = missing[start : start + AT_ONCE]
+        tick(sum(digest in keys_by_digest for digest in digests))
+    for start in range(0, len(missing), items_per_write):
+        part = missing[start : start + items_per_write]
         keys = encoder([content[digest] for digest in part]).cpu()
-        known |= dict(zip(part, keys, strict=True))
+        keys_by_digest |= dict(zip(part, keys, strict=True))
         if folder is not None:
-            _keep(folder, part, keys)
+            _write_cache(folder, part, keys)
         if tick is not None:
             done = set(part)
             tick(sum(digest in done for digest in digests))
     if not digests:
         return torch.empty(0, encoder.key_dim)
-    return torch.stack([known[digest] for digest in digests])
+    return torch.stack([keys_by_digest[digest] for digest in digests])
 
 
-def _bytes(item: str | bytes) -> bytes:
+def _to_bytes(item: str | bytes) -> bytes:
     return item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
 
 
 # Models of transformers. Nothing is downloaded: a model is a directory, or in Hugging Face's cache.
 
 
-def local_model(name: str) -> Path:
+def find_model(name: str) -> Path:
     """Return the directory of a model's files."""
     if Path(name).is_dir():
         return Path(name)
-    installed_transformers()
+    import_transformers()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -103,12 +107,13 @@ def local_model(name: str) -> Path:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
         raise ValueError(
-            "a directory, or a model in the cache of Hugging Face "
-            f"(`hf download NAME` puts one there), got {name!r}"
+            "a directory, or the name of a model in Hugging Face's cache "
+            f"(`hf download NAME` puts it there), got {name!r}"
         ) from error
 
 
-def installed_transformers() -> Any:
+def import_transformers() -> Any:
+    """Return the module `transformers`; raise `MissingExtraError` if it is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -117,7 +122,7 @@ def installed_transformers() -> Any:
 
 
 @contextlib.contextmanager
-def no_bars(transformers: Any) -> Iterator[None]:
+def hide_progress_bars(transformers: Any) -> Iterator[None]:
     """Disable progress bars while loading a model, which is too fast to need them."""
     logging = transformers.utils.logging
     was_enabled = logging.is_progress_bar_enabled()
@@ -129,15 +134,15 @@ def no_bars(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def fingerprint_of(directory: Path, *, version: int) -> str:
+def compute_fingerprint(directory: Path, *, version: int) -> str:
     """Return a hash of a model's files and of the version of the code that computes the keys."""
     digest = hashlib.sha256(str(version).encode())
     for path in sorted(directory.rglob("*")):
         if path.suffix in {".json", ".safetensors", ".bin", ".txt", ".model"}:
             name = path.relative_to(directory).as_posix()
             with path.open("rb") as file:
-                told = hashlib.file_digest(file, "sha256").hexdigest()
-            digest.update(f"{name}\0{told}\0".encode())
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(f"{name}\0{content}\0".encode())
     return digest.hexdigest()
 
 
@@ -145,10 +150,10 @@ def fingerprint_of(directory: Path, *, version: int) -> str:
 # process waits for another. Two that embed the same items at once both write them.
 
 
-def _kept(folder: Path, wanted: set[bytes], key_dim: int) -> dict[bytes, Tensor]:
+def _read_cache(folder: Path, wanted: set[bytes], key_dim: int) -> dict[bytes, Tensor]:
     """Return the cached keys among those wanted, by digest."""
     found: dict[bytes, Tensor] = {}
-    for digests, keys in _shards(folder):
+    for digests, keys in _read_shards(folder):
         if keys.shape[1:] != (key_dim,) or len(digests) != len(keys):
             continue
         for digest, key in zip(digests, keys, strict=True):
@@ -157,7 +162,7 @@ def _kept(folder: Path, wanted: set[bytes], key_dim: int) -> dict[bytes, Tensor]
     return found
 
 
-def _shards(folder: Path) -> Iterator[tuple[list[bytes], Tensor]]:
+def _read_shards(folder: Path) -> Iterator[tuple[list[bytes], Tensor]]:
     for path in sorted(folder.glob("*.safetensors")):
         try:
             tensors = load_file(path)
@@ -165,11 +170,11 @@ def _shards(folder: Path) -> Iterator[tuple[list[bytes], Tensor]]:
         except FileNotFoundError:
             continue  # another process has deleted it
         except (SafetensorError, KeyError):
-            warnings.warn(f"{path} is damaged, what it held is embedded anew", stacklevel=4)
+            warnings.warn(f"{path} is damaged: its items are embedded again", stacklevel=4)
             path.unlink(missing_ok=True)
 
 
-def _keep(folder: Path, digests: Sequence[bytes], keys: Float[Tensor, "N D"]) -> None:
+def _write_cache(folder: Path, digests: Sequence[bytes], keys: Float[Tensor, "N D"]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).reshape(-1, 32)
     path = folder / f"{hashlib.sha256(b''.join(digests)).hexdigest()[:16]}.safetensors"

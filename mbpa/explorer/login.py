@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mbpa.serve.middleware import App, Receive, Scope, Send, refuse
+from mbpa.serve.middleware import refuse
 
-OPEN_PATHS = frozenset({"", "/", "/theme.css"})
+PUBLIC_PATHS = frozenset({"", "/", "/theme.css"})
 """Paths, relative to the page's, that need no login for GET and HEAD."""
-OPEN_FOLDERS = ("/assets/", "/static/")
+PUBLIC_FOLDERS = ("/assets/", "/static/")
 """Folders of Gradio's own scripts, styles and fonts, which reveal nothing about the run."""
 LOGIN_PATHS = frozenset({"/login", "/login/"})
 """Paths that accept a password by POST."""
 
 
-class Guard:
+class LoginMiddleware:
     """Refuses requests below a path with 401 unless the visitor has logged in.
 
     Args:
@@ -28,7 +29,9 @@ class Guard:
         is_known: returns whether cookies belong to a visitor who has logged in.
     """
 
-    def __init__(self, app: App, path: str, is_known: Callable[[Mapping[str, str]], bool]) -> None:
+    def __init__(
+        self, app: ASGIApp, path: str, is_known: Callable[[Mapping[str, str]], bool]
+    ) -> None:
         self._app, self._path, self._is_known = app, path, is_known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,4 +55,4 @@ def _is_open(scope: Scope, path: str) -> bool:
     method = scope.get("method")
     if method == "POST":
         return path in LOGIN_PATHS
-    return method in ("GET", "HEAD") and (path in OPEN_PATHS or path.startswith(OPEN_FOLDERS))
+    return method in ("GET", "HEAD") and (path in PUBLIC_PATHS or path.startswith(PUBLIC_FOLDERS))

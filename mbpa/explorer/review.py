@@ -23,7 +23,7 @@ from mbpa.serve.journal import Example
 
 # The kernel is so steep that three examples close together outvote all those around them.
 VOTE = mbpa.NeighborVote(mbpa.exp_dot(20.0), k=50)
-MOST = 10_000  # examples to vote on; larger memories are sampled at random
+MAX_VOTED_EXAMPLES = 10_000  # examples to vote on; larger memories are sampled at random
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Opinion:
         return self.share - self.own if self.label != self.example.label else -self.own
 
 
-def opinions(classifier: Classifier, most: int = MOST) -> list[Opinion]:
+def collect_opinions(classifier: Classifier, most: int = MAX_VOTED_EXAMPLES) -> list[Opinion]:
     """Return the votes on the examples currently in the memory, in order of ids."""
     examples = {each.id: each for each in classifier.examples()}
     ids, keys = classifier.entries()
     here = [row for row, id in enumerate(ids) if id in examples]  # some may change meanwhile
-    return votes([examples[ids[row]] for row in here], keys[here], most)
+    return compute_votes([examples[ids[row]] for row in here], keys[here], most)
 
 
-def votes(
-    examples: Sequence[Example], keys: Float[Tensor, "M D"], most: int = MOST
+def compute_votes(
+    examples: Sequence[Example], keys: Float[Tensor, "M D"], most: int = MAX_VOTED_EXAMPLES
 ) -> list[Opinion]:
     """Let the nearest other examples, by the angle between keys, vote on each example."""
     if len(examples) < 2:
@@ -81,12 +81,12 @@ def votes(
     return sorted(found, key=lambda each: each.example.id)
 
 
-def least_certain(found: Iterable[Opinion]) -> list[Opinion]:
+def sort_by_uncertainty(found: Iterable[Opinion]) -> list[Opinion]:
     """Sort by falling uncertainty of the vote: labels for these examples teach most."""
     return sorted(found, key=lambda each: (each.lead, each.example.id))
 
 
-def probably_mislabelled(found: Iterable[Opinion]) -> list[Opinion]:
+def find_mislabelled(found: Iterable[Opinion]) -> list[Opinion]:
     """Return the examples for which the vote prefers another label, the clearest cases first."""
     doubted = [each for each in found if each.doubt > 0]
     return sorted(doubted, key=lambda each: (-each.doubt, each.example.id))

@@ -9,21 +9,27 @@ from typing import Any, Protocol, runtime_checkable
 import gradio as gr
 
 from mbpa.explorer import rendering, review
-from mbpa.explorer.actions import Deed, Desk
-from mbpa.explorer.forms import BESIDE, ON, QUIETLY, Updates, card
+from mbpa.explorer.actions import Actions, Change
+from mbpa.explorer.forms import (
+    EVENT_OPTIONS,
+    QUIET_EVENT_OPTIONS,
+    SIDE_BUTTON_OPTIONS,
+    Updates,
+    make_card,
+)
 from mbpa.explorer.review import Opinion
-from mbpa.explorer.sessions import Session, Visits, refusal, told
+from mbpa.explorer.sessions import Session, Sessions, make_refusal, show_errors
 
-LISTED = 30  # examples per list
+EXAMPLES_PER_LIST = 30
 
 
 @runtime_checkable  # the tests check annotations
 class Host(Protocol):
     """The page that a tab is part of."""
 
-    desk: Desk
-    visits: Visits
-    settled: set[int]
+    actions: Actions
+    sessions: Sessions
+    confirmed: set[int]
     """Ids of examples that a visitor has confirmed."""
 
     @property
@@ -31,13 +37,13 @@ class Host(Protocol):
         """The component that holds the query."""
 
     @property
-    def after_deed(self) -> list[Any]:
-        """Components that the values returned by `done` are for."""
+    def change_outputs(self) -> list[Any]:
+        """Components that the values returned by `update_after` are for."""
 
-    async def done(self, session: Session, said: str, query: Any) -> Updates:
+    async def update_after(self, session: Session, description: str, query: Any) -> Updates:
         """Return the updates of the page after a change."""
 
-    async def thumbnails(self, ids: list[int], side: int = 96) -> dict[int, str]:
+    async def make_thumbnails(self, ids: list[int], side: int = 96) -> dict[int, str]:
         """Return thumbnails of examples by id; empty if the run does not take pictures."""
 
 
@@ -51,7 +57,7 @@ class ReviewTab:
         with gr.Tab(title) as tab, gr.Row():
             with gr.Column(scale=5):
                 self._list = gr.Dataframe(
-                    headers=["example", "label", "the others say", "share"],
+                    headers=["example", "label", "neighbours say", "share"],
                     interactive=False,
                     wrap=True,
                     show_label=False,
@@ -62,114 +68,118 @@ class ReviewTab:
                     elem_classes="list",
                 )
             with gr.Column(scale=3):
-                self._card = card()
+                self._card = make_card()
                 self._right = gr.Button("This is right")
                 self._others = gr.Button("It is …", variant="primary", elem_classes="beside")
                 with gr.Row():
                     self._label = gr.Dropdown(
                         label="It is", allow_custom_value=True, value=None, scale=3
                     )
-                    self._rename = gr.Button("Relabel", **BESIDE)
+                    self._rename = gr.Button("Relabel", **SIDE_BUTTON_OPTIONS)
                 self._drop = gr.Button("Forget this example", variant="stop")
         self._connect(tab)
 
     def _connect(self, tab: Any) -> None:
-        shown, choice = self._shown, self._shown[1:]
-        tab.select(self._found, None, shown, **ON)
-        self._list.select(self._picked, None, choice, **QUIETLY)
-        self._right.click(self._kept, None, shown, **QUIETLY)
-        query, outputs = self._page.query, [*shown, *self._page.after_deed]
-        self._others.click(self._agreed, query, outputs, **QUIETLY)
-        self._rename.click(self._renamed, [query, self._label], outputs, **QUIETLY)
-        self._drop.click(self._dropped, query, outputs, **QUIETLY)
+        shown, choice = self._list_outputs, self._list_outputs[1:]
+        tab.select(self._on_open, None, shown, **EVENT_OPTIONS)
+        self._list.select(self._on_pick, None, choice, **QUIET_EVENT_OPTIONS)
+        self._right.click(self._on_confirm, None, shown, **QUIET_EVENT_OPTIONS)
+        query, outputs = self._page.query, [*shown, *self._page.change_outputs]
+        self._others.click(self._on_agree, query, outputs, **QUIET_EVENT_OPTIONS)
+        self._rename.click(self._on_relabel, [query, self._label], outputs, **QUIET_EVENT_OPTIONS)
+        self._drop.click(self._on_forget, query, outputs, **QUIET_EVENT_OPTIONS)
 
     @property
-    def _shown(self) -> list[Any]:
-        """Components that the values returned by `_listed` are for."""
+    def _list_outputs(self) -> list[Any]:
+        """Components that the values returned by `show_list` are for."""
         return [self._list, self._card, self._others, self._label]
 
-    async def _found(self, request: gr.Request) -> Updates:
+    async def _on_open(self, request: gr.Request) -> Updates:
         """Compute the votes and show the list; takes seconds, in a thread of its own."""
-        found = await asyncio.to_thread(review.opinions, self._page.desk.classifier)
-        queue = [each for each in self._order(found) if each.example.id not in self._page.settled]
-        session = self._page.visits.session(request)
-        session.queues[self._title], session.chosen = queue[:LISTED], 0
-        return await self._listed(session)
+        found = await asyncio.to_thread(review.collect_opinions, self._page.actions.classifier)
+        queue = [each for each in self._order(found) if each.example.id not in self._page.confirmed]
+        session = self._page.sessions.get_session(request)
+        session.queues[self._title], session.chosen = queue[:EXAMPLES_PER_LIST], 0
+        return await self.show_list(session)
 
-    async def _listed(self, session: Session) -> Updates:
+    async def show_list(self, session: Session) -> Updates:
         """Return updates for the list and the selected example."""
         queue = session.queues.get(self._title, [])
-        thumbs = await self._page.thumbnails([each.example.id for each in queue])
+        thumbs = await self._page.make_thumbnails([each.example.id for each in queue])
         table = [
             (
-                rendering.shown(each.example.id, each.example.text, thumbs, most=600),
+                rendering.render_example(each.example.id, each.example.text, thumbs),
                 each.example.label,
                 each.label,
                 f"{each.share:.0%}",
             )
             for each in queue
         ]
-        return (table, *await self._choice(session))
+        return (table, *await self._show_selected(session))
 
-    async def _choice(self, session: Session) -> Updates:
+    async def _show_selected(self, session: Session) -> Updates:
         """Return updates for the selected example and its buttons."""
         queue = session.queues.get(self._title, [])
         if not queue:
-            nothing = '<div class="mbpa quiet">Nothing is left to look at.</div>'
+            nothing = rendering.render_note("Nothing is left to review.")
             return nothing, gr.Button("It is …", interactive=False), gr.Dropdown(value=None)
         session.chosen = min(session.chosen, len(queue) - 1)
         opinion = queue[session.chosen]
         agrees = opinion.label == opinion.example.label
         return (
-            rendering.opinion(opinion, await self._page.thumbnails([opinion.example.id], side=320)),
+            rendering.render_opinion(
+                opinion, await self._page.make_thumbnails([opinion.example.id], side=320)
+            ),
             gr.Button("It is …" if agrees else f"It is {opinion.label}", interactive=not agrees),
-            gr.Dropdown(choices=sorted(self._page.desk.classifier.labels), value=None),
+            gr.Dropdown(choices=sorted(self._page.actions.classifier.labels), value=None),
         )
 
-    async def _picked(self, event: gr.SelectData, request: gr.Request) -> Updates:
-        session = self._page.visits.session(request)
+    async def _on_pick(self, event: gr.SelectData, request: gr.Request) -> Updates:
+        session = self._page.sessions.get_session(request)
         session.chosen = event.index[0]
-        return await self._choice(session)
+        return await self._show_selected(session)
 
-    async def _kept(self, request: gr.Request) -> Updates:
-        session, opinion = self._at(request)
-        self._page.settled.add(opinion.example.id)
-        session.settle(self._title, opinion)
-        return await self._listed_after(session)
+    async def _on_confirm(self, request: gr.Request) -> Updates:
+        session, opinion = self._get_selected(request)
+        self._page.confirmed.add(opinion.example.id)
+        session.remove(self._title, opinion)
+        return await self._show_list_or_skip(session)
 
-    async def _agreed(self, query: Any, request: gr.Request) -> Updates:
-        return await self._renamed(query, self._at(request)[1].label, request)
+    async def _on_agree(self, query: Any, request: gr.Request) -> Updates:
+        return await self._on_relabel(query, self._get_selected(request)[1].label, request)
 
-    async def _renamed(self, query: Any, label: str | None, request: gr.Request) -> Updates:
+    async def _on_relabel(self, query: Any, label: str | None, request: gr.Request) -> Updates:
         if not label:
-            raise refusal("say which label it is")
-        session, opinion = self._at(request)
-        deed = await told(self._page.desk.relabel(opinion.example.id, label))
-        self._page.settled.update(deed.added)
-        return await self._after(session, opinion, deed, query)
+            raise make_refusal("choose a label first")
+        session, opinion = self._get_selected(request)
+        change = await show_errors(self._page.actions.relabel(opinion.example.id, label))
+        self._page.confirmed.update(change.added)
+        return await self.finish_change(session, opinion, change, query)
 
-    async def _dropped(self, query: Any, request: gr.Request) -> Updates:
-        session, opinion = self._at(request)
-        deed = await told(self._page.desk.forget(opinion.example.id))
-        return await self._after(session, opinion, deed, query)
+    async def _on_forget(self, query: Any, request: gr.Request) -> Updates:
+        session, opinion = self._get_selected(request)
+        change = await show_errors(self._page.actions.forget(opinion.example.id))
+        return await self.finish_change(session, opinion, change, query)
 
-    async def _after(self, session: Session, opinion: Opinion, deed: Deed, query: Any) -> Updates:
-        session.deeds.append(deed)
-        session.settle(self._title, opinion)
-        page = await self._page.done(session, deed.said, query)
-        return (*await self._listed_after(session), *page)
+    async def finish_change(
+        self, session: Session, opinion: Opinion, change: Change, query: Any
+    ) -> Updates:
+        session.changes.append(change)
+        session.remove(self._title, opinion)
+        page = await self._page.update_after(session, change.description, query)
+        return (*await self._show_list_or_skip(session), *page)
 
-    async def _listed_after(self, session: Session) -> Updates:
+    async def _show_list_or_skip(self, session: Session) -> Updates:
         """Return the updated list after a change; skip it if it cannot be shown."""
         try:
-            return await self._listed(session)
+            return await self.show_list(session)
         except gr.Error:
-            return (gr.skip(),) * len(self._shown)
+            return (gr.skip(),) * len(self._list_outputs)
 
-    def _at(self, request: gr.Request) -> tuple[Session, Opinion]:
+    def _get_selected(self, request: gr.Request) -> tuple[Session, Opinion]:
         """Return the visitor's session and the example selected in it."""
-        session = self._page.visits.session(request)
+        session = self._page.sessions.get_session(request)
         queue = session.queues.get(self._title, [])
         if not 0 <= session.chosen < len(queue):
-            raise refusal("choose an example first")
+            raise make_refusal("choose an example first")
         return session, queue[session.chosen]

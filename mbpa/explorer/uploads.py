@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mbpa.errors import RunError
 from mbpa.serve.journal import InputError, Journal
-from mbpa.serve.middleware import App, Message, Receive, Scope, Send, refuse
+from mbpa.serve.middleware import refuse
 
-MOST_BYTES, MOST_FILES = 1 << 30, 4096  # total; beyond these the oldest files are deleted
-AT_ONCE = 8  # concurrent uploads
-SLOWEST = 600  # seconds for one upload to arrive
-VARIABLE = "GRADIO_TEMP_DIR"  # the only way to set Gradio's folder
+MAX_TOTAL_BYTES, MAX_FILES = 1 << 30, 4096  # beyond these, the oldest files are deleted
+MAX_CONCURRENT_UPLOADS = 8
+UPLOAD_TIMEOUT_S = 600
+FOLDER_VARIABLE = "GRADIO_TEMP_DIR"  # the only way to set Gradio's folder
 
 
 class _File(NamedTuple):
@@ -42,24 +43,24 @@ class Uploads:
     """
 
     def __init__(
-        self, folder: Path, *, most_bytes: int = MOST_BYTES, most_files: int = MOST_FILES
+        self, folder: Path, *, max_bytes: int = MAX_TOTAL_BYTES, max_files: int = MAX_FILES
     ) -> None:
         self.folder = folder.resolve()
-        self._most_bytes, self._most_files = most_bytes, most_files
+        self._max_bytes, self._max_files = max_bytes, max_files
         self._coming: list[int] = []
         """Size of each upload in progress, in bytes."""
-        self._before = os.environ.get(VARIABLE)
-        os.environ[VARIABLE] = str(self.folder)
+        self._before = os.environ.get(FOLDER_VARIABLE)
+        os.environ[FOLDER_VARIABLE] = str(self.folder)
 
     @classmethod
-    def beside(cls, journal: Journal, most_bytes: int = MOST_BYTES) -> Uploads:
+    def create_beside(cls, journal: Journal, max_bytes: int = MAX_TOTAL_BYTES) -> Uploads:
         """Create an empty folder beside a journal.
 
         Files found there were left by a killed process: the lock of the journal is ours.
         """
         folder = journal.path.with_name(f"{journal.path.name}-uploads")
         if journal.read_only is not None:  # other processes may read the journal, too
-            return cls(Path(tempfile.mkdtemp(prefix="mbpa-uploads-")), most_bytes=most_bytes)
+            return cls(Path(tempfile.mkdtemp(prefix="mbpa-uploads-")), max_bytes=max_bytes)
         try:
             if folder.is_symlink():  # its target is not ours
                 folder.unlink()
@@ -67,15 +68,15 @@ class Uploads:
                 shutil.rmtree(folder)
             folder.mkdir(mode=0o700)
         except OSError as error:
-            raise RunError(f"{folder} must be emptied for what visitors drop: {error}") from error
-        return cls(folder, most_bytes=most_bytes)
+            raise RunError(f"{folder} cannot be emptied for uploads: {error}") from error
+        return cls(folder, max_bytes=max_bytes)
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        if os.environ.get(VARIABLE) == str(self.folder):
-            del os.environ[VARIABLE]
+        if os.environ.get(FOLDER_VARIABLE) == str(self.folder):
+            del os.environ[FOLDER_VARIABLE]
             if self._before is not None:
-                os.environ[VARIABLE] = self._before
+                os.environ[FOLDER_VARIABLE] = self._before
 
     def path(self, named: str) -> Path:
         """Return the path of an uploaded file that a visitor names.
@@ -87,7 +88,7 @@ class Uploads:
             path = Path(named).resolve()
             if path.is_relative_to(self.folder) and path.is_file():
                 return path
-        raise InputError("the picture is not there any more: drop it again")
+        raise InputError("the picture is no longer available: drop it again")
 
     def drop(self, named: Iterable[str]) -> None:
         """Delete these uploaded files."""
@@ -107,45 +108,51 @@ class Uploads:
         return True
 
     def admit(self, size: int) -> None:
-        """Admit an upload until `left` is called; raise `HTTPException` if there is no room."""
-        if size > self._most_bytes:
-            raise HTTPException(413, f"send at most {self._most_bytes:,} bytes at a time")
-        if len(self._coming) >= AT_ONCE or sum(self._coming) + size > self._most_bytes:
+        """Admit an upload until `release` is called; raise `HTTPException` if there is no room."""
+        if size > self._max_bytes:
+            raise HTTPException(413, f"an upload must have at most {self._max_bytes:,} bytes")
+        if (
+            len(self._coming) >= MAX_CONCURRENT_UPLOADS
+            or sum(self._coming) + size > self._max_bytes
+        ):
             raise HTTPException(429, "too many uploads at once, try again")
         self._coming.append(size)
 
-    def left(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Record that an upload has ended, successfully or not."""
         self._coming.remove(size)
 
     def make_room(self) -> None:
         """Make room for uploads in progress: delete the oldest files and abandoned partial ones."""
-        most_bytes = self._most_bytes - sum(self._coming)
-        files = sorted(_looked_at(self.folder.glob("*/*")))  # complete files have their own folders
+        max_bytes = self._max_bytes - sum(self._coming)
+        files = sorted(
+            _list_files(self.folder.glob("*/*"))
+        )  # complete files have their own folders
         held, count = sum(file.size for file in files), len(files)
         for file in files:
-            if held <= most_bytes and count <= self._most_files:
+            if held <= max_bytes and count <= self._max_files:
                 break
             if self._delete(file.path):
                 held, count = held - file.size, count - 1
-        parts = _looked_at(path for path in self.folder.glob("*") if path.is_file())
+        parts = _list_files(path for path in self.folder.glob("*") if path.is_file())
         for part in parts:
-            if part.written < time.time() - 2 * SLOWEST:
+            if part.written < time.time() - 2 * UPLOAD_TIMEOUT_S:
                 self._delete(part.path)
 
 
-def _looked_at(paths: Iterable[Path]) -> Iterator[_File]:
+def _list_files(paths: Iterable[Path]) -> Iterator[_File]:
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            told = path.stat()
-            yield _File(told.st_mtime, told.st_size, path)
+            status = path.stat()
+            yield _File(status.st_mtime, status.st_size, path)
 
 
-class Entrance:
+class UploadMiddleware:
     """Middleware that admits uploads below a path if there is room, and limits other bodies."""
 
-    def __init__(self, app: App, path: str, uploads: Uploads, most: int) -> None:
-        self._app, self._path, self._uploads, self._most = app, path, uploads, most
+    def __init__(self, app: ASGIApp, path: str, uploads: Uploads, max_body_bytes: int) -> None:
+        self._app, self._path, self._uploads = app, path, uploads
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(self._path):
@@ -155,15 +162,15 @@ class Entrance:
         size = int(headers.get(b"content-length", b"0"))  # the server refuses invalid numbers
         is_upload = scope["path"].rstrip("/").endswith("/upload")
         if b"transfer-encoding" in headers:
-            await refuse(send, 411, "say how long the body is: Content-Length")
+            await refuse(send, 411, "the header Content-Length is required")
         elif is_upload:
-            await self._uploaded(scope, receive, send, size)
-        elif size > self._most:
-            await refuse(send, 413, f"a body must have at most {self._most} bytes")
+            await self._receive_upload(scope, receive, send, size)
+        elif size > self._max_body_bytes:
+            await refuse(send, 413, f"the body must have at most {self._max_body_bytes} bytes")
         else:
             await self._app(scope, receive, send)
 
-    async def _uploaded(self, scope: Scope, receive: Receive, send: Send, size: int) -> None:
+    async def _receive_upload(self, scope: Scope, receive: Receive, send: Send, size: int) -> None:
         is_in = is_answered = False
 
         async def answering(message: Message) -> None:
@@ -180,12 +187,12 @@ class Entrance:
             return await receive()
 
         try:
-            async with asyncio.timeout(SLOWEST) as limit:
+            async with asyncio.timeout(UPLOAD_TIMEOUT_S) as limit:
                 await self._app(scope, receiving, answering)
         except TimeoutError:
             if is_answered or not limit.expired():
                 raise
-            await refuse(send, 408, f"an upload must come within {SLOWEST} seconds")
+            await refuse(send, 408, f"an upload must arrive within {UPLOAD_TIMEOUT_S} seconds")
         finally:
             if is_in:
-                self._uploads.left(size)
+                self._uploads.release(size)

@@ -1,4 +1,4 @@
-"""Input and output types of a classifier, and the checks that its input must pass."""
+"""Input and output types of a classifier."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
-
-from mbpa.encoders import image
-from mbpa.serve.journal import InputError
-
-MOST_TEXT, MOST_LABEL = 10_000, 200  # characters
-MOST_FILE = 6_000_000  # bytes per picture, so that one in base64 fits into a request
-MOST_PIXELS = 2 * image.MOST_PIXELS  # total over all pictures of one call
 
 
 @dataclass(frozen=True)
@@ -27,10 +20,10 @@ class Lesson:
     text: str | None = None
     key: Float[Tensor, "D"] | None = None
     image: bytes | None = None
-    """Picture as returned by `mbpa.encoders.image.kept`, in place of a text."""
+    """Picture as returned by `mbpa.encoders.pictures.standardize`, in place of a text."""
 
     @property
-    def said(self) -> str | bytes | None:
+    def item(self) -> str | bytes | None:
         """The text or the picture."""
         return self.text if self.image is None else self.image
 
@@ -76,7 +69,7 @@ class Reason:
     """‖θˣ − θ‖: the distance that the head's parameters moved for this query."""
 
 
-def named_answers(
+def name_answers(
     labels: Sequence[str], logs: Float[Tensor, "B C"], top: int, threshold: float
 ) -> list[Answer]:
     """Return one answer per row of log-probabilities."""
@@ -84,76 +77,10 @@ def named_answers(
         return [Answer(None, 0.0, ()) for _ in logs]
     # Ties keep the order of the labels, which topk does not guarantee.
     order = logs.argsort(dim=1, descending=True, stable=True)[:, : max(1, top)]
-    shares = logs.gather(1, order).exp()
+    top_probabilities = logs.gather(1, order).exp()
     answers = []
-    for columns, probabilities in zip(order.tolist(), shares.tolist(), strict=True):
+    for columns, probabilities in zip(order.tolist(), top_probabilities.tolist(), strict=True):
         named = tuple((labels[c], p) for c, p in zip(columns, probabilities, strict=True))
         label, confidence = named[0]
         answers.append(Answer(label if confidence >= threshold else None, confidence, named[:top]))
     return answers
-
-
-def check_text(text: str) -> None:
-    """Raise `InputError` if a text cannot be classified."""
-    if not text.strip():
-        raise InputError("a text must not be empty")
-    if len(text) > MOST_TEXT:
-        raise InputError(f"a text must have at most {MOST_TEXT} characters, got {len(text)}")
-    _check_characters("a text", text, allowed="\t\n\r")
-
-
-def check_picture(picture: bytes) -> None:
-    """Raise `InputError` if a file is not in the form that `mbpa.encoders.image.kept` returns."""
-    try:
-        image.require_kept(picture)
-    except image.PictureError as error:
-        raise InputError(str(error)) from error
-
-
-def check_label(label: str) -> None:
-    """Raise `InputError` if a string is not a valid label."""
-    if not label.strip():
-        raise InputError("a label must not be empty")
-    if len(label) > MOST_LABEL:
-        raise InputError(f"a label must have at most {MOST_LABEL} characters, got {len(label)}")
-    _check_characters("a label", label, allowed="")
-
-
-def kept_pictures(files: Sequence[bytes]) -> list[bytes]:
-    """Convert received image files to the form in which they are stored.
-
-    Run this in a thread of its own: a large picture takes a quarter of a second.
-
-    Raises:
-        InputError: a file is too large or cannot be read as a picture.
-    """
-    for number, file in enumerate(files, 1):
-        if len(file) > MOST_FILE:
-            raise InputError(
-                f"{_place(number, files)}a picture must have at most {MOST_FILE:,} bytes, "
-                f"got {len(file):,}"
-            )
-    total = sum(map(image.pixels_of, files))
-    if len(files) > 1 and total > MOST_PIXELS:
-        raise InputError(
-            f"pictures must have at most {MOST_PIXELS:,} pixels together, got {total:,}"
-        )
-    pictures = []
-    for number, file in enumerate(files, 1):
-        try:
-            pictures.append(image.kept(file))
-        except image.PictureError as error:
-            raise InputError(f"{_place(number, files)}{error}") from error
-    return pictures
-
-
-def _place(number: int, files: Sequence[bytes]) -> str:
-    return f"picture {number} of {len(files)}: " if len(files) > 1 else ""
-
-
-def _check_characters(what: str, text: str, allowed: str) -> None:
-    for character in text:
-        code = ord(character)
-        is_control = code < 32 or 127 <= code < 160
-        if (is_control and character not in allowed) or 0xD800 <= code < 0xE000:
-            raise InputError(f"{what} must have no control characters, got U+{code:04X}")

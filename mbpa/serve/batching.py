@@ -1,8 +1,8 @@
-"""Scheduling of the model's work: requests are cut into pieces, and pieces share the model fairly.
+"""Scheduling of the model's work: requests are cut into chunks that share it fairly.
 
-One thread runs the model. Pieces that arrive while it works form its next batch, so the batch size
+One thread runs the model. Chunks that arrive while it works form its next batch, so the batch size
 follows the load and no request waits for others to arrive. The work per batch is bounded, and
-pieces are taken by fair queueing (Demers, Keshav and Shenker 1989): in the order in which they
+chunks are taken by fair queueing (Demers, Keshav and Shenker 1989): in the order in which they
 would finish if all requests were processed at once, at equal speed. A small request waits for about
 one batch, however much work larger requests have queued before it. Writes run in another thread,
 so learning, which waits for the disk, delays no answer.
@@ -20,11 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-Piece = TypeVar("Piece")
-Done = TypeVar("Done")
+ChunkT = TypeVar("ChunkT")
+ResultT = TypeVar("ResultT")
 
-FORGETTING = 0.8  # factor on earlier measurements per newer batch: about half a second of history
-EQUALS = 4  # number of equally large requests that a request may have to share the model with
+PACE_DECAY_PER_BATCH = (
+    0.8  # factor on earlier measurements per newer batch: about half a second of history
+)
+MAX_EQUAL_REQUESTS = (
+    4  # number of equally large requests that a request may have to share the model with
+)
 
 
 class Overloaded(Exception):
@@ -57,23 +61,23 @@ class Pace:
         if not self._is_warm:
             self._is_warm = True
             return
-        self._squares = FORGETTING * self._squares + units * units
-        self._products = FORGETTING * self._products + units * seconds
+        self._squares = PACE_DECAY_PER_BATCH * self._squares + units * units
+        self._products = PACE_DECAY_PER_BATCH * self._products + units * seconds
         self.seconds = self._products / self._squares
 
 
 @dataclass(eq=False)
-class _Job(Generic[Piece, Done]):
-    """A request: its pieces in order, and the future that its caller awaits."""
+class _Job(Generic[ChunkT, ResultT]):
+    """A request: its chunks in order, and the future that its caller awaits."""
 
-    pieces: Sequence[Piece]
+    chunks: Sequence[ChunkT]
     weights: Sequence[float]
-    answered: asyncio.Future[list[Done]] = field(repr=False)
-    results: list[Done] = field(default_factory=list)
+    answered: asyncio.Future[list[ResultT]] = field(repr=False)
+    results: list[ResultT] = field(default_factory=list)
     taken: int = 0
-    """Number of pieces passed to the model so far."""
+    """Number of chunks passed to the model so far."""
     remaining: float = 0.0
-    """Total weight of the pieces that are not done yet."""
+    """Total weight of the chunks that are not done yet."""
     has_failed: bool = False
 
     @property
@@ -81,21 +85,21 @@ class _Job(Generic[Piece, Done]):
         return not self.has_failed and not self.answered.cancelled()
 
 
-class Batcher(Generic[Piece, Done]):
-    """Runs `handle` on lists of pieces in a thread of its own; used from one event loop.
+class Batcher(Generic[ChunkT, ResultT]):
+    """Runs `handle` on lists of chunks in a thread of its own; used from one event loop.
 
     Args:
-        handle: returns one result per piece.
-        weight: returns the work of a piece, by which requests share the model. It must always be
-            the same for the same piece, so that equal requests are handled in order of arrival.
-        part: maximum weight of a batch; a single piece may weigh more.
+        handle: returns one result per chunk.
+        weight: returns the work of a chunk, by which requests share the model. It must always be
+            the same for the same chunk, so that equal requests are handled in order of arrival.
+        part: maximum weight of a batch; a single chunk may weigh more.
         part_s: seconds per batch at the recently measured pace. The maximum weight is raised to
             what can be done in this time, if that is more than `part`.
-        batch: maximum number of pieces per batch.
+        batch: maximum number of chunks per batch.
         wait_s: estimated seconds that a request may have to wait for others. A request that takes
-            long itself may in addition wait `EQUALS` times as long as it takes. Further requests
-            are refused with `Overloaded`.
-        window_s: maximum seconds to wait until as many pieces have arrived as the last batch had.
+            long itself may also wait `MAX_EQUAL_REQUESTS` times as long as it takes. Further
+            requests are refused with `Overloaded`.
+        window_s: maximum seconds to wait until as many chunks have arrived as the last batch had.
             Clients that were just answered are about to send again, and handling them one by one
             would cost more. A single client never waits.
         name: name of the thread.
@@ -104,9 +108,9 @@ class Batcher(Generic[Piece, Done]):
 
     def __init__(
         self,
-        handle: Callable[[list[Piece]], list[Done]],
+        handle: Callable[[list[ChunkT]], list[ResultT]],
         *,
-        weight: Callable[[Piece], float],
+        weight: Callable[[ChunkT], float],
         part: float,
         part_s: float,
         batch: int,
@@ -120,9 +124,9 @@ class Batcher(Generic[Piece, Done]):
         self._part, self._part_s, self._batch = part, part_s, batch
         self._wait_s, self._window_s = wait_s, window_s
         self._last = 1
-        self._jobs: set[_Job[Piece, Done]] = set()
-        self._queue: list[tuple[float, int, _Job[Piece, Done]]] = []
-        """A heap of (virtual finish time of the job's next piece, tie-breaking number, job)."""
+        self._jobs: set[_Job[ChunkT, ResultT]] = set()
+        self._queue: list[tuple[float, int, _Job[ChunkT, ResultT]]] = []
+        """A heap of (virtual finish time of the job's next chunk, tie-breaking number, job)."""
         self._numbers = itertools.count()
         self._virtual_time = 0.0
         """Work that each request would have received if all shared the model equally."""
@@ -136,7 +140,7 @@ class Batcher(Generic[Piece, Done]):
 
     @property
     def waiting(self) -> int:
-        """Number of pieces not yet passed to the model."""
+        """Number of chunks not yet passed to the model."""
         return self._waiting
 
     def estimate_wait_s(self, most: float) -> float:
@@ -155,29 +159,29 @@ class Batcher(Generic[Piece, Done]):
         self._thread.start()
 
     async def stop(self) -> None:
-        """Finish the waiting pieces, then end the thread."""
+        """Finish the waiting chunks, then end the thread."""
         with self._some:
             self._stopped = True
             self._some.notify()
         await asyncio.to_thread(self._thread.join)
 
-    async def __call__(self, pieces: Sequence[Piece]) -> list[Done]:
-        """Return one result per piece of a request. The pieces are handled in order.
+    async def __call__(self, chunks: Sequence[ChunkT]) -> list[ResultT]:
+        """Return one result per chunk of a request. The chunks are handled in order.
 
-        If the caller is cancelled, pieces not yet passed to the model are never handled.
+        If the caller is cancelled, chunks not yet passed to the model are never handled.
 
         Raises:
             Overloaded: the request would have to wait too long, or the batcher was stopped.
         """
-        if not pieces:
+        if not chunks:
             return []
         assert self._loop is not None
-        weights = [self._weight(piece) for piece in pieces]
-        job = _Job(pieces, weights, self._loop.create_future(), remaining=sum(weights))
+        weights = [self._weight(chunk) for chunk in chunks]
+        job = _Job(chunks, weights, self._loop.create_future(), remaining=sum(weights))
         with self._some:
             self._admit(job)
             self._jobs.add(job)
-            self._waiting += len(pieces)
+            self._waiting += len(chunks)
             self._push(job, self._virtual_time)
             self._some.notify()
         try:
@@ -186,12 +190,12 @@ class Batcher(Generic[Piece, Done]):
             if job.answered.cancelled():
                 self._drop(job)
 
-    def _admit(self, job: _Job[Piece, Done]) -> None:
+    def _admit(self, job: _Job[ChunkT, ResultT]) -> None:
         """Refuse a request that would have to wait too long."""
         if self._stopped:
             raise Overloaded
         ahead = self._weigh_ahead(job.remaining)
-        excess_s = self._pace.seconds * (ahead - EQUALS * job.remaining) - self._wait_s
+        excess_s = self._pace.seconds * (ahead - MAX_EQUAL_REQUESTS * job.remaining) - self._wait_s
         self._light = min(job.remaining, 1.1 * self._light)
         if self._jobs and excess_s > 0:
             raise Overloaded(excess_s)
@@ -203,16 +207,16 @@ class Batcher(Generic[Piece, Done]):
         """
         return sum(min(other.remaining, weight) for other in self._jobs)
 
-    def _push(self, job: _Job[Piece, Done], start: float) -> None:
+    def _push(self, job: _Job[ChunkT, ResultT], start: float) -> None:
         finish = start + job.weights[job.taken]
         heapq.heappush(self._queue, (finish, next(self._numbers), job))
 
-    def _drop(self, job: _Job[Piece, Done]) -> None:
+    def _drop(self, job: _Job[ChunkT, ResultT]) -> None:
         """Drop a request whose caller was cancelled; its entry in the heap is skipped later."""
         with self._some:
             if job in self._jobs:
                 self._jobs.remove(job)
-                self._waiting -= len(job.pieces) - job.taken
+                self._waiting -= len(job.chunks) - job.taken
 
     def _run(self) -> None:
         assert self._loop is not None
@@ -223,7 +227,7 @@ class Batcher(Generic[Piece, Done]):
                 return
             start = end if is_busy else time.perf_counter()
             try:
-                results = self._handle([job.pieces[place] for job, place in batch])
+                results = self._handle([job.chunks[place] for job, place in batch])
             except Exception as error:  # a fault of ours: the clients' input was checked
                 failure = RuntimeError("the model failed")
                 failure.__cause__ = error
@@ -235,8 +239,8 @@ class Batcher(Generic[Piece, Done]):
 
     def _finish(
         self,
-        batch: list[tuple[_Job[Piece, Done], int]],
-        results: list[Done],
+        batch: list[tuple[_Job[ChunkT, ResultT], int]],
+        results: list[ResultT],
         failure: RuntimeError | None,
     ) -> None:
         """Record a handled batch, and answer the requests that are now complete."""
@@ -249,15 +253,15 @@ class Batcher(Generic[Piece, Done]):
             for (job, _), result in zip(batch, results, strict=failure is None):
                 job.results.append(result)
             for job in list(complete):
-                if failure is None and len(job.results) < len(job.pieces):
+                if failure is None and len(job.results) < len(job.chunks):
                     del complete[job]
                 elif job in self._jobs:
                     self._jobs.remove(job)
-                    self._waiting -= len(job.pieces) - job.taken
+                    self._waiting -= len(job.chunks) - job.taken
         self._loop.call_soon_threadsafe(_answer, list(complete), failure)
 
-    def _next(self) -> list[tuple[_Job[Piece, Done], int]]:
-        """Return the next batch as (job, piece index) pairs; empty once stopped and drained."""
+    def _next(self) -> list[tuple[_Job[ChunkT, ResultT], int]]:
+        """Return the next batch as (job, chunk index) pairs; empty once stopped and drained."""
         with self._some:
             while True:
                 self._some.wait_for(lambda: self._queue or self._stopped)
@@ -268,8 +272,8 @@ class Batcher(Generic[Piece, Done]):
                 if batch or (not self._queue and self._stopped):
                     return batch
 
-    def _take(self) -> list[tuple[_Job[Piece, Done], int]]:
-        batch: list[tuple[_Job[Piece, Done], int]] = []
+    def _take(self) -> list[tuple[_Job[ChunkT, ResultT], int]]:
+        batch: list[tuple[_Job[ChunkT, ResultT], int]] = []
         room = max(self._part, self._part_s / self._pace.seconds)
         while self._queue and len(batch) < self._batch:
             finish, _, job = self._queue[0]
@@ -285,7 +289,7 @@ class Batcher(Generic[Piece, Done]):
             self._virtual_time += weight / max(1, len(self._jobs))
             job.taken += 1
             self._waiting -= 1
-            if job.taken < len(job.pieces):
+            if job.taken < len(job.chunks):
                 self._push(job, finish)
         self._last = max(1, len(batch))
         return batch
@@ -301,14 +305,14 @@ def _answer(jobs: list[_Job[Any, Any]], failure: RuntimeError | None) -> None:
             job.answered.set_result(job.results)
 
 
-class Writer:
+class SerialWorker:
     """Runs calls one at a time in a thread of its own; `most` bounds the calls in progress."""
 
     def __init__(self, most: int, name: str = "mbpa-writer") -> None:
         self._most, self._waiting = most, 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    async def __call__(self, call: Callable[[], Done]) -> Done:
+    async def __call__(self, call: Callable[[], ResultT]) -> ResultT:
         """Make the call and return its result; raise `Overloaded` if too many are waiting.
 
         The call is made even if the caller is cancelled, because a write that has begun cannot be
@@ -319,10 +323,10 @@ class Writer:
         self._waiting += 1
         loop = asyncio.get_running_loop()
         done = loop.run_in_executor(self._pool, call)
-        done.add_done_callback(self._finished)
+        done.add_done_callback(self._release)
         return await asyncio.shield(done)
 
-    def _finished(self, done: asyncio.Future[Any]) -> None:
+    def _release(self, done: asyncio.Future[Any]) -> None:
         self._waiting -= 1
         if not done.cancelled():
             done.exception()  # mark it as retrieved, in case the caller is gone

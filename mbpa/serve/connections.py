@@ -23,7 +23,7 @@ else:
     Protocol = AutoHTTPProtocol
 
 MAX_CONNECTIONS = 2000
-OTHER_FILES = 256  # files that the process opens besides connections
+RESERVED_FILES = 256  # files that the process opens besides connections
 UNLIMITED_FILES = 1 << 30  # used where the system sets no limit
 
 
@@ -41,17 +41,17 @@ class WatchedProtocol(Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > limit_connections():
+        if len(self.connections) > compute_connection_limit():
             transport.abort()
             return
-        self._timer = self.loop.call_later(self.idle_s, self._look)
+        self._timer = self.loop.call_later(self.idle_s, self._check_client)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
 
-    def _look(self) -> None:
+    def _check_client(self) -> None:
         """Close the connection if it is idle or unread, else schedule the next check."""
         is_unread = self.transport.get_write_buffer_size() > 0
         self._unread_s = self._unread_s + self.idle_s if is_unread else 0.0
@@ -61,19 +61,19 @@ class WatchedProtocol(Protocol):
             self.transport.abort()
             return
         self._last_cycle = self.cycle
-        self._timer = self.loop.call_later(self.idle_s, self._look)
+        self._timer = self.loop.call_later(self.idle_s, self._check_client)
 
 
-def limit_connections() -> int:
+def compute_connection_limit() -> int:
     """Return the number of connections this process may have open."""
     most = _read_file_limits()[0]
-    return min(MAX_CONNECTIONS, max(OTHER_FILES, most - OTHER_FILES))
+    return min(MAX_CONNECTIONS, max(RESERVED_FILES, most - RESERVED_FILES))
 
 
 def raise_file_limit() -> None:
     """Raise the limit on open files to what `MAX_CONNECTIONS` needs, as far as permitted."""
     most, allowed = _read_file_limits()
-    wanted = min(MAX_CONNECTIONS + OTHER_FILES, allowed)
+    wanted = min(MAX_CONNECTIONS + RESERVED_FILES, allowed)
     if sys.platform != "win32" and most < wanted:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(OSError, ValueError):

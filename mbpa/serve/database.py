@@ -26,24 +26,21 @@ from urllib.parse import quote
 
 from mbpa import files
 from mbpa.serve.heap import return_free_memory
+from mbpa.serve.journal_errors import (
+    DAMAGE_CODES,
+    NOT_A_JOURNAL,
+    DamagedError,
+    InUseError,
+    JournalError,
+    advise,
+    get_error_code,
+    translate_error,
+)
 
-_APPLICATION = 0x6D627061  # "mbpa", in the header of the file
-_LOG_BYTES = 4 << 20  # a longer log is copied into the database
-_NOT_A_JOURNAL = "not a journal: use another path, or move the file away"
-_UNLOCKED = "win32-none" if sys.platform == "win32" else "unix-none"
+_APPLICATION_ID = 0x6D627061  # "mbpa", in the header of the file
+_MAX_LOG_BYTES = 4 << 20  # a longer log is copied into the database
+_UNLOCKED_VFS = "win32-none" if sys.platform == "win32" else "unix-none"
 _MARK_OFFSET, _MARK_BYTES = 32, 37  # in the lock file, after the number of the process
-
-
-class JournalError(RuntimeError):
-    """The journal cannot be opened, read or written; the message says in one line what to do."""
-
-
-class InUseError(JournalError):
-    """Another process has the journal open."""
-
-
-class DamagedError(JournalError):
-    """The files do not hold what was written, or are not a journal at all."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ class Database:
         if os.getpid() != self._owner:
             raise JournalError(
                 f"{self.path} was opened by process {self._owner}, from which this one was forked: "
-                "open it in a process of its own, or after forking"
+                "open it after forking, or in a process of its own"
             )
 
     @contextlib.contextmanager
@@ -140,9 +137,9 @@ class Database:
             try:
                 yield self
             except sqlite3.Error as error:
-                raise _translate(self.path, error) from error
+                raise translate_error(self.path, error) from error
             except UnicodeDecodeError as error:  # raised by Python's module for damaged text
-                message = f"{self.path}: damaged ({error}): restore it from a copy"
+                message = f"{self.path}: damaged ({error}): restore it from a backup"
                 raise DamagedError(message) from error
 
     @contextlib.contextmanager
@@ -161,7 +158,7 @@ class Database:
                 raise self._fail(error) from error
             except BaseException:
                 if self._commits != committed:  # our view of the file may be out of date
-                    reason = f"{self.path} is read-only: a call was interrupted: open it again"
+                    reason = f"{self.path} is read-only since a call was interrupted: open it again"
                     self.read_only = self.read_only or reason
                 raise
 
@@ -198,7 +195,7 @@ class Database:
     def shorten_log(self) -> None:
         """Copy a long log into the database. Called after a write that is durable either way."""
         try:
-            if self._log.stat().st_size > _LOG_BYTES:
+            if self._log.stat().st_size > _MAX_LOG_BYTES:
                 self._copy_log()
         except (sqlite3.Error, OSError) as error:
             self._fail(error)
@@ -221,10 +218,10 @@ class Database:
     def _copy_log(self) -> None:
         """Copy the log into the database, flush it, and truncate the log."""
         ((busy, _, _),) = self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
-        assert not busy, "somebody else reads what is locked exclusively"
+        assert not busy, "another process reads a file that is locked exclusively"
 
     def _fail(self, error: sqlite3.Error | OSError) -> JournalError:
-        self.read_only = f"{self.path} is read-only since a write failed: {_advice(error)}"
+        self.read_only = f"{self.path} is read-only since a write failed: {advise(error)}"
         return JournalError(self.read_only)
 
     def _require_in_place(self) -> None:
@@ -234,7 +231,7 @@ class Database:
             return
         self.read_only = (
             f"{self.path} is read-only: {missing[0].name} was removed, moved or replaced while it "
-            "was open: see to it and restart"
+            "was open: put it back and restart"
         )
         with contextlib.suppress(sqlite3.Error):
             self._copy_log()
@@ -250,17 +247,17 @@ class Database:
         SQLite removes the log by its name on closing.
         """
         if self._log in self._find_missing() and self._log.exists():
-            _keep_for_ever(self._connection)
+            _keep_forever(self._connection)
         else:
             self._connection.close()
 
     def _hold_lock(self, create: bool) -> None:
         """Lock the file for one writer or several readers; a killed process releases its lock."""
         if self.path.is_dir() or not self.path.parent.is_dir():
-            raise JournalError(f"{self.path} must be a file in a directory that exists")
+            raise JournalError(f"{self.path} must be a file in an existing directory")
         beside = self.path.with_name(self.path.name + ".lock")
         if beside.is_dir():
-            raise JournalError(f"{beside} must be a file: move it away")
+            raise JournalError(f"{beside} must be a file, not a directory: move it away")
         self._lock = self._open_lock(beside)
         if self._lock is not None:
             self._opened.callback(self._lock.close)
@@ -272,7 +269,7 @@ class Database:
         if self.path.exists():
             return None
         if not create or self.read_only is not None:
-            raise DamagedError(f"{self.path} is missing: restore it from a copy")
+            raise DamagedError(f"{self.path} is missing: restore it from a backup")
         return self._create()
 
     def _open_lock(self, beside: Path) -> io.FileIO | None:
@@ -281,31 +278,33 @@ class Database:
             descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             if not self.path.exists():
-                raise self._cannot_create(error) from error
-            self.read_only = f"{self.path} is read-only ({error.strerror}): see to it and restart"
+                raise self._describe_failed_creation(error) from error
+            self.read_only = f"{self.path} is read-only ({error.strerror}): fix this and restart"
             if not beside.exists():
                 return None  # nobody can write here, so no lock is needed
             try:
                 return io.FileIO(beside)
             except OSError as again:
-                message = f"{beside} cannot be read ({again.strerror}): allow that and restart"
+                message = (
+                    f"{beside} cannot be read ({again.strerror}): make it readable and restart"
+                )
                 raise JournalError(message) from again
         if self.read_only is None and self.path.exists() and not os.access(self.path, os.W_OK):
-            self.read_only = f"{self.path} is read-only: allow writing to it and restart"
+            self.read_only = f"{self.path} is read-only: make it writable and restart"
         return io.FileIO(descriptor, "r+")  # also closed when it is garbage-collected
 
     def _take_lock(self, descriptor: int) -> None:
         writes = self.read_only is None
         try:
             if not files.lock(descriptor, exclusive=writes) and sys.platform != "win32":
-                raise JournalError(f"{self.path} cannot be locked: keep it on a local disk")
+                raise JournalError(f"{self.path} cannot be locked: move it to a local disk")
         except BlockingIOError as error:
             holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
             raise InUseError(
                 f"{self.path} is in use by process {holder or '?'}: stop it, or use another path"
             ) from error
         except OSError as error:
-            message = f"{self.path} cannot be locked ({error.strerror}): keep it on a local disk"
+            message = f"{self.path} cannot be locked ({error.strerror}): move it to a local disk"
             raise JournalError(message) from error
         self._opened.callback(files.unlock, descriptor)
         if writes:
@@ -320,17 +319,17 @@ class Database:
                 os.fsync(self._lock.fileno())  # a power cut must not bring the earlier mark back
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         except OSError as error:
-            raise self._cannot_create(error) from error
+            raise self._describe_failed_creation(error) from error
 
-    def _cannot_create(self, error: OSError) -> JournalError:
+    def _describe_failed_creation(self, error: OSError) -> JournalError:
         return JournalError(
-            f"{self.path} cannot be created ({error.strerror}): see to it and restart"
+            f"{self.path} cannot be created ({error.strerror}): fix this and restart"
         )
 
     def _connect(self) -> None:
         mode = "mode=rw"
         if self.read_only is not None:  # by default SQLite would create a log or lock the file
-            mode = f"mode=ro&vfs={_UNLOCKED}" if self._log.exists() else "mode=ro&immutable=1"
+            mode = f"mode=ro&vfs={_UNLOCKED_VFS}" if self._log.exists() else "mode=ro&immutable=1"
         self._connection = sqlite3.connect(
             f"file://{_quote(self.path)}?{mode}",
             uri=True,
@@ -355,19 +354,19 @@ class Database:
         ((tables,),) = self.rows("SELECT count(*) FROM sqlite_master")
         if application == 0 and tables == 0 and self.read_only is None:
             if self.acknowledged:
-                raise DamagedError(f"{self.path}: damaged (it is empty): restore it from a copy")
+                raise DamagedError(f"{self.path}: damaged (it is empty): restore it from a backup")
             self.rows("PRAGMA auto_vacuum = INCREMENTAL")
             self.rows("PRAGMA journal_mode = WAL")
             with self.transaction():
                 schema.create(self, *schema.tables)
                 schema.fill(self)
-                self.rows(f"PRAGMA application_id = {_APPLICATION}")
+                self.rows(f"PRAGMA application_id = {_APPLICATION_ID}")
                 self.rows(f"PRAGMA user_version = {schema.format}")
-        elif application != _APPLICATION:
-            raise DamagedError(f"{self.path}: {_NOT_A_JOURNAL}")
+        elif application != _APPLICATION_ID:
+            raise DamagedError(f"{self.path}: {NOT_A_JOURNAL}")
         elif format > schema.format:
             raise JournalError(
-                f"{self.path} has format {format}, this version of mbpa reads up to "
+                f"{self.path} has format {format}, and this version of mbpa reads formats up to "
                 f"{schema.format}: use the version that wrote it, or a later one"
             )
 
@@ -381,7 +380,7 @@ class Database:
                 # SQLite ignores a failed directory flush, after which removed files might reappear.
                 files.flush_directory(self.path.parent)
             except (sqlite3.Error, OSError) as error:
-                if _code(error) in _DAMAGE:
+                if get_error_code(error) in DAMAGE_CODES:
                     raise
                 self._fail(error)
 
@@ -393,7 +392,7 @@ class Database:
             problem = f"its header says {encoding}, {vacuum}"
         if problem != "ok":
             where = problem.splitlines()[-1]
-            raise DamagedError(f"{self.path}: damaged ({where}): restore it from a copy")
+            raise DamagedError(f"{self.path}: damaged ({where}): restore it from a backup")
 
     def _upgrade(self, schema: Schema) -> None:
         """Upgrade the tables of an earlier format; in memory if the file cannot be written."""
@@ -413,7 +412,7 @@ class Database:
                 self.give_back_free_pages()
                 self.empty_log()
         except (sqlite3.Error, OSError) as error:
-            if self.read_only is not None or _code(error) in _DAMAGE:
+            if self.read_only is not None or get_error_code(error) in DAMAGE_CODES:
                 raise
             self._fail(error)  # such as a full disk: make the file readable at least
             self._upgrade(schema)
@@ -422,12 +421,14 @@ class Database:
         """Compare the table definitions in the file with ours; altered ones count as damage."""
         found = dict(self.rows("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
         if found != {name: f"CREATE TABLE {name} {sql}" for name, sql in schema.tables.items()}:
-            raise DamagedError(f"{self.path}: damaged (its tables differ): restore it from a copy")
+            raise DamagedError(
+                f"{self.path}: damaged (its tables differ): restore it from a backup"
+            )
 
     def _abandon(self) -> None:
         """Drop the parent's files in a forked process without closing the database."""
         if hasattr(self, "_connection"):
-            _keep_for_ever(self._connection)
+            _keep_forever(self._connection)
         self._opened.pop_all()
         if self._lock is not None:
             self._lock.close()  # an open copy would keep the lock alive after the parent's end
@@ -445,7 +446,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
 
 
-def _keep_for_ever(connection: sqlite3.Connection) -> None:
+def _keep_forever(connection: sqlite3.Connection) -> None:
     """Keep a connection from being closed, even when the interpreter exits."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
@@ -480,34 +481,3 @@ def _write_again(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-def _code(error: Exception) -> int:
-    """Return the primary error code, such as SQLITE_IOERR for SQLITE_IOERR_FSYNC."""
-    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-
-
-def _translate(path: Path, error: sqlite3.Error) -> JournalError:
-    code = _code(error)
-    if code == sqlite3.SQLITE_BUSY:
-        return InUseError(f"{path} is in use by another program: stop it, or use another path")
-    kind = DamagedError if code in _DAMAGE else JournalError
-    return kind(f"{path}: {_advice(error)}")
-
-
-def _advice(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"the disk failed ({error.strerror}): see to it and restart"
-    name = getattr(error, "sqlite_errorname", "?")
-    advice = {
-        sqlite3.SQLITE_NOTADB: _NOT_A_JOURNAL,
-        sqlite3.SQLITE_CORRUPT: f"damaged ({error}): restore it from a copy",
-        sqlite3.SQLITE_FULL: "the disk is full: free some space and restart",
-        sqlite3.SQLITE_IOERR: f"the disk failed ({name}): see to it and restart",
-        sqlite3.SQLITE_READONLY: "must not be written: allow that and restart",
-        sqlite3.SQLITE_CANTOPEN: "cannot be opened: see to permissions and space, and restart",
-    }
-    return advice.get(_code(error), f"{error} ({name})")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Held:
+class IndexedExample:
     """An example in the memory."""
 
     label: str
@@ -38,11 +38,11 @@ class Counts:
     """Number of the last write; every write increases it."""
 
 
-class Known:
+class ExampleIndex:
     """An index of the examples by id and by label."""
 
     def __init__(self) -> None:
-        self.examples: dict[int, Held] = {}
+        self.examples: dict[int, IndexedExample] = {}
         self.ids: dict[int, int] = {}
         """Ids in the journal by ids in the memory."""
         self.counts: Counter[str] = Counter()
@@ -58,7 +58,7 @@ class Known:
             self.numbers[label] = self._free.pop() if self._free else len(self.numbers)
         return self.numbers[label]
 
-    def add(self, id: int, held: Held) -> None:
+    def add(self, id: int, held: IndexedExample) -> None:
         self.examples[id] = held
         self.ids[held.entry] = id
         self._count(held, 1)
@@ -89,7 +89,7 @@ class Known:
         columns[numbers] = torch.arange(len(labels))
         return columns
 
-    def _count(self, held: Held, change: int) -> None:
+    def _count(self, held: IndexedExample, change: int) -> None:
         self.counts[held.label] += change
         if held.is_trained:
             self._trained_counts[held.label] += change

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import NamedTuple, Self, SupportsIndex
 
 from mbpa.serve import journal_schema
-from mbpa.serve.database import DamagedError, Database, InUseError, JournalError
+from mbpa.serve.database import Database
+from mbpa.serve.journal_errors import DamagedError, InUseError, JournalError
 from mbpa.serve.journal_schema import OVERWRITE, SCHEMA, SIZE, Row, Totals
 
 __all__ = [
@@ -33,9 +34,9 @@ __all__ = [
 ]
 
 REMEMBERED_REQUESTS = 10_000
+WASTE_BYTES = 1 << 20
 
-_WASTE_BYTES = 1 << 20  # fewer bytes of overwritten rows are not worth copying the others
-_LARGEST_EXAMPLE = 1 << 28  # bytes; SQLite's limit is 10⁹ per row
+_MAX_EXAMPLE_BYTES = 1 << 28  # SQLite's limit is 10⁹ per row
 _SELECT = "SELECT id, label, text, key FROM examples WHERE live AND"
 _SELECT_WITHOUT_PICTURES = """
 SELECT id, label, CASE WHEN key IS NULL OR typeof(text) <> 'blob' THEN text END, key
@@ -59,7 +60,7 @@ class Example:
     """File of the picture, if the example is a picture; then there is no text."""
 
     @property
-    def said(self) -> str | bytes | None:
+    def item(self) -> str | bytes | None:
         """The text or the picture."""
         return self.text if self.image is None else self.image
 
@@ -73,6 +74,9 @@ class Journal:
         path: the database; files with the suffixes ``-wal`` and ``.lock`` lie beside it.
         create: create the journal if it is missing.
         writable: if false, open the journal for reading only and change nothing.
+        remembered_requests: number of names of calls that are remembered.
+        waste_bytes: overwritten rows of more than so many bytes are removed if they also take up
+            a third of the file; `WASTE_BYTES` by default.
 
     Raises:
         JournalError: the journal has a later format, or cannot be read or created.
@@ -80,7 +84,15 @@ class Journal:
         DamagedError: it is damaged, incomplete, or not a journal.
     """
 
-    def __init__(self, path: Path, *, create: bool = True, writable: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        create: bool = True,
+        writable: bool = True,
+        remembered_requests: int = REMEMBERED_REQUESTS,
+        waste_bytes: int | None = None,
+    ) -> None:
         self._database = Database(path, SCHEMA, create=create, writable=writable)
         try:
             with self._database.reading() as database:
@@ -91,6 +103,8 @@ class Journal:
         self.path = self._database.path
         self._totals, self._labels = found.totals, found.labels
         self._restored, self._waste = found.restored, found.waste
+        self._remembered_requests = remembered_requests
+        self._waste_bytes = WASTE_BYTES if waste_bytes is None else waste_bytes
 
     @property
     def read_only(self) -> str | None:
@@ -122,13 +136,13 @@ class Journal:
         Args:
             examples: each with a text or picture, a key, or both.
             request: a name for this call. Repeating the name with the same examples returns the
-                same ids and writes nothing, even if they were forgotten since. The newest
-                ``REMEMBERED_REQUESTS`` names are remembered.
+                same ids and writes nothing, even if they were forgotten since. Only the newest
+                ``remembered_requests`` names are remembered.
             restoring: list these examples in ``restored`` from now on.
 
         Raises:
             ValueError: an example cannot be stored.
-            InputError: ``request`` has named other examples.
+            InputError: ``request`` was used for other examples.
             JournalError: the call is not acknowledged. After a restart it has taken effect as a
                 whole or not at all; repeating it with the same ``request`` makes sure that it has.
         """
@@ -151,14 +165,14 @@ class Journal:
             database.shorten_log()
         return ids
 
-    def repeated(self, examples: Sequence[Row], request: str) -> list[int] | None:
+    def find_repeated(self, examples: Sequence[Row], request: str) -> list[int] | None:
         """Return the ids of an earlier call with this name and these examples, or `None`.
 
         A text may be given without the key it was written with, because embedding it again might
         change the last bit.
 
         Raises:
-            InputError: ``request`` has named other examples.
+            InputError: ``request`` was used for other examples.
             JournalError: as for `learn`; a call that may not be durable is not acknowledged here
                 either.
         """
@@ -212,7 +226,7 @@ class Journal:
             rows = database.rows(
                 f"{select} id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit
             )
-        return (_example(*row) for row in rows)
+        return (_make_example(*row) for row in rows)
 
     def example(self, id: int) -> Example | None:
         """Return the example with this id, or `None`."""
@@ -220,7 +234,7 @@ class Journal:
             return None
         with self._database.reading() as database:
             rows = database.rows(f"{_SELECT} id = ?", id)
-        return _example(*rows[0]) if rows else None
+        return _make_example(*rows[0]) if rows else None
 
     @property
     def restored(self) -> frozenset[int]:
@@ -266,9 +280,9 @@ class Journal:
         rows = self._database.rows
         ((newest,),) = rows("SELECT ifnull(max(number), 0) FROM requests")
         call = newest + 1, request, first, len(examples)
-        told = journal_schema.describe_call(examples)
-        added = journal_schema.insert_request(self._database, *call, *told)
-        oldest = newest + 1 - REMEMBERED_REQUESTS
+        digests = journal_schema.describe_call(examples)
+        added = journal_schema.insert_request(self._database, *call, *digests)
+        oldest = newest + 1 - self._remembered_requests
         gone = rows("SELECT checksum FROM requests WHERE number <= ?", oldest)
         rows("DELETE FROM requests WHERE number <= ?", oldest)
         totals = totals.count_requests(1, [added])
@@ -283,30 +297,32 @@ class Journal:
         first, count, content, keys = call[0]
         if content is None:
             raise InputError(
-                f"request {request!r} has named examples that were forgotten: give it another name"
+                f"request {request!r} was used for examples forgotten since: choose another name"
             )
         if count != len(examples) or not journal_schema.is_same_call(examples, content, keys):
-            raise InputError(f"request {request!r} has named other examples: give it another name")
+            raise InputError(
+                f"request {request!r} was used for other examples: choose another name"
+            )
         return list(range(first, first + count))
 
-    def _find_rows(self, ids: Sequence[int], label: str | None) -> dict[int, "_Found"]:
+    def _find_rows(self, ids: Sequence[int], label: str | None) -> dict[int, "_StoredRow"]:
         """Return the rows with these ids or this label that exist, by id."""
         select = f"SELECT id, label, {SIZE}, checksum FROM examples WHERE live AND"
         rows = [] if label is None else self._database.rows(f"{select} label = ?", label)
         for id in ids:
             if 0 < id < 2**63:
                 rows += self._database.rows(f"{select} id = ?", id)
-        return {id: _Found(*row) for id, *row in rows}
+        return {id: _StoredRow(*row) for id, *row in rows}
 
     def _remove_waste(self) -> None:
-        if self._waste > max(_WASTE_BYTES, self._database.size() // 3):
+        if self._waste > max(self._waste_bytes, self._database.size() // 3):
             with self._database.transaction():
                 journal_schema.copy_live_rows(self._database)
             self._database.give_back_free_pages()
             self._waste = 0
 
 
-class _Found(NamedTuple):
+class _StoredRow(NamedTuple):
     """The columns of an example that are needed to forget it."""
 
     label: str
@@ -314,11 +330,11 @@ class _Found(NamedTuple):
     checksum: bytes
 
 
-def _example(id: int, label: str, said: str | bytes | None, key: bytes | None) -> Example:
+def _make_example(id: int, label: str, item: str | bytes | None, key: bytes | None) -> Example:
     """Build an example from a row. Texts and picture files share a column and differ by type."""
-    if isinstance(said, bytes):
-        return Example(id, label, None, key, said)
-    return Example(id, label, said, key)
+    if isinstance(item, bytes):
+        return Example(id, label, None, key, item)
+    return Example(id, label, item, key)
 
 
 def _validate_request(request: str | None) -> None:
@@ -332,20 +348,20 @@ def _validate_request(request: str | None) -> None:
         raise ValueError(f"request must be Unicode without surrogates: {error}") from error
 
 
-def _validate(label: str, said: str | bytes | None, key: bytes | None) -> None:
-    kinds = {type(label): str, type(said): str | bytes | None, type(key): bytes | None}
+def _validate(label: str, item: str | bytes | None, key: bytes | None) -> None:
+    kinds = {type(label): str, type(item): str | bytes | None, type(key): bytes | None}
     if wrong := [kind for kind, wanted in kinds.items() if not issubclass(kind, wanted)]:
         raise ValueError(f"an example must be a label, a text or file, and a key, got {wrong[0]}")
     if not label:
         raise ValueError("label must not be empty")
-    if said is None and key is None:
+    if item is None and key is None:
         raise ValueError(f"an example of {label!r} must have a text or a key")
     if key is not None and (not key or len(key) % 4):
         raise ValueError(f"key must hold float32 numbers of 4 bytes, got {len(key)} bytes")
     try:
-        told = said if isinstance(said, bytes) else (said or "").encode()
-        size = len(label.encode()) + len(told) + len(key or b"")
+        content = item if isinstance(item, bytes) else (item or "").encode()
+        size = len(label.encode()) + len(content) + len(key or b"")
     except UnicodeEncodeError as error:
         raise ValueError(f"label and text must be Unicode without surrogates: {error}") from error
-    if size > _LARGEST_EXAMPLE:
-        raise ValueError(f"an example must have at most {_LARGEST_EXAMPLE} bytes, got {size}")
+    if size > _MAX_EXAMPLE_BYTES:
+        raise ValueError(f"an example must have at most {_MAX_EXAMPLE_BYTES} bytes, got {size}")

@@ -13,16 +13,17 @@ from dataclasses import astuple, dataclass, replace
 from hashlib import blake2b
 from typing import Any, Self
 
-from mbpa.serve.database import DamagedError, Database, Schema
+from mbpa.serve.database import Database, Schema
+from mbpa.serve.journal_errors import DamagedError
 
-FORMAT = 2  # 1: without check sums
+JOURNAL_FORMAT = 2  # 1: without check sums
 
 Row = tuple[str, str | bytes | None, bytes | None]
 """An example to write: label, text or picture file, key."""
 
 _CHECKSUM_BYTES = 8
 _CONTENT_BYTES = 16  # size of the digest that identifies the examples of a call
-_NONE = bytes(_CHECKSUM_BYTES)
+_ZERO_CHECKSUM = bytes(_CHECKSUM_BYTES)
 _TABLES = {
     "examples": """(
     id INTEGER PRIMARY KEY, live INTEGER NOT NULL CHECK (live IN (0, 1)),
@@ -58,7 +59,7 @@ FROM examples WHERE live
 """
 _VERIFY_REQUESTS = "SELECT number, name, first, count, content, keys, checksum FROM requests"
 _TAGS = {type(None): b"n", int: b"i", str: b"s", bytes: b"b"}
-_KINDS = {type(None): "null", str: "text", bytes: "blob"}  # SQLite's names of the types
+_SQLITE_TYPES = {type(None): "null", str: "text", bytes: "blob"}  # SQLite's names of the types
 
 
 @dataclass(frozen=True)
@@ -70,20 +71,20 @@ class Totals:
     last: int = 0
     """Highest id ever assigned."""
     examples: int = 0
-    example_checksums: bytes = _NONE
+    example_checksums: bytes = _ZERO_CHECKSUM
     requests: int = 0
-    request_checksums: bytes = _NONE
+    request_checksums: bytes = _ZERO_CHECKSUM
 
     def count_examples(self, sign: int, checksums: Sequence[bytes]) -> Self:
         """Return the totals after adding (1) or removing (-1) these examples."""
         count = self.examples + sign * len(checksums)
-        combined = combine([self.example_checksums, *checksums])
+        combined = combine_checksums([self.example_checksums, *checksums])
         return replace(self, examples=count, example_checksums=combined)
 
     def count_requests(self, sign: int, checksums: Sequence[bytes]) -> Self:
         """Return the totals after adding (1) or removing (-1) these remembered requests."""
         count = self.requests + sign * len(checksums)
-        combined = combine([self.request_checksums, *checksums])
+        combined = combine_checksums([self.request_checksums, *checksums])
         return replace(self, requests=count, request_checksums=combined)
 
     def write(self, database: Database) -> None:
@@ -96,7 +97,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedCounts:
     """Counts made while every row of a journal was verified."""
 
     totals: Totals
@@ -119,7 +120,7 @@ def compute_checksum(*parts: int | str | bytes | None, size: int = _CHECKSUM_BYT
     return digest.digest()
 
 
-def combine(checksums: Sequence[bytes]) -> bytes:
+def combine_checksums(checksums: Sequence[bytes]) -> bytes:
     """Return the exclusive or of check sums, which does not depend on their order."""
     total = 0
     for checksum in checksums:
@@ -135,19 +136,19 @@ def describe_call(examples: Sequence[Row]) -> tuple[bytes, bytes]:
     from them that it was present.
     """
     parts: list[str | bytes | None] = []
-    for label, said, key in examples:
-        parts += [label, said, key if said is None else None]
+    for label, item, key in examples:
+        parts += [label, item, key if item is None else None]
     keys = b"".join(compute_checksum(key) for _, _, key in examples)
     return compute_checksum(*parts, size=_CONTENT_BYTES), keys
 
 
 def is_same_call(examples: Sequence[Row], content: bytes, keys: bytes) -> bool:
     """Return whether these examples match the digests of a call; texts may lack their keys."""
-    told, given = describe_call(examples)
-    return told == content and all(
-        (said is not None and key is None)
-        or given[place : place + _CHECKSUM_BYTES] == keys[place : place + _CHECKSUM_BYTES]
-        for place, (_, said, key) in zip(
+    given_content, given_keys = describe_call(examples)
+    return given_content == content and all(
+        (item is not None and key is None)
+        or given_keys[place : place + _CHECKSUM_BYTES] == keys[place : place + _CHECKSUM_BYTES]
+        for place, (_, item, key) in zip(
             range(0, len(keys), _CHECKSUM_BYTES), examples, strict=True
         )
     )
@@ -158,10 +159,12 @@ def is_same_call(examples: Sequence[Row], content: bytes, keys: bytes) -> bool:
 
 def insert_example(database: Database, id: int, restored: bool, example: Row) -> bytes:
     """Write a live example and return its check sum."""
-    label, said, key = example
-    content = said.encode() if isinstance(said, str) else said
-    checksum = compute_checksum(id, int(restored), label.encode(), _KINDS[type(said)], content, key)
-    values = id, int(restored), label, said, key, checksum
+    label, item, key = example
+    content = item.encode() if isinstance(item, str) else item
+    checksum = compute_checksum(
+        id, int(restored), label.encode(), _SQLITE_TYPES[type(item)], content, key
+    )
+    values = id, int(restored), label, item, key, checksum
     database.rows("INSERT INTO examples VALUES (?, 1, ?, ?, ?, ?, ?)", *values)
     return checksum
 
@@ -181,7 +184,7 @@ def copy_live_rows(database: Database) -> None:
     database.rows("DROP TABLE forgotten")
 
 
-def verify(database: Database) -> Verified:
+def verify(database: Database) -> VerifiedCounts:
     """Read every row, compare all check sums, and return the counts.
 
     Raises:
@@ -196,13 +199,13 @@ def verify(database: Database) -> Verified:
     if (missing := database.acknowledged - found.totals.change) > 0:
         raise _describe_damage(
             database,
-            f"the last {missing} acknowledged calls are missing; if it is an older copy, delete "
+            f"the last {missing} acknowledged calls are missing; if this is an old backup, delete "
             f"{database.path.name}.lock",
         )
     return found
 
 
-def _verify_rows(database: Database) -> Verified:
+def _verify_rows(database: Database) -> VerifiedCounts:
     ((*columns, checksum),) = database.rows("SELECT * FROM counters")
     if checksum != compute_checksum(*columns):
         raise _describe_damage(database, "the counters were altered")
@@ -223,14 +226,14 @@ def _verify_rows(database: Database) -> Verified:
         checksums.append(checksum)
     if found.count_requests(1, checksums) != totals:
         raise _describe_damage(
-            database, f"{totals.examples} examples were written, {found.examples} are there"
+            database, f"{totals.examples} examples were written, {found.examples} were found"
         )
     ((waste,),) = database.rows(f"SELECT ifnull(sum({SIZE}), 0) FROM examples WHERE NOT live")
-    return Verified(totals, labels, frozenset(restored), waste)
+    return VerifiedCounts(totals, labels, frozenset(restored), waste)
 
 
 def _describe_damage(database: Database, what: str) -> DamagedError:
-    return DamagedError(f"{database.path}: damaged ({what}): restore it from a copy")
+    return DamagedError(f"{database.path}: damaged ({what}): restore it from a backup")
 
 
 # New files, and earlier formats
@@ -257,8 +260,8 @@ def _upgrade(database: Database, format: int) -> None:
     totals = Totals(*rows("SELECT change, last FROM earlier_counters")[0])
     select = "SELECT id, label, text, key FROM earlier_examples WHERE live ORDER BY id"
     checksums = [
-        insert_example(database, id, id in restored, (label, said, key))
-        for id, label, said, key in database.stream(select)
+        insert_example(database, id, id in restored, (label, item, key))
+        for id, label, item, key in database.stream(select)
     ]
     totals = totals.count_examples(1, checksums)
     calls = rows("SELECT number, name, first, count FROM earlier_requests ORDER BY number")
@@ -272,8 +275,8 @@ def _copy_request(database: Database, number: int, name: str, first: int, count:
     """Copy a request of format 1. Its digests are null if any of its examples were forgotten."""
     select = "SELECT label, text, key FROM examples WHERE id >= ? AND id < ?"
     examples: list[Any] = database.rows(select, first, first + count)
-    told = describe_call(examples) if len(examples) == count else (None, None)
-    return insert_request(database, number, name, first, count, *told)
+    digests = describe_call(examples) if len(examples) == count else (None, None)
+    return insert_request(database, number, name, first, count, *digests)
 
 
-SCHEMA = Schema(FORMAT, _TABLES, _fill, _upgrade)
+SCHEMA = Schema(JOURNAL_FORMAT, _TABLES, _fill, _upgrade)

@@ -11,18 +11,18 @@ from typing import ClassVar, Literal
 
 from tqdm import tqdm
 
-from mbpa.encoders import image
+from mbpa.encoders.pictures import SUFFIXES, PictureError, standardize
 from mbpa.errors import RunError
-from mbpa.serve.answers import check_label
+from mbpa.serve.input_checks import check_label
 from mbpa.serve.journal import InputError
-from mbpa.serve.labelled_texts import read_spreadsheet
+from mbpa.serve.labelled_texts import read_labelled_texts
 
-MOST_PIXELS = 80_000_000  # per picture; higher than for requests, since the files are one's own
+MAX_OWN_PICTURE_PIXELS = 80_000_000  # more than in a request, since the files are the user's own
 
 
 @dataclass(frozen=True, eq=False)
-class Album:
-    """Distinct pairs of a picture, as returned by `mbpa.encoders.image.kept`, and its label."""
+class LabelledImages:
+    """Distinct pairs of a picture, as returned by `pictures.standardize`, and its label."""
 
     takes: ClassVar[Literal["images"]] = "images"
     """Kind of the items, as in `Encoder.takes`."""
@@ -46,14 +46,14 @@ class Album:
         return self.rows - len(self.images)
 
 
-def read_album(
+def read_labelled_images(
     path: Path,
     *,
     column: str = "image",
     label: str = "label",
     encoding: str | None = None,
     progress: bool = False,
-) -> Album:
+) -> LabelledImages:
     """Read labelled pictures.
 
     Args:
@@ -65,25 +65,27 @@ def read_album(
     """
     strays = 0
     if path.is_dir():
-        found, strays = _in_folders(path)
+        found, strays = _find_pictures(path)
         rows = len(found)
     else:
-        table = read_spreadsheet(path, text=column, label=label, encoding=encoding, option="image")
+        table = read_labelled_texts(
+            path, text=column, label=label, encoding=encoding, option="image"
+        )
         found = [
             (path.parent / name, label)
             for name, label in zip(table.texts, table.labels, strict=True)
         ]
         rows = table.rows  # including duplicates, which the table leaves out
-    pairs = dict.fromkeys(_read(found, progress))
+    pairs = dict.fromkeys(_read_pictures(found, progress))
     images, labels = zip(*pairs, strict=True)
     if len(set(labels)) == 1:
-        raise RunError(f"{path} has one label only, {labels[0]!r}: there is nothing to tell apart")
+        raise RunError(f"{path} has only one label, {labels[0]!r}: at least two are needed")
     seen = Counter(picture for picture, _ in pairs)
     contradictions = sum(count > 1 for count in seen.values())
-    return Album(images, labels, rows, contradictions, strays)
+    return LabelledImages(images, labels, rows, contradictions, strays)
 
 
-def _in_folders(root: Path) -> tuple[list[tuple[Path, str]], int]:
+def _find_pictures(root: Path) -> tuple[list[tuple[Path, str]], int]:
     """Return the pictures with their labels, sorted by path, and the number of other files."""
     found: list[tuple[Path, str]] = []
     strays = sum(each.is_file() and not _is_hidden(each.name) for each in root.iterdir())
@@ -93,15 +95,15 @@ def _in_folders(root: Path) -> tuple[list[tuple[Path, str]], int]:
             for file in sorted(folder.rglob("*"))
             if file.is_file() and not any(map(_is_hidden, file.relative_to(root).parts))
         ]
-        pictures = [file for file in files if file.suffix.lower() in image.SUFFIXES]
+        pictures = [file for file in files if file.suffix.lower() in SUFFIXES]
         strays += len(files) - len(pictures)
         if pictures:
-            _check(folder)
+            _check_folder_name(folder)
         found += [(file, folder.name.strip()) for file in pictures]
     if not found:
-        kinds = ", ".join(sorted(image.SUFFIXES))
+        kinds = ", ".join(sorted(SUFFIXES))
         raise RunError(
-            f"{root} has no pictures ({kinds}) in sub-folders; it must have one for each label"
+            f"{root} has no pictures ({kinds}) in sub-folders; it must have one per label"
         )
     return found, strays
 
@@ -111,18 +113,20 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def _check(folder: Path) -> None:
+def _check_folder_name(folder: Path) -> None:
     try:
         check_label(folder.name)
     except InputError as error:
         raise RunError(f"{str(folder)!r} cannot be a label: {error}") from error
 
 
-def _read(found: Sequence[tuple[Path, str]], progress: bool) -> Iterator[tuple[bytes, str]]:
+def _read_pictures(
+    found: Sequence[tuple[Path, str]], progress: bool
+) -> Iterator[tuple[bytes, str]]:
     for path, label in tqdm(found, desc="reading", file=sys.stderr, disable=not progress):
         try:
-            yield image.kept(path.read_bytes(), most_pixels=MOST_PIXELS), label
+            yield standardize(path.read_bytes(), max_pixels=MAX_OWN_PICTURE_PIXELS), label
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
-        except image.PictureError as error:
+        except PictureError as error:
             raise RunError(f"{path}: {error}") from error

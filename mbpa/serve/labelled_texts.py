@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from mbpa.errors import RunError
-from mbpa.serve.answers import check_label, check_text
+from mbpa.serve.input_checks import check_label, check_text
 from mbpa.serve.journal import InputError
 
 ENCODINGS = "utf-8-sig", "utf-16"  # chosen by the byte order mark
-MOST_FIELD = 1 << 20  # characters per field of a CSV file
+MAX_FIELD_CHARACTERS = 1 << 20  # characters per field of a CSV file
 
 
 @dataclass(frozen=True)
-class Spreadsheet:
+class LabelledTexts:
     """Distinct pairs of a text and its label, in the order of the file."""
 
     takes: ClassVar[Literal["texts"]] = "texts"
@@ -43,14 +43,14 @@ class Spreadsheet:
         return self.rows - len(self.texts)
 
 
-def read_spreadsheet(
+def read_labelled_texts(
     path: Path,
     *,
     text: str = "text",
     label: str = "label",
     encoding: str | None = None,
     option: str = "text",
-) -> Spreadsheet:
+) -> LabelledTexts:
     """Read a file of texts and labels: JSONL or CSV with a header, depending on the suffix.
 
     Args:
@@ -62,28 +62,28 @@ def read_spreadsheet(
     Raises:
         RunError: a line is invalid; the message names it.
     """
-    content = _decoded(path, encoding)
+    content = _decode_file(path, encoding)
     is_json = path.suffix.lower() in {".jsonl", ".ndjson", ".json"}
-    lines = _json_lines(path, content) if is_json else _csv_lines(path, content)
+    lines = _parse_json_lines(path, content) if is_json else _parse_csv(path, content)
     pairs: dict[tuple[str, str], None] = {}
     rows = 0
     names: tuple[str, str] | None = None
     for number, row in lines:
-        names = names or _columns(path, list(row), text, label, option)
-        pair = _pair(f"{path}, line {number}", row, *names)
+        names = names or _choose_columns(path, list(row), text, label, option)
+        pair = _parse_pair(f"{path}, line {number}", row, *names)
         if pair is not None:
             rows += 1
             pairs.setdefault(pair)
     if not pairs:
         raise RunError(f"{path} has no rows with a text and a label")
-    meanings = Counter(said for said, _ in pairs)
+    labels_per_text = Counter(text for text, _ in pairs)
     texts, labels = zip(*pairs, strict=True)
     if len(set(labels)) == 1:
-        raise RunError(f"{path} has one label only, {labels[0]!r}: there is nothing to tell apart")
-    return Spreadsheet(texts, labels, rows, sum(count > 1 for count in meanings.values()))
+        raise RunError(f"{path} has only one label, {labels[0]!r}: at least two are needed")
+    return LabelledTexts(texts, labels, rows, sum(count > 1 for count in labels_per_text.values()))
 
 
-def _decoded(path: Path, encoding: str | None) -> str:
+def _decode_file(path: Path, encoding: str | None) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -99,15 +99,15 @@ def _decoded(path: Path, encoding: str | None) -> str:
         at = getattr(error, "start", 0)
         line = data.count(b"\n", 0, at) + 1
         raise RunError(
-            f"{path}, line {line}: not {chosen.removesuffix('-sig').upper()} text; name its "
-            "encoding, such as --encoding cp1252"
+            f"{path}, line {line}: not {chosen.removesuffix('-sig').upper()} text; pass the "
+            "encoding of the file, such as --encoding cp1252"
         ) from error
 
 
-def _csv_lines(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parse_csv(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]]:
     head = content[: content.find("\n") if "\n" in content else None]
     delimiter = max(",;\t", key=head.count)  # spreadsheets use different ones in different locales
-    csv.field_size_limit(MOST_FIELD)
+    csv.field_size_limit(MAX_FIELD_CHARACTERS)
     reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
     names: list[str] = []
     number = 1
@@ -117,8 +117,8 @@ def _csv_lines(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]]
                 names = row
             elif len(row) > len(names):
                 raise RunError(
-                    f"{path}, line {number}: has more fields than the header; a text with a "
-                    f"{delimiter!r} in it must stand in quotes"
+                    f"{path}, line {number}: more fields than the header has; a text that "
+                    f"contains {delimiter!r} must be quoted"
                 )
             elif row:
                 yield number, dict(zip(names, row, strict=False))  # a row may lack its last fields
@@ -127,7 +127,7 @@ def _csv_lines(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]]
         raise RunError(f"{path}, line {number}: {error}") from error
 
 
-def _json_lines(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parse_json_lines(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
@@ -140,7 +140,9 @@ def _json_lines(path: Path, content: str) -> Iterator[tuple[int, dict[str, Any]]
         yield number, row
 
 
-def _columns(path: Path, names: list[str], text: str, label: str, option: str) -> tuple[str, str]:
+def _choose_columns(
+    path: Path, names: list[str], text: str, label: str, option: str
+) -> tuple[str, str]:
     """Return the names of the text and label columns, given all names in the first row."""
     others = [name for name in names if name != text]
     if label == "label" and label not in names and len(others) == 1:
@@ -148,13 +150,13 @@ def _columns(path: Path, names: list[str], text: str, label: str, option: str) -
     for what, name in ((option, text), ("label", label)):
         if name not in names:
             raise RunError(
-                f"{path} has no column {name!r}, but {', '.join(map(repr, names))}: say which "
-                f"holds the {what} with --{what} NAME"
+                f"{path} has no column {name!r}, only {', '.join(map(repr, names))}: name the "
+                f"column of the {what}s with --{what} NAME"
             )
     return text, label
 
 
-def _pair(where: str, row: dict[str, Any], text: str, label: str) -> tuple[str, str] | None:
+def _parse_pair(where: str, row: dict[str, Any], text: str, label: str) -> tuple[str, str] | None:
     """Return the text and label of a row, trimmed; `None` if both are empty."""
     values = []
     for name in (text, label):

@@ -12,22 +12,15 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mbpa.serve.settings import OPEN_PATHS, Settings
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-BODY_TIMEOUT_S = 30
-MAX_DRAINED_BYTES = 1 << 26  # bytes of an oversized body that are read before it is refused
+MAX_DRAINED_BYTES = 1 << 26  # of an oversized body that are read before it is refused
 WAITING_PATHS = ("/predict", "/explain")
 TOO_MANY_REQUESTS = "too many requests at once, try again"
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -44,22 +37,29 @@ class Metrics:
         )
         self.seconds = Histogram(
             "mbpa_seconds",
-            "Time to an answer",
+            "Seconds until the answer",
             ["path"],
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.shed = Counter("mbpa_shed", "Requests turned away with 429", registry=registry)
-        self.in_flight = Gauge("mbpa_in_flight", "Requests inside", registry=registry)
+        self.shed = Counter("mbpa_shed", "Requests refused with 429", registry=registry)
+        self.in_flight = Gauge(
+            "mbpa_in_flight", "Requests received and not answered yet", registry=registry
+        )
         self.batch = Histogram(
-            "mbpa_batch", "Queries in a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=registry
+            "mbpa_batch",
+            "Items per batch of the model",
+            buckets=(1, 2, 4, 8, 16, 32, 64),
+            registry=registry,
         )
         self.page_requests = Gauge(
-            "mbpa_page_requests", "Open requests to pages, streams among them", registry=registry
+            "mbpa_page_requests", "Open requests to pages, including streams", registry=registry
         )
         self.examples = Gauge("mbpa_examples", "Examples in the memory", registry=registry)
         self.labels = Gauge("mbpa_labels", "Labels", registry=registry)
-        self.read_only = Gauge("mbpa_read_only", "1 once a write has failed", registry=registry)
+        self.read_only = Gauge(
+            "mbpa_read_only", "1 if the journal cannot be written, else 0", registry=registry
+        )
 
 
 class Middleware:
@@ -75,7 +75,7 @@ class Middleware:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         settings: Settings,
         metrics: Metrics,
         paths: set[str],
@@ -83,104 +83,108 @@ class Middleware:
     ) -> None:
         self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
         self._estimate_wait_s = estimate_wait_s
-        self.inside = self.receiving = self.held_bytes = self._on_pages = 0
+        self.in_flight = self.receiving = self.held_bytes = self._page_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif self._is_of_page(scope["path"]):
-            await self._pass_to_page(scope, receive, send)
+        elif self._is_page_path(scope["path"]):
+            await self._forward_to_page(scope, receive, send)
         else:
-            await self._pass(scope, receive, send)
+            await self._forward(scope, receive, send)
 
-    def _is_of_page(self, path: str) -> bool:
+    def _is_page_path(self, path: str) -> bool:
         pages = self._settings.open_paths
         return any(path == page or path.startswith(f"{page}/") for page in pages)
 
-    async def _pass_to_page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._on_pages >= self._settings.page_requests:
+    async def _forward_to_page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._page_requests >= self._settings.page_requests:
             self._metrics.shed.inc()
             await refuse(send, 429, "too many open requests, try again", retry_after=1)
             return
-        self._on_pages += 1
-        self._metrics.page_requests.set(self._on_pages)
+        self._page_requests += 1
+        self._metrics.page_requests.set(self._page_requests)
         try:
             await self._app(scope, receive, send)
         finally:
-            self._on_pages -= 1
-            self._metrics.page_requests.set(self._on_pages)
+            self._page_requests -= 1
+            self._metrics.page_requests.set(self._page_requests)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, start, status = scope["path"], time.perf_counter(), 500
-        known = path if path in self._paths else "other"  # clients can invent any number of paths
-        visit = _Visit(self)
+        counted_path = (
+            path if path in self._paths else "other"
+        )  # clients can invent any number of paths
+        state = _RequestState(self)
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                visit.leave()  # a client that reads slowly must not occupy a place
+                state.leave()  # a client that reads slowly must not count as in flight
             await send(message)
 
         try:
-            await self._pass_or_refuse(scope, path, visit, receive, sending)
+            await self._forward_or_refuse(scope, path, state, receive, sending)
         finally:
-            visit.leave()
-            self._metrics.requests.labels(known, status).inc()
-            self._metrics.seconds.labels(known).observe(time.perf_counter() - start)
+            state.leave()
+            self._metrics.requests.labels(counted_path, status).inc()
+            self._metrics.seconds.labels(counted_path).observe(time.perf_counter() - start)
 
-    async def _pass_or_refuse(
-        self, scope: Scope, path: str, visit: _Visit, receive: Receive, send: Send
+    async def _forward_or_refuse(
+        self, scope: Scope, path: str, state: _RequestState, receive: Receive, send: Send
     ) -> None:
         settings = self._settings
         headers = dict(scope["headers"])
-        has_body = b"transfer-encoding" in headers or _length(headers) > 0
+        has_body = b"transfer-encoding" in headers or _get_content_length(headers) > 0
         is_full = (
-            self.inside >= settings.in_flight
+            self.in_flight >= settings.in_flight
             or self.receiving >= settings.receiving
             or self.held_bytes >= settings.held_bytes
         )
-        wait_s = self._estimate_wait_s(_length(headers)) if path in WAITING_PATHS else 0.0
+        wait_s = (
+            self._estimate_wait_s(_get_content_length(headers)) if path in WAITING_PATHS else 0.0
+        )
         if (is_full or wait_s > settings.wait_s) and path != "/health":
             self._metrics.shed.inc()
             await refuse(send, 429, TOO_MANY_REQUESTS, retry_after=wait_s - settings.wait_s)
-        elif not self._may_pass(path, headers):
-            text = "give the right token: Authorization: Bearer TOKEN"
+        elif not self._is_authorized(path, headers):
+            text = "a valid token is required: Authorization: Bearer TOKEN"
             await refuse(send, 401, text, extra=[(b"www-authenticate", b"Bearer")])
-        elif _length(headers) > settings.body_bytes:
-            visit.receive()
-            await _drained(receive, _patience())
-            await refuse(send, 413, f"a body must have at most {settings.body_bytes} bytes")
+        elif _get_content_length(headers) > settings.body_bytes:
+            state.receive()
+            await _drain(receive, _compute_deadline(settings.body_timeout_s))
+            await refuse(send, 413, f"the body must have at most {settings.body_bytes} bytes")
         elif not has_body:
-            visit.enter()
+            state.enter()
             await self._app(scope, receive, send)
         else:
-            visit.receive()
-            await self._app(scope, self._admit_whole(receive, visit), send)
+            state.receive()
+            await self._app(scope, self._admit_whole(receive, state), send)
 
-    def _admit_whole(self, receive: Receive, visit: _Visit) -> Receive:
-        """Admit a request once its body has arrived, so that slow clients occupy no place."""
-        counted = _counted(receive, self._settings.body_bytes)
+    def _admit_whole(self, receive: Receive, state: _RequestState) -> Receive:
+        """Admit a request once its body has arrived, so that slow clients delay nobody."""
+        limited = _limit_body(receive, self._settings.body_bytes, self._settings.body_timeout_s)
 
         async def receiving() -> Message:
-            message = await counted()
-            visit.hold(len(message.get("body", b"")))
+            message = await limited()
+            state.hold(len(message.get("body", b"")))
             is_last = message["type"] == "http.request" and not message.get("more_body", False)
-            if is_last and not visit.is_inside:
-                if self.inside >= self._settings.in_flight:
+            if is_last and not state.is_in_flight:
+                if self.in_flight >= self._settings.in_flight:
                     self._metrics.shed.inc()
                     raise HTTPException(429, TOO_MANY_REQUESTS, {"Retry-After": "1"})
-                visit.enter()
+                state.enter()
             return message
 
         return receiving
 
     def count(self, change: int) -> None:
         """Change the number of requests in flight."""
-        self.inside += change
-        self._metrics.in_flight.set(self.inside)
+        self.in_flight += change
+        self._metrics.in_flight.set(self.in_flight)
 
-    def _may_pass(self, path: str, headers: dict[bytes, bytes]) -> bool:
+    def _is_authorized(self, path: str, headers: dict[bytes, bytes]) -> bool:
         token = self._settings.token
         if token is None or path in OPEN_PATHS:
             return True
@@ -189,11 +193,11 @@ class Middleware:
         return is_right and scheme.lower() == b"bearer"  # the scheme is case-insensitive
 
 
-class _Visit:
+class _RequestState:
     """The state of a request (arriving, in flight or done), which the middleware counts."""
 
     def __init__(self, middleware: Middleware) -> None:
-        self._middleware, self.is_inside = middleware, False
+        self._middleware, self.is_in_flight = middleware, False
         self._is_receiving, self._held_bytes = False, 0
 
     def receive(self) -> None:
@@ -209,7 +213,7 @@ class _Visit:
     def enter(self) -> None:
         """Record that the request has arrived completely and is in flight."""
         self._stop_receiving()
-        self.is_inside = True
+        self.is_in_flight = True
         self._middleware.count(1)
 
     def leave(self) -> None:
@@ -217,8 +221,8 @@ class _Visit:
         self._stop_receiving()
         self._middleware.held_bytes -= self._held_bytes
         self._held_bytes = 0
-        if self.is_inside:
-            self.is_inside = False
+        if self.is_in_flight:
+            self.is_in_flight = False
             self._middleware.count(-1)
 
     def _stop_receiving(self) -> None:
@@ -244,49 +248,49 @@ async def refuse(
     await send({"type": "http.response.body", "body": body})
 
 
-def _length(headers: dict[bytes, bytes]) -> int:
+def _get_content_length(headers: dict[bytes, bytes]) -> int:
     try:
         return int(headers.get(b"content-length", b"0"))
     except ValueError:
         return 0  # the server itself refuses such requests
 
 
-def _patience() -> float:
-    """Return the deadline for a body, in the event loop's time."""
-    return asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+def _compute_deadline(timeout_s: float) -> float:
+    """Return the time at which a timeout that starts now ends, by the event loop's clock."""
+    return asyncio.get_running_loop().time() + timeout_s
 
 
-async def _drained(receive: Receive, give_up: float) -> None:
+async def _drain(receive: Receive, deadline: float) -> None:
     """Read and discard the body: many clients read no response before they have sent all of it."""
     read, more = 0, True
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout_at(give_up):
+        async with asyncio.timeout_at(deadline):
             while more and read < MAX_DRAINED_BYTES:
                 message = await receive()
                 read += len(message.get("body", b""))
                 more = message["type"] == "http.request" and message.get("more_body", False)
 
 
-def _counted(receive: Receive, most: int) -> Receive:
+def _limit_body(receive: Receive, max_bytes: int, timeout_s: float) -> Receive:
     """Wrap `receive` to limit the size of a body of unknown length, and the time it may take."""
     read, more = 0, True
-    give_up = _patience()
+    deadline = _compute_deadline(timeout_s)
 
     async def receiving() -> Message:
         nonlocal read, more
         if not more:
             return await receive()
         try:
-            async with asyncio.timeout_at(give_up):
+            async with asyncio.timeout_at(deadline):
                 message = await receive()
         except TimeoutError:
-            raise HTTPException(408, f"a body must come within {BODY_TIMEOUT_S} seconds") from None
+            raise HTTPException(408, f"the body must arrive within {timeout_s:g} seconds") from None
         read += len(message.get("body", b""))
         more = message.get("more_body", False)
-        if read > most:
+        if read > max_bytes:
             if more:
-                await _drained(receive, give_up)
-            raise HTTPException(413, f"a body must have at most {most} bytes")
+                await _drain(receive, deadline)
+            raise HTTPException(413, f"the body must have at most {max_bytes} bytes")
         return message
 
     return receiving

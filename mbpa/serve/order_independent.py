@@ -25,12 +25,12 @@ from torch import Tensor
 from mbpa.memory import ExactMemory, Neighbors, validation
 from mbpa.modules.new_rows import NewRows
 
-SPARE = 8  # extra neighbours read to detect ties at the cut
-AT_ONCE = 4096  # keys per chunk, to bound the memory for their integers
-FINENESS = 2.0**40  # integer units per 1.0 in sums of keys; sums to eight million fit into 64 bits
+SPARE_NEIGHBORS = 8  # extra neighbours read to detect ties at the cut
+KEYS_PER_CHUNK = 4096  # keys per chunk, to bound the memory for their integers
+UNITS_PER_ONE = 2.0**40  # in integer sums of keys; sums up to eight million fit into 64 bits
 
 
-class TaughtMemory:
+class OrderIndependentReader:
     """Entries in an `ExactMemory`, of which `read` returns neighbours by their content alone.
 
     It is no `Memory` itself: a memory puts the newer of two equally near entries first.
@@ -52,7 +52,7 @@ class TaughtMemory:
         """
         k = validation.count("k", k)
         with self.memory.lock:
-            reach = k + SPARE
+            reach = k + SPARE_NEIGHBORS
             found = self.memory.read(queries, reach, keys_for=0)
             while reach < len(self.memory) and _is_cut(found.distances, k):
                 reach *= 4
@@ -82,14 +82,16 @@ class TaughtMemory:
         order = order.clone()
         places = columns[rows].argsort(dim=1, stable=True)
         ids, inverse = found.ids[rows].unique(return_inverse=True)
-        digests = torch.cat([_digest(self.memory.get_keys(part)) for part in ids.split(AT_ONCE)])
+        digests = torch.cat(
+            [_compute_digests(self.memory.get_keys(part)) for part in ids.split(KEYS_PER_CHUNK)]
+        )
         for part in (digests[inverse], distances[rows]):
             places = places.gather(1, part.gather(1, places).argsort(dim=1, stable=True))
         order[rows] = places
         return order
 
 
-class TaughtRows:
+class LabelRows:
     """Rows of the head by label, computed from the keys of the examples, which have unit norm.
 
     Keys are summed as integers in fixed units much finer than their own precision. The sum does
@@ -132,8 +134,10 @@ class TaughtRows:
             places[label].append(place)
         for label, rows in places.items():
             total = self._sums.get(label, self._none)
-            for start in range(0, len(rows), AT_ONCE):
-                part = np.multiply(given[rows[start : start + AT_ONCE]], FINENESS, dtype=np.float64)
+            for start in range(0, len(rows), KEYS_PER_CHUNK):
+                part = np.multiply(
+                    given[rows[start : start + KEYS_PER_CHUNK]], UNITS_PER_ONE, dtype=np.float64
+                )
                 total = total + sign * part.round().astype(np.int64).sum(0)
             if total.any():
                 self._sums[label] = total
@@ -155,14 +159,14 @@ def _find_ties(distances: Float[Tensor, "B R"]) -> Bool[Tensor, "B S"]:
 
 
 @cache
-def _factors(words: int, device: torch.device) -> Int[Tensor, "W"]:
+def _draw_factors(words: int, device: torch.device) -> Int[Tensor, "W"]:
     limits = torch.iinfo(torch.int64)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(limits.min, limits.max, (words,), generator=generator).to(device)
 
 
-def _digest(keys: Float[Tensor, "N D"]) -> Int[Tensor, "N"]:
+def _compute_digests(keys: Float[Tensor, "N D"]) -> Int[Tensor, "N"]:
     """Return a 64-bit digest per key; two different keys collide only by chance."""
     halves = keys.contiguous().view(torch.int16).to(torch.int64)
-    digests: Tensor = (halves * _factors(halves.shape[1], keys.device)).sum(1)  # wraps around
+    digests: Tensor = (halves * _draw_factors(halves.shape[1], keys.device)).sum(1)  # wraps around
     return digests

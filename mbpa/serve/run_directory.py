@@ -18,11 +18,14 @@ from pathlib import Path
 
 from mbpa import files
 from mbpa.errors import RunError
-from mbpa.serve.database import DamagedError, InUseError, JournalError
-from mbpa.serve.journal import Journal
-from mbpa.serve.run_info import JOURNAL, MODEL, RUN
+from mbpa.serve.journal import DamagedError, InUseError, Journal, JournalError
+from mbpa.serve.run_info import JOURNAL_FILE, MODEL_DIRECTORY, RUN_FILE
 
-PARTS = {RUN, MODEL, *(JOURNAL + end for end in ("", "-wal", "-shm", "-journal", ".lock"))}
+RUN_PARTS = {
+    RUN_FILE,
+    MODEL_DIRECTORY,
+    *(JOURNAL_FILE + end for end in ("", "-wal", "-shm", "-journal", ".lock")),
+}
 """Names of the files of a run directory; anything else belongs to the user and is never removed."""
 
 
@@ -31,7 +34,7 @@ def require_free(out: Path, *, replace: bool) -> None:
 
     With `replace`, an existing run may be lost, and nothing else.
     """
-    with writable(out):
+    with reporting_errors(out):
         place = _find_place(out)
         _check_free(place, replace)
         above = next(each for each in place.parents if each.exists())
@@ -42,17 +45,17 @@ def require_free(out: Path, *, replace: bool) -> None:
 
 
 @contextmanager
-def writable(out: Path) -> Iterator[None]:
+def reporting_errors(out: Path) -> Iterator[None]:
     """Turn errors of the disk or the journal into a `RunError` of one line."""
     try:
         yield
     except (OSError, JournalError) as error:
         why = getattr(error, "strerror", None) or error
-        raise RunError(f"{out} cannot be written ({why}): name another --out") from error
+        raise RunError(f"{out} cannot be written ({why}): choose another --out") from error
 
 
 @contextmanager
-def in_its_place(out: Path, *, replace: bool) -> Iterator[Path]:
+def replace_directory(out: Path, *, replace: bool) -> Iterator[Path]:
     """Yield a new directory that takes the place of `out` on success.
 
     If `out` is a symbolic link, its target is replaced and the link stays.
@@ -64,7 +67,7 @@ def in_its_place(out: Path, *, replace: bool) -> Iterator[Path]:
     new = _name_beside(place, "new")
     new.mkdir()
     try:
-        with _locked(new):
+        with _hold_lock(new):
             yield new
             files.flush_directory(new)
             old = _take_place(new, place, replace)
@@ -88,27 +91,31 @@ def _check_free(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
         raise RunError(f"{out} is a file; --out must name a directory")
     there = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    foreign = sorted(there - PARTS)
+    foreign = sorted(there - RUN_PARTS)
     if foreign:
-        raise RunError(f"{out} holds {foreign[0]}, which is no part of a run: name another --out")
-    if there and RUN not in there:
-        raise RunError(f"{out} is not empty, and no run: name another --out")
+        raise RunError(
+            f"{out} contains {foreign[0]}, which is not part of a run: choose another --out"
+        )
+    if there and RUN_FILE not in there:
+        raise RunError(f"{out} is neither empty nor a run: choose another --out")
     if there and not replace:
-        raise RunError(f"{out} is a run: what was taught there would be lost; --again replaces it")
-    with _not_served(out):
+        raise RunError(
+            f"{out} is a run, and what it was taught would be lost: use --again to replace it"
+        )
+    with _keep_unserved(out):
         pass
 
 
 @contextmanager
-def _not_served(out: Path) -> Iterator[None]:
+def _keep_unserved(out: Path) -> Iterator[None]:
     """Keep other processes from serving a run while it is replaced.
 
     They would acknowledge lessons that are then lost.
     """
     with ExitStack() as held:
-        if (out / JOURNAL).exists():
+        if (out / JOURNAL_FILE).exists():
             try:
-                held.enter_context(Journal(out / JOURNAL))
+                held.enter_context(Journal(out / JOURNAL_FILE))
             except InUseError as error:
                 raise RunError(str(error)) from error
             except DamagedError:  # it cannot be served either
@@ -124,8 +131,8 @@ def _take_place(new: Path, place: Path, replace: bool) -> Path | None:
         return None
     # Closing a journal removes files by name, and after the exchange the name belongs to the new
     # run. So the old journal is not open during the exchange; only its lock is held.
-    lock = place / f"{JOURNAL}.lock"
-    with _locked(lock) if lock.exists() else contextlib.nullcontext():
+    lock = place / f"{JOURNAL_FILE}.lock"
+    with _hold_lock(lock) if lock.exists() else contextlib.nullcontext():
         return new if files.exchange(new, place) else _replace_in_two_steps(new, place)
 
 
@@ -152,16 +159,19 @@ def _remove_leftovers(place: Path) -> None:
     """Remove what killed processes left beside a run; restore a run that was half replaced."""
     ours = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{32}}\.(new|old)")
     for found in [each for each in place.parent.iterdir() if ours.fullmatch(each.name)]:
-        if found.suffix == ".old" and not place.exists() and (found / RUN).exists():
+        if found.suffix == ".old" and not place.exists() and (found / RUN_FILE).exists():
             found.rename(place)
             files.flush_directory(place.parent)
             continue
-        with contextlib.suppress(OSError), _locked(found):  # another process may still write there
+        with (
+            contextlib.suppress(OSError),
+            _hold_lock(found),
+        ):  # another process may still write there
             shutil.rmtree(found)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a file or directory; raise `BlockingIOError` if another process does."""
     if os.name == "nt":  # directories cannot be opened there
         yield

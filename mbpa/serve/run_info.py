@@ -28,11 +28,11 @@ from mbpa.modules.new_rows import NewRows, require_unit_norm
 from mbpa.serialization import build, describe
 from mbpa.serve.journal import Example, Journal
 
-FORMAT = 4
+RUN_FORMAT = 4
 EARLIER_FORMATS = (1, 2, 3)  # texts; pictures; rows for new labels. None has a check sum.
-MOST_NORM = 1e15  # upper limit on the norm of a key
-RUN, MODEL, JOURNAL = "run.json", "model", "journal.sqlite"
-ROWS, MIDDLE = "rows", ("direction", "weight", "bias")  # in the checkpoint
+MAX_KEY_NORM = 1e15  # upper limit on the norm of a key
+RUN_FILE, MODEL_DIRECTORY, JOURNAL_FILE = "run.json", "model", "journal.sqlite"
+ROWS, ROW_TENSORS = "rows", ("direction", "weight", "bias")  # in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class RunInfo:
 
     def write(self, directory: Path) -> None:
         """Write `run.json` durably."""
-        content = {"format": FORMAT, "mbpa": mbpa.__version__, **vars(self)}
+        content = {"format": RUN_FORMAT, "mbpa": mbpa.__version__, **vars(self)}
         content["sha256"] = files.digest_json(content)
         text = json.dumps(content, indent=1, ensure_ascii=False)
-        files.write_durably(directory / RUN, f"{text}\n".encode())
+        files.write_durably(directory / RUN_FILE, f"{text}\n".encode())
 
     @classmethod
     def read(cls, directory: Path) -> RunInfo:
@@ -68,12 +68,12 @@ class RunInfo:
         Raises:
             RunError: the file is missing, damaged, or was written by a newer mbpa.
         """
-        path = directory / RUN
+        path = directory / RUN_FILE
         try:
             return cls._parse(json.loads(path.read_bytes().decode()))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RunError(
-                f"{directory} is no run: there is no {RUN}; make one with `mbpa teach`"
+                f"{directory} is not a run (it has no {RUN_FILE}): create one with `mbpa teach`"
             ) from error
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
@@ -87,10 +87,10 @@ class RunInfo:
         format = content["format"]
         if type(format) is not int or format < 1:
             raise ValueError(f"format must be a positive integer, got {format!r}")
-        if format > FORMAT:
+        if format > RUN_FORMAT:
             raise _NewerFormat
         if format not in EARLIER_FORMATS and content.pop("sha256") != files.digest_json(content):
-            raise ValueError("its check sum differs")
+            raise ValueError("its check sum is wrong")
         del content["format"], content["mbpa"]
         labels = content.pop("labels")
         if type(labels) is not list:
@@ -116,7 +116,7 @@ class RunInfo:
             and self.takes in ("texts", "images")
         )
         if not is_right:
-            raise ValueError("a field has a value that no run has")
+            raise ValueError("a field has an invalid value")
 
 
 class _NewerFormat(Exception):
@@ -149,14 +149,14 @@ def write_run(
     tensors = {"head": dict(head.state_dict())}
     description = {"predictor": describe(predictor)}
     if rows is not None:
-        tensors[ROWS] = {name: getattr(rows, name).detach() for name in MIDDLE}
+        tensors[ROWS] = {name: getattr(rows, name).detach() for name in ROW_TENSORS}
         description[ROWS] = {"scale": rows.scale, "offset": rows.offset}
-    save_checkpoint(directory / MODEL, tensors=tensors, description=description)
+    save_checkpoint(directory / MODEL_DIRECTORY, tensors=tensors, description=description)
     written = [
-        (label, said, as_bytes(key))
-        for (label, said), key in zip(examples, keys.cpu(), strict=True)
+        (label, item, encode_key(key))
+        for (label, item), key in zip(examples, keys.cpu(), strict=True)
     ]
-    with Journal(directory / JOURNAL) as journal:
+    with Journal(directory / JOURNAL_FILE) as journal:
         journal.learn(written)
     info.write(directory)
 
@@ -174,18 +174,18 @@ class Model(NamedTuple):
 def read_model(directory: Path, info: RunInfo, device: str | torch.device) -> Model:
     """Read the model of a run and check it against `info`."""
     try:
-        saved = load_checkpoint(directory / MODEL)
+        saved = load_checkpoint(directory / MODEL_DIRECTORY)
         shape, expected = saved.tensors["head"]["weight"].shape, (len(info.labels), info.key_dim)
         if shape != expected:
-            raise ValueError(f"its head must have the shape {expected}, got {tuple(shape)}")
+            raise ValueError(f"the head must have shape {expected}, got {tuple(shape)}")
         head = nn.Linear(info.key_dim, len(info.labels), device=device)
         head.load_state_dict(saved.tensors["head"])
         predictor = build(saved.description["predictor"])
         if not isinstance(predictor, mbpa.Predictor):
-            raise ValueError(f"{predictor!r} is no predictor")
+            raise ValueError(f"{predictor!r} is not a predictor")
         rows = None
         if ROWS in saved.description:
-            direction, weight, bias = (saved.tensors[ROWS][name] for name in MIDDLE)
+            direction, weight, bias = (saved.tensors[ROWS][name] for name in ROW_TENSORS)
             rows = NewRows(direction, weight, bias, **saved.description[ROWS])
     except (CheckpointError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise RunError(f"the model in {directory} cannot be used: {error}") from error
@@ -205,7 +205,7 @@ def read_encoder(info: RunInfo, device: str | torch.device) -> Encoder[Any] | No
     return text.encoder(info.encoder, device=device)
 
 
-def as_bytes(key: Float[Tensor, "D"]) -> bytes:
+def encode_key(key: Float[Tensor, "D"]) -> bytes:
     """Convert a key on the CPU to the bytes that the journal stores."""
     return key.detach().numpy().astype("<f4").tobytes()
 
@@ -223,8 +223,8 @@ def stack_keys(path: Path, examples: Iterable[Example], key_dim: int) -> Float[T
         if key.shape != row.shape:
             raise _describe_bad_key(path, key_dim, example, f"has {len(key)} numbers")
         row[:] = key
-    for place in np.flatnonzero(~(compute_norms(keys) < MOST_NORM)):
-        raise _describe_bad_key(path, key_dim, with_key[place], "has others")
+    for place in np.flatnonzero(~(compute_norms(keys) < MAX_KEY_NORM)):
+        raise _describe_bad_key(path, key_dim, with_key[place], "has not")
     return torch.from_numpy(keys)
 
 
@@ -236,6 +236,6 @@ def compute_norms(rows: Float[np.ndarray, "B D"]) -> Float[np.ndarray, "B"]:
 
 def _describe_bad_key(path: Path, key_dim: int, example: Example, what: str) -> RunError:
     return RunError(
-        f"{path}: keys must have {key_dim} finite numbers below {MOST_NORM:.0e}, "
-        f"that of example {example.id} {what}: restore the file from a copy"
+        f"{path}: keys must have {key_dim} finite numbers and a norm below {MAX_KEY_NORM:.0e}, but "
+        f"that of example {example.id} {what}: restore the file from a backup"
     )

@@ -8,15 +8,19 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from pydantic_core import PydanticCustomError
 
-from mbpa.serve.answers import MOST_FILE, MOST_LABEL, MOST_TEXT, Answer, NearExample, Reason
+from mbpa.serve.answers import Answer, NearExample, Reason
+from mbpa.serve.input_checks import MAX_LABEL_CHARACTERS, MAX_PICTURE_BYTES, MAX_TEXT_CHARACTERS
 
-BASE64 = 4 * MOST_FILE // 3  # characters of the largest picture in base64
-MOST_QUERIES, MOST_EXPLAINED, MOST_EXAMPLES, MOST_IDS = 256, 16, 256, 10_000  # per call
+MAX_BASE64_CHARACTERS = 4 * MAX_PICTURE_BYTES // 3
+MAX_QUERIES_PER_CALL = 256
+MAX_EXPLAINED_PER_CALL = 16
+MAX_EXAMPLES_PER_CALL = 256
+MAX_IDS_PER_CALL = 10_000
 UNKNOWN_FIELD = "unknown_field"  # type of the validation error for unknown fields
-MAX_NAME_CHARACTERS = 100  # characters of an unknown field's name that are compared and repeated
+MAX_NAME_CHARACTERS = 100  # of an unknown field's name that are compared and repeated
 
 
-def _written(control: str) -> dict[str, Any]:
+def _exclude_characters(control: str) -> dict[str, Any]:
     """Return an OpenAPI pattern that excludes these control characters."""
     return {"pattern": f"^[^{control}]+$"}
 
@@ -26,28 +30,34 @@ Text = Annotated[
     str,
     Field(
         min_length=1,
-        max_length=MOST_TEXT,
-        json_schema_extra=_written(r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"),
+        max_length=MAX_TEXT_CHARACTERS,
+        json_schema_extra=_exclude_characters(r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"),
     ),
 ]
 Label = Annotated[
     str,
-    Field(min_length=1, max_length=MOST_LABEL, json_schema_extra=_written(r"\x00-\x1f\x7f-\x9f")),
+    Field(
+        min_length=1,
+        max_length=MAX_LABEL_CHARACTERS,
+        json_schema_extra=_exclude_characters(r"\x00-\x1f\x7f-\x9f"),
+    ),
 ]
 Picture = Annotated[
     str,
     Field(
         min_length=1,
-        max_length=BASE64 + 2 * BASE64 // 64 + 100,  # allows line breaks and a data URL prefix
+        max_length=MAX_BASE64_CHARACTERS
+        + 2 * MAX_BASE64_CHARACTERS // 64
+        + 100,  # allows line breaks and a data URL prefix
         json_schema_extra={"contentEncoding": "base64"},
     ),
 ]
 Embedding = Annotated[list[FiniteFloat], Field(min_length=1, max_length=65_536)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Id = Annotated[int, Field(ge=1, le=2**62)]
 
 
-class Message(BaseModel):
+class ApiModel(BaseModel):
     """Base class of all messages. An unknown field is an error, so misspelt names are noticed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -72,43 +82,45 @@ def _explain_unknown(name: str, message: type[BaseModel]) -> str:
     near = difflib.get_close_matches(name[:MAX_NAME_CHARACTERS].lower(), known, n=2)
     if near:
         return f"unknown field; did you mean {' or '.join(near)}?"
-    return f"unknown field; known are {', '.join(known)}"
+    return f"unknown field; the known ones are {', '.join(known)}"
 
 
-def _one_of(message: BaseModel, *names: str) -> None:
+def _require_one(message: BaseModel, *names: str) -> None:
     if sum(getattr(message, name) is not None for name in names) != 1:
-        raise ValueError(f"give one of these: {', '.join(names)}")
+        raise ValueError(f"give exactly one of: {', '.join(names)}")
 
 
-def _given(name: str, kind: str) -> dict[str, Any]:
+def _require_field(name: str, kind: str) -> dict[str, Any]:
     """Return an OpenAPI schema stating that a field is present and not null."""
     return {"required": [name], "properties": {name: {"type": kind}}}
 
 
-class Query(Message):
+class Query(ApiModel):
     """Texts or pictures, whichever the run was made from, or embeddings from its encoder."""
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [_given(name, "array") for name in ("texts", "images", "embeddings")],
+            "oneOf": [_require_field(name, "array") for name in ("texts", "images", "embeddings")],
             "examples": [{"texts": ["one salami pizza for tonight"]}],
         }
     )
 
-    texts: Annotated[list[Text], Field(min_length=1, max_length=MOST_QUERIES)] | None = None
-    images: Annotated[list[Picture], Field(min_length=1, max_length=MOST_QUERIES)] | None = None
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_QUERIES_PER_CALL)] | None = None
+    images: (
+        Annotated[list[Picture], Field(min_length=1, max_length=MAX_QUERIES_PER_CALL)] | None
+    ) = None
     """Files of pictures, in base64."""
-    embeddings: Annotated[list[Embedding], Field(min_length=1, max_length=MOST_QUERIES)] | None = (
-        None
-    )
+    embeddings: (
+        Annotated[list[Embedding], Field(min_length=1, max_length=MAX_QUERIES_PER_CALL)] | None
+    ) = None
     top: Annotated[int, Field(ge=1, le=100)] = 3
     """Number of labels to return per answer."""
-    threshold: Share | None = None
-    """Confidence below which it abstains; by default the run's. With 0 it never abstains."""
+    threshold: Fraction | None = None
+    """Confidence below which the classifier abstains; by default the run's; 0: never."""
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        _one_of(self, "texts", "images", "embeddings")
+    def _check_fields(self) -> Self:
+        _require_one(self, "texts", "images", "embeddings")
         return self
 
     @property
@@ -117,23 +129,27 @@ class Query(Message):
         return len(self.texts or self.images or self.embeddings or ())
 
 
-class Why(Query):
-    """As for `/predict`, but with fewer queries per request."""
+class ExplainQuery(Query):
+    """Like the body of `/predict`, but with fewer queries per request."""
 
-    texts: Annotated[list[Text], Field(min_length=1, max_length=MOST_EXPLAINED)] | None = None
-    images: Annotated[list[Picture], Field(min_length=1, max_length=MOST_EXPLAINED)] | None = None
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_EXPLAINED_PER_CALL)] | None = (
+        None
+    )
+    images: (
+        Annotated[list[Picture], Field(min_length=1, max_length=MAX_EXPLAINED_PER_CALL)] | None
+    ) = None
     """Files of pictures, in base64."""
     embeddings: (
-        Annotated[list[Embedding], Field(min_length=1, max_length=MOST_EXPLAINED)] | None
+        Annotated[list[Embedding], Field(min_length=1, max_length=MAX_EXPLAINED_PER_CALL)] | None
     ) = None
 
 
-class Probability(Message):
+class Probability(ApiModel):
     label: str
     probability: float
 
 
-class Prediction(Message):
+class Prediction(ApiModel):
     label: str | None
     """The most probable label; `null` if the classifier abstains."""
     confidence: float
@@ -141,11 +157,11 @@ class Prediction(Message):
     top: list[Probability]
 
 
-class Predictions(Message):
+class Predictions(ApiModel):
     answers: list[Prediction]
 
 
-class Neighbor(Message):
+class Neighbor(ApiModel):
     id: int
     label: str
     text: str | None
@@ -154,28 +170,28 @@ class Neighbor(Message):
     """Euclidean distance between keys, not squared."""
 
 
-class Explained(Message):
+class Explanation(ApiModel):
     answer: Prediction
     before: list[Probability]
     """Labels predicted by the head alone, without the memory."""
     neighbors: list[Neighbor]
     change: float
-    """Distance that the head's parameters moved."""
+    """Distance that adaptation moved the head's parameters."""
 
 
-class Explanations(Message):
-    reasons: list[Explained]
+class Explanations(ApiModel):
+    reasons: list[Explanation]
 
 
-class Taught(Message):
+class NewExample(ApiModel):
     """A label with a text or picture, an embedding, or both; the embedding is used if given."""
 
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [
-                _given("text", "string"),
-                _given("image", "string"),
-                _given("embedding", "array"),
+                _require_field("text", "string"),
+                _require_field("image", "string"),
+                _require_field("embedding", "array"),
             ]
         }
     )
@@ -187,7 +203,7 @@ class Taught(Message):
     embedding: Embedding | None = None
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
+    def _check_fields(self) -> Self:
         if self.text is None and self.image is None and self.embedding is None:
             raise ValueError("give text, image or embedding")
         if self.text is not None and self.image is not None:
@@ -195,7 +211,7 @@ class Taught(Message):
         return self
 
 
-class Lessons(Message):
+class LearnRequest(ApiModel):
     """Examples to teach, all or none."""
 
     model_config = ConfigDict(
@@ -206,53 +222,53 @@ class Lessons(Message):
         }
     )
 
-    examples: Annotated[list[Taught], Field(min_length=1, max_length=MOST_EXAMPLES)]
+    examples: Annotated[list[NewExample], Field(min_length=1, max_length=MAX_EXAMPLES_PER_CALL)]
     request: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """A name for this call. Sending the call again under this name teaches nothing twice."""
+    """A name for this call. If the call is sent again under this name, nothing is taught twice."""
 
 
-class Learnt(Message):
+class LearnResult(ApiModel):
     ids: list[int]
     labels: int
     """Number of labels after this call."""
 
 
-class Forgetting(Message):
+class ForgetRequest(ApiModel):
     """Examples to delete, by id, or all examples of a label."""
 
     model_config = ConfigDict(
         json_schema_extra={
-            "oneOf": [_given("ids", "array"), _given("label", "string")],
+            "oneOf": [_require_field("ids", "array"), _require_field("label", "string")],
             "examples": [{"label": "order_pizza"}],
         }
     )
 
-    ids: Annotated[list[Id], Field(min_length=1, max_length=MOST_IDS)] | None = None
+    ids: Annotated[list[Id], Field(min_length=1, max_length=MAX_IDS_PER_CALL)] | None = None
     label: Label | None = None
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        _one_of(self, "ids", "label")
+    def _check_fields(self) -> Self:
+        _require_one(self, "ids", "label")
         return self
 
 
-class Forgotten(Message):
+class ForgetResult(ApiModel):
     ids: list[int]
     """Ids of the deleted examples."""
 
 
-class LabelCount(Message):
+class LabelCount(ApiModel):
     label: str
     examples: int
     trained: bool
-    """Whether its row of the head was trained; if not, only its examples define the label."""
+    """Whether the head was trained on this label; if not, only its examples define it."""
 
 
-class Labels(Message):
+class Labels(ApiModel):
     labels: list[LabelCount]
 
 
-class Stats(Message):
+class Stats(ApiModel):
     examples: int
     taught: int
     labels: int
@@ -266,40 +282,40 @@ class Stats(Message):
     encoder: str | None
     key_dim: int
     waiting: int
-    """Pieces of work that have not reached the model."""
+    """Number of chunks of work that have not reached the model."""
 
 
-class Health(Message):
+class Health(ApiModel):
     status: str
     """"ok", or "read-only" if nothing more can be learnt."""
     reason: str | None
 
 
-class Error(Message):
+class Error(ApiModel):
     error: str
 
 
-def prediction(answer: Answer) -> Prediction:
+def make_prediction(answer: Answer) -> Prediction:
     return Prediction.model_construct(
         label=answer.label,
         confidence=answer.confidence,
         abstains=answer.abstains,
-        top=_probabilities(answer.top),
+        top=_make_probabilities(answer.top),
     )
 
 
-def explained(reason: Reason) -> Explained:
-    return Explained.model_construct(
-        answer=prediction(reason.answer),
-        before=_probabilities(reason.before),
-        neighbors=[_neighbor(each) for each in reason.neighbors],
+def make_explanation(reason: Reason) -> Explanation:
+    return Explanation.model_construct(
+        answer=make_prediction(reason.answer),
+        before=_make_probabilities(reason.before),
+        neighbors=[_make_neighbor(each) for each in reason.neighbors],
         change=reason.change,
     )
 
 
-def _neighbor(near: NearExample) -> Neighbor:
+def _make_neighbor(near: NearExample) -> Neighbor:
     return Neighbor.model_construct(**vars(near))
 
 
-def _probabilities(top: tuple[tuple[str, float], ...]) -> list[Probability]:
+def _make_probabilities(top: tuple[tuple[str, float], ...]) -> list[Probability]:
     return [Probability.model_construct(label=label, probability=share) for label, share in top]

@@ -24,19 +24,19 @@ from tqdm import tqdm
 import mbpa
 from mbpa.modules.new_rows import NewRows, even_scale, label_sums
 from mbpa.modules.split import grow
-from mbpa.serve.training import Training, held_out, trained_head
+from mbpa.serve.training import Training, choose_held_out, train_head
 
 REHEARSALS = 3
-ASKED = 0.25  # share of each old label's examples used as queries in a rehearsal
-SHOTS = 3  # examples per new label in a rehearsal
-NEW = 1 / 3  # share of the labels that are new in a rehearsal
-# Share of the rehearsed queries of old labels that may be lost, or one query. On other queries the
-# loss is larger.
-MOST_LOST = 0.003
+QUERY_FRACTION = 0.25  # of each old label's examples, used as queries in a rehearsal
+EXAMPLES_PER_NEW_LABEL = 3  # in a rehearsal
+NEW_LABEL_FRACTION = 1 / 3  # of the labels are new in a rehearsal
+# Of the rehearsed queries of old labels, at most this fraction, or one query, may be lost. On other
+# queries the loss is larger.
+MAX_LOST_FRACTION = 0.003
 
 
 @dataclass(frozen=True)
-class Manner:
+class Candidate:
     """One combination of settings to try."""
 
     reach: float
@@ -51,7 +51,7 @@ class Manner:
     the inverse-distance kernel."""
 
 
-START = Manner(reach=0.0, offset=0.0, lr="auto", steps=20)
+FIRST_CANDIDATE = Candidate(reach=0.0, offset=0.0, lr="auto", steps=20)
 Grid = Mapping[str, Sequence[Any]]
 GRIDS: tuple[Grid, ...] = (
     {"lr": ("auto", 10.0)},  # adaptation alone; new rows stay at the mean of the trained ones
@@ -82,7 +82,7 @@ class Choice:
     predictor: mbpa.Predictor
     reach: float
     offset: float
-    """See `Manner`."""
+    """See `Candidate`."""
     score: Score
 
 
@@ -99,7 +99,7 @@ class Rehearsal:
     classes: int
 
 
-def rehearsed(
+def rehearse(
     keys: Float[Tensor, "N D"],
     labels: Int[Tensor, "N"],
     training: Training,
@@ -111,14 +111,16 @@ def rehearsed(
     Returns `None` if there are too few examples for a rehearsal.
     """
     tasks = [
-        staged(keys, labels, held_out(labels, generator, ASKED), training, generator)
+        stage_rehearsal(
+            keys, labels, choose_held_out(labels, generator, QUERY_FRACTION), training, generator
+        )
         for _ in range(REHEARSALS)
     ]
     there = [task for task in tasks if task is not None]
     return choose(there, progress) if there else None
 
 
-def staged(
+def stage_rehearsal(
     keys: Float[Tensor, "N D"],
     labels: Int[Tensor, "N"],
     held: Bool[Tensor, "N"],
@@ -128,8 +130,10 @@ def staged(
 ) -> Rehearsal | None:
     """Set up a rehearsal that treats some labels as new; `None` if there are too few examples."""
     counts = labels.bincount()
-    rich = (counts > SHOTS).nonzero()[:, 0]
-    new = rich[torch.randperm(len(rich), generator=generator)[: int(NEW * len(counts))]]
+    rich = (counts > EXAMPLES_PER_NEW_LABEL).nonzero()[:, 0]
+    new = rich[
+        torch.randperm(len(rich), generator=generator)[: int(NEW_LABEL_FRACTION * len(counts))]
+    ]
     if not len(new) or len(counts) - len(new) < 2:
         return None
     is_new = torch.isin(labels, new)
@@ -137,15 +141,17 @@ def staged(
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
     numbered, known = places[labels], len(order) - len(new)
-    shots = torch.cat([_some(labels == label, SHOTS, generator) for label in new])
+    shots = torch.cat(
+        [_sample(labels == label, EXAMPLES_PER_NEW_LABEL, generator) for label in new]
+    )
     fit = ~held & ~is_new
-    head = trained_head(
+    head = train_head(
         keys[fit], numbered[fit], known, training, (keys[held & ~is_new], numbered[held & ~is_new])
     )
     unused = is_new.clone()
     unused[shots] = False
-    old = _some(held & ~is_new, most_queries, generator)
-    asked = torch.cat([old, _some(unused, most_queries // 2, generator)])
+    old = _sample(held & ~is_new, most_queries, generator)
+    asked = torch.cat([old, _sample(unused, most_queries // 2, generator)])
     if not 0 < len(old) < len(asked):
         return None
     in_memory = torch.cat([fit.nonzero()[:, 0], shots])
@@ -154,57 +160,66 @@ def staged(
     )
 
 
-def _some(wanted: Bool[Tensor, "N"], most: int, generator: torch.Generator) -> Int[Tensor, "S"]:
+def _sample(wanted: Bool[Tensor, "N"], most: int, generator: torch.Generator) -> Int[Tensor, "S"]:
     places = wanted.nonzero()[:, 0]
     return places[torch.randperm(len(places), generator=generator)[:most]]
 
 
-def choose(tasks: Sequence[Rehearsal], progress: bool = False) -> Choice:
-    """Return the settings with the best mean score over the rehearsals."""
-    trials = [_Trials(task) for task in tasks]
-    found, score = START, _mean(trials, START)
+def choose(
+    tasks: Sequence[Rehearsal],
+    progress: bool = False,
+    max_lost_fraction: float = MAX_LOST_FRACTION,
+) -> Choice:
+    """Return the settings with the best mean score over the rehearsals.
+
+    Args:
+        max_lost_fraction: fraction of the queries of old labels for which a correct answer may be
+            lost; one query may always be lost.
+    """
+    trials = [_Scorer(task) for task in tasks]
+    found, score = FIRST_CANDIDATE, _average_scores(trials, FIRST_CANDIDATE)
     known = max(fmean(each.alone for each in trials), score.old)
-    most_lost = max(MOST_LOST, 1 / sum(each.old_queries for each in trials)) + 1e-9
+    max_lost = max(max_lost_fraction, 1 / sum(each.old_queries for each in trials)) + 1e-9
 
     def worth(score: Score) -> tuple[float, float, float]:
         """Rank by accuracy on new labels, but first penalise losing too many old answers."""
-        return min(0.0, score.old - known + most_lost), score.new, -score.loss
+        return min(0.0, score.old - known + max_lost), score.new, -score.loss
 
     total = sum(math.prod(map(len, grid.values())) for grid in GRIDS)
     with tqdm(total=total, desc="rehearsing", file=sys.stderr, disable=not progress) as bar:
         for grid in GRIDS:
-            for manner in _varied(found, grid):
-                another = _mean(trials, manner)
+            for candidate in _vary(found, grid):
+                another = _average_scores(trials, candidate)
                 if worth(another) > worth(score):
-                    found, score = manner, another
+                    found, score = candidate, another
                 bar.update()
     nearest = fmean(each.nearest for each in trials)
-    return Choice(_predictor(found, nearest), found.reach, found.offset, score)
+    return Choice(_make_predictor(found, nearest), found.reach, found.offset, score)
 
 
-def _varied(manner: Manner, grid: Grid) -> Iterator[Manner]:
+def _vary(candidate: Candidate, grid: Grid) -> Iterator[Candidate]:
     for values in itertools.product(*grid.values()):
-        yield replace(manner, **dict(zip(grid, values, strict=True)))
+        yield replace(candidate, **dict(zip(grid, values, strict=True)))
 
 
-def _mean(trials: Sequence[_Trials], manner: Manner) -> Score:
-    return Score(*map(fmean, zip(*(each.score(manner) for each in trials), strict=True)))
+def _average_scores(trials: Sequence[_Scorer], candidate: Candidate) -> Score:
+    return Score(*map(fmean, zip(*(each.score(candidate) for each in trials), strict=True)))
 
 
-def _predictor(manner: Manner, nearest: float) -> mbpa.Predictor:
-    width = manner.bandwidth * nearest
+def _make_predictor(candidate: Candidate, nearest: float) -> mbpa.Predictor:
+    width = candidate.bandwidth * nearest
     kernel = mbpa.gaussian(width) if width else mbpa.inverse_distance()
-    return mbpa.Adapted(mbpa.Gradient(manner.lr, manner.steps), k=manner.k, kernel=kernel)
+    return mbpa.Adapted(mbpa.Gradient(candidate.lr, candidate.steps), k=candidate.k, kernel=kernel)
 
 
-class _Trials:
+class _Scorer:
     """Scores many settings on one rehearsal; the neighbours of its queries are read only once."""
 
     def __init__(self, task: Rehearsal) -> None:
         self._task, self._old = task, task.head.out_features
         memory = mbpa.ExactMemory(len(task.keys), task.keys.shape[1])
         memory.write(task.keys, task.labels)
-        most = max(k for grid in GRIDS for k in grid.get("k", (START.k,)))
+        most = max(k for grid in GRIDS for k in grid.get("k", (FIRST_CANDIDATE.k,)))
         self._neighbors = memory.read(task.queries, min(most, len(memory)))
         self.nearest = float(self._neighbors.distances[:, 0].sqrt().mean())
         self._head = grow(task.head, task.classes)
@@ -218,17 +233,17 @@ class _Trials:
         self.alone = self._shares(task.head(task.queries).argmax(1)).old
         """Share of queries of old labels that the head alone answers correctly."""
 
-    def score(self, manner: Manner) -> Score:
-        rows = replace(self._rows, scale=manner.reach * self._even, offset=manner.offset)
+    def score(self, candidate: Candidate) -> Score:
+        rows = replace(self._rows, scale=candidate.reach * self._even, offset=candidate.offset)
         assert isinstance(self._head, nn.Linear)
         with torch.no_grad():
             self._head.weight[self._old :] = rows.weights(self._new_sums)
             self._head.bias[self._old :] = rows.biases
-        self._model.predictor = _predictor(manner, self.nearest)
+        self._model.predictor = _make_predictor(candidate, self.nearest)
         logs = self._model(keys=self._task.queries, neighbors=self._neighbors)
         loss = float(functional.nll_loss(logs, self._task.answers))
         return self._shares(logs.argmax(1))._replace(loss=loss)
 
-    def _shares(self, said: Int[Tensor, "Q"]) -> Score:
-        right = (said == self._task.answers).double()
+    def _shares(self, predicted: Int[Tensor, "Q"]) -> Score:
+        right = (predicted == self._task.answers).double()
         return Score(float(right[self._is_new].mean()), float(right[~self._is_new].mean()), 0.0)

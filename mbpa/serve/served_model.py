@@ -18,14 +18,14 @@ from mbpa.device import Throughput
 from mbpa.modules.new_rows import NewRows
 from mbpa.modules.split import grow
 from mbpa.serve.answers import NearExample
-from mbpa.serve.example_index import Counts, Held, Known
-from mbpa.serve.order_independent import TaughtMemory, TaughtRows
+from mbpa.serve.example_index import Counts, ExampleIndex, IndexedExample
+from mbpa.serve.order_independent import LabelRows
 
 # Fixed, not measured: a restart must not choose another way to compute the same result.
-RATES = Throughput(operations=2.0**36, bytes=2.0**33, call=2.0**-19)
+FIXED_THROUGHPUT = Throughput(operations=2.0**36, bytes=2.0**33, call=2.0**-19)
 
 
-class TaughtModel:
+class ServedModel:
     """A trained head that grows and shrinks with the labels of the examples, and adapts to them.
 
     Not thread-safe.
@@ -42,15 +42,16 @@ class TaughtModel:
         predictor: mbpa.Predictor,
         rows: NewRows | None = None,
     ) -> None:
-        self.known = Known()
+        self.index = ExampleIndex()
         """Index of the examples; read-only for callers."""
         self._head, self._all_trained_labels = head, trained_labels
         self._predictor = predictor
-        self._rows = None if rows is None else TaughtRows(rows)
-        self._engine = mbpa.Engine(store_bytes=0, rates=RATES)  # stored rows depend on history
+        self._rows = None if rows is None else LabelRows(rows)
+        # Nothing is stored, since stored rows would depend on history.
+        self._engine = mbpa.Engine(store_bytes=0, rates=FIXED_THROUGHPUT)
         self._device = head.weight.device
         self._memory = mbpa.ExactMemory(1024, head.in_features, device=self._device)
-        self._taught = TaughtMemory(self._memory)
+        self._reader = OrderIndependentReader(self._memory)
         self._trained_labels: tuple[str, ...] = ()
         self._new_labels: tuple[str, ...] = ()
         self._model: mbpa.MbPA | None = None
@@ -63,17 +64,17 @@ class TaughtModel:
     def counts(self, change: int) -> Counts:
         """Return the current counts, with `change` as the number of writes."""
         return Counts(
-            labels={label: self.known.counts[label] for label in self.labels},
+            labels={label: self.index.counts[label] for label in self.labels},
             trained_labels=self._trained_labels,
-            examples=len(self.known.examples),
-            taught=self.known.taught,
+            examples=len(self.index.examples),
+            taught=self.index.taught,
             change=change,
         )
 
     def entries(self) -> tuple[list[int], Float[Tensor, "M D"]]:
         """Return the ids and keys of everything in the memory."""
         held = self._memory.entries()
-        return [self.known.ids[entry] for entry in held.ids.tolist()], held.keys
+        return [self.index.ids[entry] for entry in held.ids.tolist()], held.keys
 
     # Answering
 
@@ -90,7 +91,7 @@ class TaughtModel:
         return self._model.explain(keys=keys, neighbors=self._read(keys))
 
     def _read(self, keys: Float[Tensor, "B D"]) -> mbpa.Neighbors | None:
-        return self._taught.read(keys, self._predictor.k) if self._predictor.k else None
+        return self._reader.read(keys, self._predictor.k) if self._predictor.k else None
 
     def sources(self, why: mbpa.Explanation) -> tuple[tuple[NearExample, ...], float]:
         """Return the examples behind the answer to one query, and how far the parameters moved."""
@@ -104,16 +105,16 @@ class TaughtModel:
         )
         near = []
         for entry, weight, distance in rows:
-            id = self.known.ids[entry]
-            known = self.known.examples[id]
-            near.append(NearExample(id, known.label, known.text, weight, distance))
+            id = self.index.ids[entry]
+            example = self.index.examples[id]
+            near.append(NearExample(id, example.label, example.text, weight, distance))
         return tuple(near), 0.0 if why.change is None else float(why.change[0])
 
     # Learning
 
     def make_room(self, examples: int) -> None:
         """Make room for this many more examples, so that the memory never overwrites any."""
-        held = len(self.known.examples)
+        held = len(self.index.examples)
         if held + examples > self._memory.capacity:
             self._memory.resize(2 * (held + examples))
 
@@ -130,10 +131,10 @@ class TaughtModel:
             named: label and text of each example.
             trained: ids of the examples that the head was trained with.
         """
-        numbers = [self.known.number(label) for label, _ in named]
+        numbers = [self.index.number(label) for label, _ in named]
         entries = self._memory.write(keys, torch.tensor(numbers, dtype=torch.int64)).tolist()
         for id, (label, text), entry in zip(ids, named, entries, strict=True):
-            self.known.add(id, Held(label, text, entry, id in trained))
+            self.index.add(id, IndexedExample(label, text, entry, id in trained))
         labels = [label for label, _ in named]
         if self._rows is not None:
             self._rows.add(labels, keys)
@@ -141,9 +142,9 @@ class TaughtModel:
 
     def remove(self, ids: Iterable[int]) -> None:
         """Remove those of these examples that are present."""
-        here = [id for id in ids if id in self.known.examples]
-        labels = [self.known.examples[id].label for id in here]
-        entries = [self.known.remove(id) for id in here]
+        here = [id for id in ids if id in self.index.examples]
+        labels = [self.index.examples[id].label for id in here]
+        entries = [self.index.remove(id) for id in here]
         if self._rows is not None:
             self._rows.remove(labels, self._memory.get_keys(entries))
         self._memory.delete(entries)
@@ -155,25 +156,25 @@ class TaughtModel:
         Args:
             changed: labels whose examples have changed.
         """
-        trained, new = self.known.split(self._all_trained_labels)
+        trained, new = self.index.split(self._all_trained_labels)
         if (trained, new) != (self._trained_labels, self._new_labels):
             self._trained_labels, self._new_labels = trained, new
-            self._model = self._bound()
+            self._model = self._build_model()
         elif self._model is not None:
-            self._put_rows(self._model.head, changed)
-        self._taught.columns = self.known.columns(self.labels).to(self._device)
+            self._write_rows(self._model.head, changed)
+        self._reader.columns = self.index.columns(self.labels).to(self._device)
 
-    def _bound(self) -> mbpa.MbPA | None:
+    def _build_model(self) -> mbpa.MbPA | None:
         """Return a model of the memory and a head for the current labels; `None` without labels."""
         if not self.labels:
             return None
-        head = grow(self._trained_head(), len(self.labels)).requires_grad_(False)
-        self._put_rows(head, self._new_labels)
+        head = grow(self._copy_trained_rows(), len(self.labels)).requires_grad_(False)
+        self._write_rows(head, self._new_labels)
         return mbpa.MbPA(
             head=head, memory=self._memory, predictor=self._predictor, engine=self._engine
         )
 
-    def _put_rows(self, head: nn.Module, labels: Iterable[str]) -> None:
+    def _write_rows(self, head: nn.Module, labels: Iterable[str]) -> None:
         """Set the rows of those of these labels that the head was not trained with."""
         rows, new = self._rows, set(self._new_labels)
         here = sorted(new.intersection(labels))
@@ -187,7 +188,7 @@ class TaughtModel:
             head.weight[places] = weights.to(self._device)
             head.bias[places] = rows.bias.to(self._device)
 
-    def _trained_head(self) -> nn.Linear:
+    def _copy_trained_rows(self) -> nn.Linear:
         """Return a head with the trained rows of the remaining labels, or else one row of zeros."""
         places = {label: row for row, label in enumerate(self._all_trained_labels)}
         rows = [places[label] for label in self._trained_labels]

@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("the HTTP service", extra="serve") from error
 
-PATIENCE = 10  # seconds for open requests to finish after a signal to stop
+SHUTDOWN_TIMEOUT_S = 10  # for open requests to finish after a signal to stop
 
 
 def serve(
@@ -66,7 +66,7 @@ def serve(
     except ValueError as error:
         raise RunError(str(error)) from error
     RunInfo.read(directory)  # report a faulty run first, before anything slow
-    listener = _listening(host, port)
+    listener = _open_listener(host, port)
     with listener:
         print(f"loading {directory}", file=sys.stderr, flush=True)
         try:
@@ -79,10 +79,10 @@ def serve(
             app = create_app(classifier, settings)
             app = page(app, classifier) if page else app
             _run(app, listener, lambda: _announce(classifier, listener, settings, path))
-    print(f"stopped; what was taught is in {directory}", file=sys.stderr)
+    print(f"stopped; everything that was taught is in {directory}", file=sys.stderr)
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _open_listener(host: str, port: int) -> socket.socket:
     """Bind a socket.
 
     This is done before anything is loaded, so that a port in use is reported at once and not after
@@ -98,7 +98,7 @@ def _listening(host: str, port: int) -> socket.socket:
         listener.close()
         why = getattr(error, "strerror", None) or error
         raise RunError(
-            f"cannot listen on {host}, port {port} ({why}): name another with --port, or 0 for any"
+            f"cannot listen on {host}, port {port} ({why}): choose another --port, or 0 for any"
         ) from error
     return listener
 
@@ -112,24 +112,27 @@ def _announce(
     if reason := classifier.journal.read_only:
         print(f"read-only: {reason}", file=sys.stderr)
     if settings.token is None and host not in ("127.0.0.1", "::1"):
-        print("anybody who reaches it may teach it: set a token", file=sys.stderr)
+        print(
+            "anyone who can reach this address can teach the classifier: set a token",
+            file=sys.stderr,
+        )
     print(f"serving on http://{where}:{port}{path}", flush=True)
 
 
 class _Server(uvicorn.Server):
-    """A server that calls `is_ready` once it accepts connections."""
+    """A server that calls `on_ready` once it accepts connections."""
 
-    def __init__(self, config: uvicorn.Config, is_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._is_ready = is_ready
+        self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            self._is_ready()
+            self._on_ready()
 
 
-def _run(app: FastAPI, listener: socket.socket, is_ready: Callable[[], None]) -> None:
+def _run(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     raise_file_limit()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     config = uvicorn.Config(
@@ -138,7 +141,7 @@ def _run(app: FastAPI, listener: socket.socket, is_ready: Callable[[], None]) ->
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=PATIENCE,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         backlog=1024,
     )
     # The model's thread needs the interpreter lock between any two operations. At the default
@@ -149,7 +152,7 @@ def _run(app: FastAPI, listener: socket.socket, is_ready: Callable[[], None]) ->
         each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        _Server(config, is_ready).run(sockets=[listener])
+        _Server(config, on_ready).run(sockets=[listener])
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

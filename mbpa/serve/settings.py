@@ -20,6 +20,9 @@ class Settings:
     token: str | None = None
     """Token required for every path except `OPEN_PATHS`; `None`: no token is required."""
     body_bytes: int = 8 << 20
+    """Maximum size of a body; larger ones get 413."""
+    body_timeout_s: float = 30.0
+    """Maximum seconds for a body to arrive; slower requests get 408."""
     in_flight: int = 128
     """Maximum number of requests received completely and not answered yet; further requests get
     429."""

@@ -20,22 +20,22 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import mbpa
-from mbpa.encoders.base import Encoder, embedded
+from mbpa.encoders.base import Encoder, embed_items
 from mbpa.modules.new_rows import NewRows, even_scale, label_sums, require_unit_norm
 from mbpa.predictors import in_short
-from mbpa.serve.labelled_images import Album
-from mbpa.serve.labelled_texts import Spreadsheet
-from mbpa.serve.run_directory import in_its_place, writable
+from mbpa.serve.labelled_images import LabelledImages
+from mbpa.serve.labelled_texts import LabelledTexts
+from mbpa.serve.run_directory import replace_directory, reporting_errors
 from mbpa.serve.run_info import RunInfo, write_run
-from mbpa.serve.selection import SHOTS, Choice, rehearsed
-from mbpa.serve.training import Training, held_out, trained_head
+from mbpa.serve.selection import EXAMPLES_PER_NEW_LABEL, Choice, rehearse
+from mbpa.serve.training import Training, choose_held_out, train_head
 
-FEW = 20  # minimum number of held-out examples for choosing a threshold
-DEFAULT = mbpa.Adapted(mbpa.Gradient(steps=20), k=20)  # used if nothing can be rehearsed
+MIN_THRESHOLD_EXAMPLES = 20  # held-out examples needed to choose a threshold
+DEFAULT_PREDICTOR = mbpa.Adapted(mbpa.Gradient(steps=20), k=20)  # if nothing can be rehearsed
 
 
 @dataclass(frozen=True)
-class Taught:
+class NewRun:
     """The result of `teach`."""
 
     info: RunInfo
@@ -47,13 +47,13 @@ class Taught:
 
 
 def teach(
-    data: Spreadsheet | Album,
+    data: LabelledTexts | LabelledImages,
     encoder: Encoder[Any],
     *,
     cache: Path | None = None,
     training: Training | None = None,
     progress: bool = False,
-) -> Taught:
+) -> NewRun:
     """Embed the data, train a head and choose the settings.
 
     Args:
@@ -69,20 +69,18 @@ def teach(
     with tqdm(
         total=len(data.items), desc="embedding", file=sys.stderr, disable=not progress
     ) as bar:
-        keys = embedded(encoder, data.items, cache, bar.update)
+        keys = embed_items(encoder, data.items, cache, bar.update)
     require_unit_norm(keys)
     names = tuple(sorted(set(data.labels)))
     places = {name: place for place, name in enumerate(names)}
     labels = torch.tensor([places[label] for label in data.labels])
     generator = torch.Generator().manual_seed(training.seed)
-    held = held_out(labels, generator)
-    choice = rehearsed(keys, labels, training, generator, progress)
-    predictor = DEFAULT if choice is None else choice.predictor
-    head = trained_head(
-        keys[~held], labels[~held], len(names), training, (keys[held], labels[held])
-    )
-    summary, threshold = _measured(head, predictor, keys, labels, held)
-    summary |= _rehearsed(choice)
+    held = choose_held_out(labels, generator)
+    choice = rehearse(keys, labels, training, generator, progress)
+    predictor = DEFAULT_PREDICTOR if choice is None else choice.predictor
+    head = train_head(keys[~held], labels[~held], len(names), training, (keys[held], labels[held]))
+    summary, threshold = _measure_accuracy(head, predictor, keys, labels, held)
+    summary |= _summarize_rehearsal(choice)
     summary |= {"rows": data.rows, "duplicates": data.duplicates, "labels": len(names)}
     info = RunInfo(
         key_dim=encoder.key_dim,
@@ -94,21 +92,21 @@ def teach(
         summary=summary,
         takes=encoder.takes,
     )
-    return Taught(info, head, predictor, keys, _new_rows(head, keys, labels, choice))
+    return NewRun(info, head, predictor, keys, _fit_new_rows(head, keys, labels, choice))
 
 
-def write_taught(
-    taught: Taught, data: Spreadsheet | Album, out: Path, *, replace: bool = False
+def write_new_run(
+    taught: NewRun, data: LabelledTexts | LabelledImages, out: Path, *, replace: bool = False
 ) -> None:
     """Write a run directory atomically: it appears as a whole or not at all."""
     items: Sequence[str | bytes] = data.items
     parts = taught.info, taught.head, taught.predictor
-    with writable(out), in_its_place(out, replace=replace) as directory:
+    with reporting_errors(out), replace_directory(out, replace=replace) as directory:
         examples = zip(data.labels, items, strict=True)
         write_run(directory, *parts, examples, taught.keys, taught.rows)
 
 
-def _new_rows(
+def _fit_new_rows(
     head: nn.Linear, keys: Float[Tensor, "N D"], labels: Int[Tensor, "N"], choice: Choice | None
 ) -> NewRows | None:
     if choice is None:
@@ -118,13 +116,13 @@ def _new_rows(
     return NewRows.around(head.weight, head.bias, sums, scale=scale, offset=choice.offset)
 
 
-def _rehearsed(choice: Choice | None) -> dict[str, Any]:
+def _summarize_rehearsal(choice: Choice | None) -> dict[str, Any]:
     if choice is None:
         return {}
     return {"rehearsed_new": choice.score.new, "rehearsed_old": choice.score.old}
 
 
-def _measured(
+def _measure_accuracy(
     head: nn.Linear,
     predictor: mbpa.Predictor,
     keys: Float[Tensor, "N D"],
@@ -143,7 +141,7 @@ def _measured(
     right = logs.argmax(1) == labels[held]
     alone = head(keys[held]).argmax(1) == labels[held]
     confidence = logs.exp().amax(1)
-    threshold = break_even(confidence, right) if count >= FEW else 0.0
+    threshold = find_break_even(confidence, right) if count >= MIN_THRESHOLD_EXAMPLES else 0.0
     answered = confidence >= threshold
     summary |= {
         "accuracy": float(right.double().mean()),
@@ -154,7 +152,7 @@ def _measured(
     return summary, threshold
 
 
-def break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) -> float:
+def find_break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) -> float:
     """Return the lowest threshold that maximises the number of right minus wrong answers.
 
     Returns 0 if it is best to answer everything.
@@ -165,47 +163,53 @@ def break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) -> floa
     return float(levels[lowest]) if lowest else 0.0
 
 
-def _left_out(data: Spreadsheet | Album) -> list[tuple[str, str]]:
+def _describe_left_out(data: LabelledTexts | LabelledImages) -> list[tuple[str, str]]:
     """Return report lines on data that was left out, and on contradictions in the rest."""
-    row, item = ("picture", "picture") if isinstance(data, Album) else ("row", "text")
-    strays = data.strays if isinstance(data, Album) else 0
+    row, item = ("picture", "picture") if isinstance(data, LabelledImages) else ("row", "text")
+    strays = data.strays if isinstance(data, LabelledImages) else 0
     counts = [
         (data.duplicates, f"duplicate {row}", f"duplicate {row}s"),
-        (strays, "file that is no picture of a label", "files that are no pictures of a label"),
+        (strays, "file that is not a picture of a label", "files that are not pictures of a label"),
     ]
-    told = [_counted(*each) for each in counts if each[0]]
-    lines = list(zip(["left out", ""], told, strict=False))
+    described = [_format_count(*each) for each in counts if each[0]]
+    lines = list(zip(["left out", ""], described, strict=False))
     if data.contradictions:
-        odd = f"{item} has several labels", f"{item}s have several labels"
-        lines.append(("note", _counted(data.contradictions, *odd)))
+        forms = f"{item} has several labels", f"{item}s have several labels"
+        lines.append(("note", _format_count(data.contradictions, *forms)))
     return lines
 
 
-def _counted(count: int, one: str, more: str) -> str:
+def _format_count(count: int, one: str, more: str) -> str:
     return f"{count} {one if count == 1 else more}"
 
 
-def report(taught: Taught, data: Spreadsheet | Album) -> str:
+def report(taught: NewRun, data: LabelledTexts | LabelledImages) -> str:
     """Return a summary of the result in a few lines."""
     summary, rule = taught.info.summary or {}, taught.predictor
-    lines = [("examples", f"{len(data.items)} of {summary['labels']} labels"), *_left_out(data)]
+    lines = [
+        ("examples", f"{len(data.items)} of {summary['labels']} labels"),
+        *_describe_left_out(data),
+    ]
     if "accuracy" in summary:
         alone, answers = summary["accuracy_of_the_head_alone"], summary["accuracy_of_answers"]
         lines += [
             ("held out", f"{summary['held_out']} examples"),
             ("accuracy", f"{summary['accuracy']:.1%} (the head alone {alone:.1%})"),
             ("threshold", f"{taught.info.threshold:.2f}: {summary['answered']:.1%} are answered"),
-            ("", f"of which {answers:.1%} right" if answers is not None else ""),
-            ("", "it never abstains: no answer to what was held out is worth refusing")
+            ("", f"of these, {answers:.1%} are right" if answers is not None else ""),
+            ("", "it never abstains, which is best for the held-out examples")
             if not taught.info.threshold
             else ("", ""),
         ]
     else:
-        lines.append(("held out", "nothing: there are too few examples, so it never abstains"))
+        lines.append(("held out", "none: there are too few examples, so it never abstains"))
     if "rehearsed_new" in summary:
         new, old = summary["rehearsed_new"], summary["rehearsed_old"]
         lines.append(
-            ("new labels", f"{new:.1%} right from {SHOTS} examples each, others {old:.1%}")
+            (
+                "new labels",
+                f"{new:.1%} right from {EXAMPLES_PER_NEW_LABEL} examples each, others {old:.1%}",
+            )
         )
     if isinstance(rule, mbpa.Adapted):
         lines += [("adapts by", in_short(rule.rule)), ("", f"k={rule.k}, {in_short(rule.kernel)}")]

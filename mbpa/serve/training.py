@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-HELD_OUT = 0.1  # share of each label's examples
+HELD_OUT_FRACTION = 0.1  # share of each label's examples
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Training:
     seed: int = 0
 
 
-def held_out(
-    labels: Int[Tensor, "N"], generator: torch.Generator, share: float = HELD_OUT
+def choose_held_out(
+    labels: Int[Tensor, "N"], generator: torch.Generator, share: float = HELD_OUT_FRACTION
 ) -> Bool[Tensor, "N"]:
     """Choose a share of each label's examples at random; none of labels with fewer than three."""
     chosen = torch.zeros(len(labels), dtype=torch.bool)
@@ -36,7 +36,7 @@ def held_out(
     return chosen
 
 
-def trained_head(
+def train_head(
     keys: Float[Tensor, "N D"],
     labels: Int[Tensor, "N"],
     classes: int,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mbpa.errors import RunError
 from mbpa.serve.journal import Journal, JournalError
-from mbpa.serve.run_info import JOURNAL, RunInfo, read_model, stack_keys
+from mbpa.serve.run_info import JOURNAL_FILE, RunInfo, read_model, stack_keys
 
 EXAMPLES_PER_PART = 1000
 
@@ -23,7 +23,7 @@ def check_run(directory: Path) -> list[tuple[str, str]]:
     """
     RunInfo.read(directory)  # first of all, report a directory that is not a run
     try:
-        journal = Journal(directory / JOURNAL, create=False, writable=False)
+        journal = Journal(directory / JOURNAL_FILE, create=False, writable=False)
     except JournalError as error:
         raise RunError(str(error)) from error
     with journal:  # its lock keeps others from replacing the run meanwhile

@@ -247,20 +247,22 @@ def encode_picture(picture: Any, format: str, **options: Any) -> bytes:
 def open_picture(directory: Path) -> Iterator[Check]:
     import warnings
 
-    from mbpa.encoders.image import PictureError, kept, pixels_of, thumbnail
+    from mbpa.encoders.pictures import PictureError, count_pixels, make_thumbnail, standardize
 
     def check(data: bytes) -> str:
-        pixels = pixels_of(data)
+        pixels = count_pixels(data)
         if not isinstance(pixels, int) or pixels < 0:
-            raise BrokenPromiseError(f"pixels_of must be a count, got {pixels!r}")
+            raise BrokenPromiseError(f"count_pixels must return a count, got {pixels!r}")
         try:
-            picture = kept(data)
+            picture = standardize(data)
         except PictureError as error:
             return summarise_message(str(error))
         size = check_kept(picture, most_side=512)
-        check_kept(thumbnail(picture), most_side=96)
-        if size != check_kept(kept(picture), most_side=512):
-            raise BrokenPromiseError("a kept picture that is read again has another size")
+        check_kept(make_thumbnail(picture), most_side=96)
+        if size != check_kept(standardize(picture), most_side=512):
+            raise BrokenPromiseError(
+                "a standardized picture has another size when it is read again"
+            )
         return "kept"
 
     with warnings.catch_warnings():
@@ -272,14 +274,14 @@ def check_kept(picture: bytes, *, most_side: int) -> tuple[int, int]:
     """Raise unless a run may store the file; return its width and height."""
     from PIL import Image
 
-    from mbpa.serve.answers import check_picture
+    from mbpa.serve.input_checks import check_picture
 
     check_picture(picture)
     with Image.open(io.BytesIO(picture), formats=("PNG", "JPEG")) as opened:
         opened.load()
         size: tuple[int, int] = opened.size
         if opened.mode not in ("L", "RGB") or not 1 <= min(size) <= max(size) <= most_side:
-            raise BrokenPromiseError(f"a kept picture is {opened.mode}, {size}")
+            raise BrokenPromiseError(f"a standardized picture is {opened.mode}, {size}")
     return size
 
 
@@ -314,15 +316,15 @@ def make_spreadsheet_opening(name: str) -> Any:
     @contextlib.contextmanager
     def open_spreadsheet(directory: Path) -> Iterator[Check]:
         from mbpa.errors import RunError
-        from mbpa.serve.answers import check_label, check_text
-        from mbpa.serve.labelled_texts import read_spreadsheet
+        from mbpa.serve.input_checks import check_label, check_text
+        from mbpa.serve.labelled_texts import read_labelled_texts
 
         path = directory / name
 
         def check(data: bytes) -> str:
             path.write_bytes(data)
             try:
-                sheet = read_spreadsheet(path)
+                sheet = read_labelled_texts(path)
             except RunError as error:
                 if name not in str(error):
                     raise BrokenPromiseError(f"an error must name the file: {error}") from error

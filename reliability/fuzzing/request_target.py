@@ -30,8 +30,8 @@ CHUNK_BYTES = 1000  # size of the pieces of a chunked body
 MOST_EXAMPLES, FEWEST_EXAMPLES = 300, 3  # outside these limits a run is reset
 CASES_BETWEEN_COMPARISONS = 64  # between comparisons of the memory with the journal
 RUN_NAMES = ("keys", "texts", "images")
-SCHEMA_PATHS = {"/predict": "Predictions", "/explain": "Explanations", "/learn": "Learnt"}
-SCHEMA_PATHS |= {"/forget": "Forgotten", "/labels": "Labels", "/stats": "Stats"}
+SCHEMA_PATHS = {"/predict": "Predictions", "/explain": "Explanations", "/learn": "LearnResult"}
+SCHEMA_PATHS |= {"/forget": "ForgetResult", "/labels": "Labels", "/stats": "Stats"}
 SCHEMA_PATHS |= {"/health": "Health"}
 
 

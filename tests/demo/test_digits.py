@@ -17,7 +17,7 @@ METHODS = ["parametric", "kernel vote", "mixture", "MbPA"]
 
 @pytest.fixture(scope="module")
 def default_result() -> DigitsResult:
-    """Of fewer repetitions than `mbpa demo` makes, which take a minute with all checks on."""
+    """The result of fewer repetitions than `mbpa demo` makes, which would take a minute here."""
     return digits.run(DigitsConfig(seeds=tuple(range(6))), progress=False)
 
 
@@ -61,7 +61,7 @@ def test_the_rescued_query_is_a_new_digit_that_adaptation_gets_right(default_res
     assert rescue is not None
     why = rescue.explanation
     assert why.labels is not None
-    assert why.labels.index(rescue.digit) >= digits.OLD
+    assert why.labels.index(rescue.digit) >= digits.OLD_DIGITS
     assert why.labels[int(why.after.argmax())] == rescue.digit
     assert why.labels[int(why.before.argmax())] != rescue.digit
 
@@ -77,18 +77,18 @@ def test_no_image_has_two_uses(images):
     for seed in task_seeds:
         task = digits.make_task(images, DigitsConfig(), seed)
         used = torch.cat([task.old_images, task.stream_images])
-        assert not _shared(used, task.queries)
-        assert not _shared(task.old_images, task.stream_images)
+        assert not share_images(used, task.queries)
+        assert not share_images(task.old_images, task.stream_images)
 
 
-def _shared(left: torch.Tensor, right: torch.Tensor) -> bool:
+def share_images(left: torch.Tensor, right: torch.Tensor) -> bool:
     """No two of scikit-learn's digits are the same, so pixels identify an image."""
     return bool((torch.cdist(left, right, p=1) == 0).any())
 
 
 def test_pretraining_shows_old_digits_only_and_the_stream_shows_all(images):
     task = digits.make_task(images, DigitsConfig(), seed=3)
-    assert sorted(task.old_labels.unique().tolist()) == list(range(digits.OLD))
+    assert sorted(task.old_labels.unique().tolist()) == list(range(digits.OLD_DIGITS))
     assert sorted(task.stream_labels.unique().tolist()) == list(range(10))
     assert sorted(task.names) == sorted(digits.NAMES)
 
@@ -97,7 +97,7 @@ def test_validation_and_test_are_scored_on_their_own_images(images):
     test = digits.make_task(images, SMALL, seed=0)
     validation = digits.make_task(images, replace(SMALL, part="validation"), seed=0)
     assert torch.equal(test.stream_images, validation.stream_images)
-    assert not _shared(test.queries, validation.queries)
+    assert not share_images(test.queries, validation.queries)
 
 
 def test_the_same_seeds_give_the_same_records(small_result):

@@ -21,15 +21,16 @@ from jaxtyping import Float
 from picture_files import chunk, file_of, png, png_of
 from torch import Tensor
 
-from mbpa.encoders import image
-from mbpa.encoders.base import embedded
-from mbpa.encoders.image import Edges, ImageEncoder, PictureError, encoder, kept, require_kept
+from mbpa.encoders import pictures
+from mbpa.encoders.base import embed_items
+from mbpa.encoders.image import Edges, ImageEncoder, encoder
+from mbpa.encoders.pictures import PictureError, require_standard_form, standardize
 from mbpa.errors import MissingExtraError
 
 Image = pytest.importorskip("PIL.Image")
 
 
-def opened(data: bytes):
+def open_picture(data: bytes):
     return Image.open(io.BytesIO(data))
 
 
@@ -43,22 +44,22 @@ def noise(*shape: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(28, 28), (5, 9, 3), (128, 128, 3), (1, 1)])
 def test_of_a_small_picture_nothing_is_lost(shape):
     pixels = noise(*shape)
-    first = kept(file_of(Image.fromarray(pixels)))
-    assert np.array_equal(np.asarray(opened(first)), pixels)
-    assert kept(first) == first
-    assert image.media_type(first) == "image/png"
-    assert image.thumbnail(first, side=200) == first
+    first = standardize(file_of(Image.fromarray(pixels)))
+    assert np.array_equal(np.asarray(open_picture(first)), pixels)
+    assert standardize(first) == first
+    assert pictures.get_media_type(first) == "image/png"
+    assert pictures.make_thumbnail(first, side=200) == first
 
 
 def test_a_large_picture_is_kept_small_and_looks_the_same():
     across, down = np.meshgrid(np.linspace(0, 255, 1500), np.linspace(0, 255, 900))
     drawn = Image.fromarray(np.stack([across, down, 255 - across], axis=2).astype(np.uint8))
-    found = opened(kept(file_of(drawn)))
+    found = open_picture(standardize(file_of(drawn)))
     assert (found.format, found.size) == ("JPEG", (512, 307))
     expected = drawn.resize(found.size, Image.Resampling.LANCZOS)
     off = np.abs(np.asarray(found, float) - np.asarray(expected, float))
     assert off.mean() < 3
-    assert max(opened(image.thumbnail(kept(file_of(drawn)))).size) == 96
+    assert max(open_picture(pictures.make_thumbnail(standardize(file_of(drawn)))).size) == 96
 
 
 def test_what_a_camera_wrote_beside_it_is_used_once_and_dropped():
@@ -69,16 +70,16 @@ def test_what_a_camera_wrote_beside_it_is_used_once_and_dropped():
     exif[0x010E] = "at my home"
     data = file_of(Image.fromarray(pixels), "JPEG", exif=exif, quality=95)
     assert b"at my home" in data
-    found = kept(data)
+    found = standardize(data)
     assert b"at my home" not in found
-    upright = np.asarray(opened(found))
+    upright = np.asarray(open_picture(found))
     assert upright.shape[:2] == (40, 20)
     assert upright[:15].min() > 200
     assert upright[25:].max() < 50
 
 
 def picture_in(mode: str):
-    """Of two pixels: the first black or see-through, the second white."""
+    """Return a picture of two pixels: the first black or transparent, the second white."""
     if mode == "I;16":
         return Image.fromarray(np.array([[0, 65535]], np.uint16))
     grey = Image.fromarray(np.array([[0, 255]], np.uint8))
@@ -107,7 +108,7 @@ def picture_in(mode: str):
 )
 def test_pictures_of_all_kinds_are_read(mode, format):
     options = {"lossless": True} if format == "WEBP" else {}
-    found = opened(kept(file_of(picture_in(mode), format, **options))).convert("L")
+    found = open_picture(standardize(file_of(picture_in(mode), format, **options))).convert("L")
     first, second = np.asarray(found)[0].tolist()
     see_through = mode in ("RGBA", "LA")
     assert second >= 250
@@ -126,7 +127,7 @@ def test_pictures_of_all_kinds_are_turned_upright(mode, format):
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter, so that the left end comes to the top
     data = file_of(picture_in(mode).resize((30, 10), 0), format, exif=exif)
-    found = opened(kept(data)).convert("L")
+    found = open_picture(standardize(data)).convert("L")
     assert found.size == (10, 30)
     assert found.getpixel((5, 25)) >= 250
     is_see_through = mode in ("RGBA", "LA")
@@ -146,14 +147,16 @@ def test_pictures_of_all_kinds_are_turned_upright(mode, format):
 )
 def test_a_transparent_colour_becomes_white_at_any_depth(bits, colours, row, colour):
     transparent = chunk(b"tRNS", struct.pack(f">{len(colour)}H", *colour))
-    found = opened(kept(png((2, 1), bits, colours, b"\0" + row, transparent))).convert("L")
+    found = open_picture(standardize(png((2, 1), bits, colours, b"\0" + row, transparent))).convert(
+        "L"
+    )
     assert [found.getpixel((0, 0)), found.getpixel((1, 0))] == [255, 0]
 
 
 def test_of_a_moving_picture_the_first_counts():
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     data = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert opened(kept(data)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
+    assert open_picture(standardize(data)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
 
 
 # What is refused
@@ -171,8 +174,8 @@ def test_of_a_moving_picture_the_first_counts():
 )
 def test_a_bomb_is_refused_before_it_bursts(side, why):
     with pytest.raises(PictureError, match=why):
-        kept(png_of(side, side))
-    assert image.pixels_of(png_of(6_000, 6_000)) == 36_000_000
+        standardize(png_of(side, side))
+    assert pictures.count_pixels(png_of(6_000, 6_000)) == 36_000_000
 
 
 @pytest.mark.parametrize(
@@ -188,11 +191,11 @@ def test_a_bomb_is_refused_before_it_bursts(side, why):
 )
 def test_what_is_no_picture_is_refused_in_a_line(data):
     with pytest.raises(PictureError, match="must be a PNG, JPEG, WEBP, GIF or BMP file"):
-        kept(data)
-    assert image.pixels_of(data) == 0
+        standardize(data)
+    assert pictures.count_pixels(data) == 0
 
 
-@pytest.mark.parametrize("format", image.FORMATS)
+@pytest.mark.parametrize("format", pictures.FORMATS)
 def test_damage_is_refused_or_survived_and_nothing_else(format):
     chance, whole = random.Random(0), file_of(Image.fromarray(noise(40, 30, 3)), format)
     damaged = [whole[: len(whole) * part // 20] for part in range(20)]
@@ -204,7 +207,7 @@ def test_damage_is_refused_or_survived_and_nothing_else(format):
     refusals = []
     for data in damaged:
         try:
-            assert opened(kept(data)).size
+            assert open_picture(standardize(data)).size
         except PictureError as error:
             refusals.append(str(error))
     assert len(refusals) >= 15
@@ -222,17 +225,20 @@ def test_whatever_is_kept_is_as_it_is_kept(seed):
     contrast = chance.choice([0, 3, 256]).item()  # of one colour, nearly so, and noise
     pixels = (chance.integers(0, 256, (height, width, 3)) % max(1, contrast)).astype(np.uint8)
     picture = Image.fromarray(pixels).convert(mode)
-    small = kept(file_of(picture, "JPEG" if mode == "CMYK" else "PNG"))
-    require_kept(small)
-    require_kept(kept(small))
+    small = standardize(file_of(picture, "JPEG" if mode == "CMYK" else "PNG"))
+    require_standard_form(small)
+    require_standard_form(standardize(small))
 
 
-def tampered_files() -> dict[str, bytes]:
-    """Files that hold a picture, and are not as `kept` gives them."""
+def make_tampered_files() -> dict[str, bytes]:
+    """Files that hold a picture, and are not as `standardize` gives them."""
     from PIL import PngImagePlugin
 
     grey, icon, photo = noise(20, 30), noise(20, 30, 3), noise(200, 300, 3)
-    small, large = kept(file_of(Image.fromarray(icon))), kept(file_of(Image.fromarray(photo)))
+    small, large = (
+        standardize(file_of(Image.fromarray(icon))),
+        standardize(file_of(Image.fromarray(photo))),
+    )
     rows = b"".join(b"\0" + row.tobytes() for row in icon)
     ending = chunk(b"IEND", b"")
     start, middle = large.index(b"\xff\xda") + 14, len(large) // 2
@@ -309,17 +315,18 @@ def tampered_files() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("what", list(tampered_files()))
+@pytest.mark.parametrize("what", list(make_tampered_files()))
 def test_what_is_not_as_it_is_kept_is_refused_in_a_line(what, monkeypatch):
     from PIL import ImageFile
 
-    file = tampered_files()[what]
+    file = make_tampered_files()[what]
     for is_lax in (False, True):  # a switch of Pillow's that other libraries set
         monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", is_lax)
         with pytest.raises(
-            PictureError, match=r"^a picture must be as mbpa\.encoders\.image\.kept gives it, "
+            PictureError,
+            match=r"^a picture must have the form that .*\.standardize returns, ",
         ):
-            require_kept(file)
+            require_standard_form(file)
 
 
 def test_a_picture_that_is_kept_is_so_whatever_pillow_is_set_to(monkeypatch):
@@ -327,14 +334,14 @@ def test_a_picture_that_is_kept_is_so_whatever_pillow_is_set_to(monkeypatch):
 
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     for shape in ((20, 30, 3), (200, 300, 3), (200, 300)):
-        require_kept(kept(file_of(Image.fromarray(noise(*shape)))))
+        require_standard_form(standardize(file_of(Image.fromarray(noise(*shape)))))
 
 
 # Keys
 
 
 def slow_key(grey: np.ndarray) -> np.ndarray:
-    """Of a picture of 32 by 32 pixels, pixel by pixel, from the definition."""
+    """Return the key of a 32 × 32 picture, computed pixel by pixel from the definition."""
     light, sums = grey / 255.0, np.zeros((8, 8, 8))
     for row in range(32):
         for column in range(32):
@@ -355,7 +362,7 @@ def slow_key(grey: np.ndarray) -> np.ndarray:
 
 def test_edges_are_what_their_definition_says():
     grey = np.asarray(Image.fromarray(noise(8, 8)).resize((32, 32)))
-    found = encoder()([kept(file_of(Image.fromarray(grey)))])
+    found = encoder()([standardize(file_of(Image.fromarray(grey)))])
     # Pillow may round light to the next whole number.
     np.testing.assert_allclose(found[0].numpy(), slow_key(grey), atol=3e-3)
 
@@ -364,7 +371,7 @@ def test_it_does_not_matter_how_bright_a_picture_is_or_that_it_moved_a_little():
     drawn = np.zeros((32, 32), np.uint8)
     drawn[8:24, 12:16] = 150
     pictures = [drawn, drawn + 80, np.roll(drawn, 1, 1), drawn.T]
-    keys = Edges()([kept(file_of(Image.fromarray(each))) for each in pictures])
+    keys = Edges()([standardize(file_of(Image.fromarray(each))) for each in pictures])
     brighter, moved, turned = (keys[1:] @ keys[0]).tolist()
     assert brighter > 0.999
     assert brighter > moved > 0.8 > 0.6 > turned
@@ -372,7 +379,7 @@ def test_it_does_not_matter_how_bright_a_picture_is_or_that_it_moved_a_little():
 
 def test_colours_are_told_apart_and_a_blank_picture_is_known():
     named = ("red", "blue", "black", "white", "grey")
-    keys = Edges()([kept(file_of(Image.new("RGB", (9, 9), colour))) for colour in named])
+    keys = Edges()([standardize(file_of(Image.new("RGB", (9, 9), colour))) for colour in named])
     torch.testing.assert_close(keys.norm(dim=1), torch.ones(5))
     assert keys[0] @ keys[1] < 0.5
     for blank in keys[3:]:
@@ -380,7 +387,7 @@ def test_colours_are_told_apart_and_a_blank_picture_is_known():
 
 
 def test_a_picture_has_the_same_key_in_any_company():
-    files = [kept(file_of(Image.fromarray(noise(30, 20 + n, 3, seed=n)))) for n in range(5)]
+    files = [standardize(file_of(Image.fromarray(noise(30, 20 + n, 3, seed=n)))) for n in range(5)]
     together = Edges()(files)
     torch.testing.assert_close(together, torch.cat([Edges()([file]) for file in files]))
     assert Edges()([]).shape == (0, Edges.key_dim)
@@ -401,13 +408,13 @@ class Counting(ImageEncoder):
 def test_a_picture_is_embedded_once_and_then_found_by_what_it_shows(tmp_path):
     files = [b"a", b"b", b"a"]
     first, second = Counting(), Counting()
-    expected = embedded(first, files, tmp_path)
-    assert torch.equal(embedded(second, files, tmp_path), expected)
+    expected = embed_items(first, files, tmp_path)
+    assert torch.equal(embed_items(second, files, tmp_path), expected)
     assert (first.asked, second.asked) == (2, 0)
 
 
 def tiny_model(kind: str, folder: Path) -> torch.nn.Module:
-    """Of random weights, saved as Hugging Face does."""
+    """Save a model with random weights in Hugging Face's format."""
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     patches = {"hidden_size": 16, "image_size": 32, "patch_size": 8, **sizes}
@@ -447,12 +454,12 @@ SHORTEST = {
 }
 
 
-def prepared(folder: Path, **settings: object) -> None:
-    """Let its pictures be prepared otherwise."""
+def set_preparation(folder: Path, **settings: object) -> None:
+    """Change how a model prepares its pictures."""
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
-def expected_keys(kind: str, model: torch.nn.Module, pictures) -> Tensor:
+def compute_expected_keys(kind: str, model: torch.nn.Module, pictures) -> Tensor:
     scaled = np.stack(
         [np.asarray(each.resize((32, 32), Image.Resampling.BILINEAR)) for each in pictures]
     )
@@ -473,8 +480,8 @@ def test_a_vision_model_gives_the_keys_that_it_gives_by_itself(kind, tmp_path):
     model = tiny_model(kind, tmp_path)
     pictures = [Image.fromarray(noise(40, 50, 3, seed=n)) for n in range(3)]
     found = encoder(str(tmp_path))
-    keys = found([kept(file_of(each)) for each in pictures])
-    expected = torch.nn.functional.normalize(expected_keys(kind, model, pictures), dim=1)
+    keys = found([standardize(file_of(each)) for each in pictures])
+    expected = torch.nn.functional.normalize(compute_expected_keys(kind, model, pictures), dim=1)
     torch.testing.assert_close(keys, expected, atol=1e-4, rtol=0)
     assert keys.shape == (3, found.key_dim)
     before = found.fingerprint
@@ -486,7 +493,7 @@ def test_a_vision_model_gives_the_keys_that_it_gives_by_itself(kind, tmp_path):
 @pytest.mark.parametrize("shape", [(1, 512, 3), (512, 1, 3)])
 def test_a_slim_picture_costs_a_model_no_more_than_others(shape, tmp_path):
     tiny_model("vit", tmp_path)
-    prepared(tmp_path, **SHORTEST)
+    set_preparation(tmp_path, **SHORTEST)
     found = encoder(str(tmp_path))
     slim = noise(*shape)
     wide = np.full([max(side, 128) for side in shape[:2]] + [3], 255, np.uint8)
@@ -494,7 +501,7 @@ def test_a_slim_picture_costs_a_model_no_more_than_others(shape, tmp_path):
     (expected,) = found([file_of(Image.fromarray(wide))])
     tracemalloc.start()
     try:
-        (key,) = found([kept(file_of(Image.fromarray(slim)))])
+        (key,) = found([standardize(file_of(Image.fromarray(slim)))])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -506,36 +513,38 @@ def test_of_three_rows_none_is_taken_for_a_colour(tmp_path):
     model = tiny_model("vit", tmp_path)
     for shape in ((3, 9, 3), (9, 3, 3), (3, 3, 3)):
         picture = Image.fromarray(noise(*shape))
-        expected = torch.nn.functional.normalize(expected_keys("vit", model, [picture]), dim=1)
-        found = encoder(str(tmp_path))([kept(file_of(picture))])
+        expected = torch.nn.functional.normalize(
+            compute_expected_keys("vit", model, [picture]), dim=1
+        )
+        found = encoder(str(tmp_path))([standardize(file_of(picture))])
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-def unprepared(folder: Path) -> None:
+def drop_cropping(folder: Path) -> None:
     """Pictures of two shapes become no batch."""
     tiny_model("resnet", folder)
-    prepared(folder, **SHORTEST, do_center_crop=False)
+    set_preparation(folder, **SHORTEST, do_center_crop=False)
 
 
 def with_words(folder: Path) -> None:
-    """Of words, as its model wants them, but prepared as pictures."""
+    """Save a model of texts with a processor of pictures."""
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
     )
     transformers.BertModel(config).save_pretrained(folder)
-    prepared(folder, **SHORTEST)
+    set_preparation(folder, **SHORTEST)
 
 
 def with_parts_of_another_size(folder: Path) -> None:
     tiny_model("vit", folder)
-    prepared(folder, **(SHORTEST | {"crop_size": {"height": 24, "width": 40}}))
+    set_preparation(folder, **(SHORTEST | {"crop_size": {"height": 24, "width": 40}}))
 
 
-@pytest.mark.parametrize("make", [unprepared, with_words, with_parts_of_another_size])
+@pytest.mark.parametrize("make", [drop_cropping, with_words, with_parts_of_another_size])
 def test_a_model_that_cannot_be_used_is_refused_in_a_line(make, tmp_path):
     make(tmp_path)
-    with pytest.raises(ValueError, match=r"is no model of pictures that can be used: .") as refused:
+    with pytest.raises(ValueError, match=r"cannot be used as a model of pictures: .") as refused:
         encoder(str(tmp_path))
     assert "\n" not in str(refused.value)
 
@@ -550,13 +559,13 @@ def test_what_a_model_lacks_is_told_in_a_line(error, tmp_path, monkeypatch):
         raise error("it\n  requires\nanother")
 
     monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", lacking)
-    with pytest.raises(ValueError, match="can be used: it requires another"):
+    with pytest.raises(ValueError, match="as a model of pictures: it requires another"):
         encoder(str(tmp_path))
 
 
 def test_the_kinds_of_files_are_those_that_are_read():
     Image.init()
-    assert {Image.EXTENSION[suffix] for suffix in image.SUFFIXES} == set(image.FORMATS)
+    assert {Image.EXTENSION[suffix] for suffix in pictures.SUFFIXES} == set(pictures.FORMATS)
 
 
 def test_what_is_no_encoder_of_pictures_is_named(tmp_path, monkeypatch):
@@ -567,7 +576,7 @@ def test_what_is_no_encoder_of_pictures_is_named(tmp_path, monkeypatch):
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
     )
     transformers.BertModel(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is no model of pictures that can be used"):
+    with pytest.raises(ValueError, match="cannot be used as a model of pictures"):
         encoder(str(tmp_path))
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(MissingExtraError, match=r"Pillow is not .* 'mbpa\[images\]'"):

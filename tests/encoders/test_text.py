@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mbpa.encoders import base, text
-from mbpa.encoders.text import TextEncoder, embedded, encoder
+from mbpa.encoders import text
+from mbpa.encoders.text import TextEncoder, embed_items, encoder
 from mbpa.errors import MissingExtraError
 
 pytest.importorskip("transformers")
@@ -57,7 +57,7 @@ def test_keys_are_the_masked_mean_of_the_last_layer_scaled_to_unit_norm(
 ) -> None:
     import transformers
 
-    folder = text.directory_of(text.DEFAULT)
+    folder = text.find_directory(text.DEFAULT_ENCODER)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     expected = []
@@ -80,7 +80,7 @@ def test_a_text_has_the_same_key_in_any_company(minilm: TextEncoder) -> None:
 
 def test_no_texts_have_no_keys(minilm: TextEncoder, tmp_path: Path) -> None:
     assert minilm([]).shape == (0, 384)
-    assert embedded(minilm, [], tmp_path).shape == (0, 384)
+    assert embed_items(minilm, [], tmp_path).shape == (0, 384)
 
 
 def test_threads_may_share_an_encoder(minilm: TextEncoder) -> None:
@@ -101,7 +101,7 @@ def test_threads_may_share_an_encoder(minilm: TextEncoder) -> None:
 
 def test_an_encoder_in_a_directory_is_read_with_its_own_pooling_and_length(tmp_path: Path) -> None:
     copy = tmp_path / "model"
-    shutil.copytree(text.directory_of(text.DEFAULT), copy)
+    shutil.copytree(text.find_directory(text.DEFAULT_ENCODER), copy)
     (copy / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
     (copy / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
     first = encoder(str(copy))
@@ -121,7 +121,9 @@ def test_a_text_is_cut_where_the_tokenizer_says_the_model_ends(tmp_path: Path) -
     """Models like RoBERTa keep some of their positions free."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(text.directory_of(text.DEFAULT))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        text.find_directory(text.DEFAULT_ENCODER)
+    )
     tokenizer.model_max_length = 12
     tokenizer.save_pretrained(tmp_path)
     config = transformers.RobertaConfig(
@@ -154,40 +156,40 @@ def test_importing_the_module_imports_no_encoder() -> None:
 def test_a_text_is_embedded_once_and_then_found_by_what_it_says(tmp_path: Path) -> None:
     first, texts = Counting(), ["aab", "b", "aab", "c"]
     expected = first(texts)
-    assert torch.equal(embedded(first, texts, tmp_path), expected)
+    assert torch.equal(embed_items(first, texts, tmp_path), expected)
     assert first.asked == [*texts, "aab", "b", "c"]
     second, ticks = Counting(), []
-    found = embedded(second, ["c", "dd", "b"], tmp_path, tick=ticks.append)
+    found = embed_items(second, ["c", "dd", "b"], tmp_path, tick=ticks.append)
     assert torch.equal(found, Counting()(["c", "dd", "b"]))
     assert second.asked == ["dd"]
     assert ticks == [2, 1]
     third = Counting()
     third.name = "another"
-    embedded(third, texts, tmp_path)
+    embed_items(third, texts, tmp_path)
     assert third.asked == ["aab", "b", "c"]
-    assert torch.equal(embedded(Counting(), texts), expected)  # without a cache
+    assert torch.equal(embed_items(Counting(), texts), expected)  # without a cache
 
 
 def test_a_damaged_file_is_embedded_anew(tmp_path: Path) -> None:
-    expected = embedded(Counting(), ["ab", "c"], tmp_path)
+    expected = embed_items(Counting(), ["ab", "c"], tmp_path)
     (shard,) = tmp_path.rglob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-7])
-    with pytest.warns(UserWarning, match="is damaged, what it held is embedded anew"):
-        again = embedded(Counting(), ["ab", "c"], tmp_path)
+    with pytest.warns(UserWarning, match="is damaged: its items are embedded again"):
+        again = embed_items(Counting(), ["ab", "c"], tmp_path)
     assert torch.equal(again, expected)
     last = Counting()
-    embedded(last, ["c"], tmp_path)
+    embed_items(last, ["c"], tmp_path)
     assert last.asked == []
 
 
-def test_many_may_fill_a_cache_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "AT_ONCE", 7)
+def test_many_may_fill_a_cache_at_once(tmp_path: Path) -> None:
     texts = [chr(97 + n % 26) * (1 + n // 26) for n in range(100)]
     expected, wrong = Counting()(texts), []
 
     def work() -> None:
         for _ in range(3):
-            if not torch.equal(embedded(Counting(), texts, tmp_path), expected):
+            keys = embed_items(Counting(), texts, tmp_path, items_per_write=7)
+            if not torch.equal(keys, expected):
                 wrong.append(True)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -198,5 +200,5 @@ def test_many_may_fill_a_cache_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert not wrong
     assert not [name for _, _, names in os.walk(tmp_path) for name in names if "tmp" in name]
     last = Counting()
-    embedded(last, texts, tmp_path)
+    embed_items(last, texts, tmp_path)
     assert last.asked == []

@@ -22,15 +22,15 @@ import httpx
 import pytest
 import torch
 from runs import PREDICTOR, WordEncoder, write_random_run
-from servers import running
+from servers import open_client, running
 from starlette.routing import Mount
 from torch import nn
-from visiting import Visitor, at_the_desk, on_the_page, state
+from visiting import Visitor, collect_state, run_visits, visit_page
 
 import mbpa
 import mbpa.explorer
 from benchmarks import mislabelled
-from mbpa.explorer import actions, rendering, review
+from mbpa.explorer import actions, memory_map, rendering, review
 from mbpa.serve.answers import Answer, NearExample, Reason
 from mbpa.serve.app import create_app
 from mbpa.serve.classifier import Classifier
@@ -94,12 +94,12 @@ def test_a_visitor_teaches_and_undoes_and_nothing_leaves_the_machine(classifier,
 
     from mbpa.explorer import page
 
-    chromium = browser.found_or_skip()
+    chromium = browser.find_or_skip()
 
-    async def mounted():  # within a loop: else Gradio makes loops and leaves them open
+    async def mount_page():  # within a loop: else Gradio makes loops and leaves them open
         return page.mount(create_app(classifier), classifier)
 
-    app = asyncio.run(mounted())
+    app = asyncio.run(mount_page())
     untaught = classifier.examples()
     with (
         running(app) as url,
@@ -218,7 +218,7 @@ OF_THE_LOGIN = {
 def test_without_a_login_nothing_of_the_page_is_answered_but_the_login(tmp_path):
     write_random_run(tmp_path / "run")
     with Classifier.load(tmp_path / "run") as classifier:
-        app = asyncio.run(mounted(classifier, token="sesame"))
+        app = asyncio.run(mount_page(classifier, token="sesame"))
         routes = {
             (method, path)
             for method, path in routes_of(app)
@@ -226,7 +226,7 @@ def test_without_a_login_nothing_of_the_page_is_answered_but_the_login(tmp_path)
         }
         assert len(routes) > 60, "Gradio's own are among them"
         assert routes >= OF_THE_LOGIN
-        with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        with running(app) as url, open_client(url) as client:
             for method, path in sorted(routes - OF_THE_LOGIN):
                 asked = re.sub(r"{[^}]*}", "x", path)
                 with client.stream(method, asked) as answer:  # some never end
@@ -248,8 +248,8 @@ def test_without_a_login_nothing_of_the_page_is_answered_but_the_login(tmp_path)
 def test_the_page_has_so_many_requests_open_and_no_more(tmp_path):
     write_random_run(tmp_path / "run")
     with Classifier.load(tmp_path / "run") as classifier:
-        app = asyncio.run(mounted(classifier, page_requests=2))
-        with running(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        app = asyncio.run(mount_page(classifier, page_requests=2))
+        with running(app) as url, open_client(url) as client:
             beat = "/explore/gradio_api/heartbeat/x"
             with client.stream("GET", beat) as first, client.stream("GET", beat) as second:
                 assert (first.status_code, second.status_code) == (200, 200)
@@ -264,7 +264,7 @@ def test_the_page_has_so_many_requests_open_and_no_more(tmp_path):
                 time.sleep(0.05)
 
 
-async def mounted(classifier: Classifier, **settings):
+async def mount_page(classifier: Classifier, **settings):
     """An app with the page; within a loop, else Gradio makes loops and leaves them open."""
     from mbpa.explorer import page
 
@@ -291,18 +291,18 @@ def test_without_the_extra_its_own_name_is_told(monkeypatch):
 
 
 def test_what_is_done_at_the_desk_can_be_undone(classifier):
-    before = state(classifier)
+    before = collect_state(classifier)
     (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
-    deeds = (
-        lambda desk: desk.teach("luggage", LUGGAGE),
-        lambda desk: desk.relabel(mislabelled.id, " card "),
-        lambda desk: desk.forget(1),
+    changes = (
+        lambda actions: actions.teach("luggage", LUGGAGE),
+        lambda actions: actions.relabel(mislabelled.id, " card "),
+        lambda actions: actions.forget(1),
     )
-    for deed in deeds:
-        done = at_the_desk(classifier, deed)
-        assert state(classifier) != before
-        at_the_desk(classifier, lambda desk, done=done: desk.undo(done))
-        assert state(classifier) == before
+    for change in changes:
+        done = run_visits(classifier, change)
+        assert collect_state(classifier) != before
+        run_visits(classifier, lambda actions, done=done: actions.undo(done))
+        assert collect_state(classifier) == before
         (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
 
 
@@ -311,55 +311,57 @@ def test_undoing_brings_back_what_a_label_was_trained_to(classifier):
     asked = ["card late", "new pin", "euro loan"]
     before = classifier.predict(asked, top=10)
     for example in classifier.examples("pin"):
-        done = at_the_desk(classifier, lambda desk, id=example.id: desk.forget(id))
-        at_the_desk(classifier, lambda desk, done=done: desk.undo(done))
+        done = run_visits(classifier, lambda actions, id=example.id: actions.forget(id))
+        run_visits(classifier, lambda actions, done=done: actions.undo(done))
         assert classifier.predict(asked, top=10) == before
     ids = [each.id for each in classifier.examples("pin")]
-    deeds = [at_the_desk(classifier, lambda desk, id=id: desk.relabel(id, "loan")) for id in ids]
+    changes = [
+        run_visits(classifier, lambda actions, id=id: actions.relabel(id, "loan")) for id in ids
+    ]
     assert "pin" not in classifier.labels
-    for deed in reversed(deeds):
-        at_the_desk(classifier, lambda desk, deed=deed: desk.undo(deed))
+    for change in reversed(changes):
+        run_visits(classifier, lambda actions, change=change: actions.undo(change))
     assert classifier.predict(asked, top=10) == before
     assert "pin" in classifier.trained_labels
 
 
 def test_an_example_keeps_text_and_key_under_its_new_label(classifier):
     (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
-    before = actions.lesson_of(classifier, mislabelled.id)
-    done = at_the_desk(classifier, lambda desk: desk.relabel(mislabelled.id, "card"))
-    after = actions.lesson_of(classifier, done.added[0])
+    before = actions.get_lesson(classifier, mislabelled.id)
+    done = run_visits(classifier, lambda actions: actions.relabel(mislabelled.id, "card"))
+    after = actions.get_lesson(classifier, done.added[0])
     assert (after.label, after.text) == ("card", WRONG)
     assert torch.equal(after.key, before.key)
-    with pytest.raises(ValueError, match="not there any more"):
-        actions.lesson_of(classifier, mislabelled.id)
+    with pytest.raises(ValueError, match="no longer exists"):
+        actions.get_lesson(classifier, mislabelled.id)
 
 
 @pytest.mark.parametrize(
     ("visit", "why"),
     [
-        (lambda desk: desk.teach(" ", "suitcase"), "a label must not be empty"),
-        (lambda desk: desk.teach("luggage", " \n "), "at least one example"),
-        (lambda desk: desk.teach("luggage", "\n".join(map(str, range(257)))), "at most 256"),
-        (lambda desk: desk.relabel(1, "card"), "already"),
-        (lambda desk: desk.relabel(999, "card"), "not there any more"),
-        (lambda desk: desk.forget(999), "not there any more"),
-        (lambda desk: desk.ask(" "), "must not be empty"),
+        (lambda actions: actions.teach(" ", "suitcase"), "a label must not be empty"),
+        (lambda actions: actions.teach("luggage", " \n "), "at least one example"),
+        (lambda actions: actions.teach("luggage", "\n".join(map(str, range(257)))), "at most 256"),
+        (lambda actions: actions.relabel(1, "card"), "already has"),
+        (lambda actions: actions.relabel(999, "card"), "no longer exists"),
+        (lambda actions: actions.forget(999), "no longer exists"),
+        (lambda actions: actions.ask(" "), "must not be empty"),
     ],
 )
 def test_what_cannot_be_done_changes_nothing(classifier, visit, why):
     before = classifier.journal.change
     with pytest.raises(ValueError, match=why):
-        at_the_desk(classifier, visit)
+        run_visits(classifier, visit)
     assert classifier.journal.change == before
 
 
 def test_a_run_without_an_encoder_has_a_map_and_reviews_and_says_what_it_cannot(tmp_path):
     write_random_run(tmp_path / "run")
     with Classifier.load(tmp_path / "run") as classifier:
-        assert rendering.Map(classifier).around().count("h0") == 60
-        assert len(review.opinions(classifier)) == 60
+        assert memory_map.MemoryMap(classifier).draw().count("h0") == 60
+        assert len(review.collect_opinions(classifier)) == 60
         with pytest.raises(InputError, match="without an encoder"):
-            at_the_desk(classifier, lambda desk: desk.ask("a sentence"))
+            run_visits(classifier, lambda actions: actions.ask("a sentence"))
 
 
 # What examples say of each other
@@ -386,7 +388,7 @@ def slow_votes(examples, keys, k):
 def test_votes_are_those_of_the_nearest_others(count):
     keys = 3 * torch.randn(count, 8)
     examples = [Example(7 + i, "abc"[i % 3], None, None) for i in range(count)]
-    found = review.votes(examples, keys)
+    found = review.compute_votes(examples, keys)
     assert [each.example for each in found] == examples
     for each, expected in zip(found, slow_votes(examples, keys, 50), strict=True):
         assert each.label == expected[0]
@@ -395,7 +397,7 @@ def test_votes_are_those_of_the_nearest_others(count):
 
 
 def test_a_wrong_label_is_found_and_the_others_are_not_doubted(classifier):
-    found = review.probably_mislabelled(review.opinions(classifier))
+    found = review.find_mislabelled(review.collect_opinions(classifier))
     assert found[0].example.text == WRONG
     assert (found[0].example.label, found[0].label) == ("loan", "card")
     assert all(each.label != each.example.label for each in found)
@@ -407,25 +409,25 @@ def test_three_examples_that_lie_together_are_not_outvoted():
     crowd, few = torch.randn(200, 16), torch.randn(16) + 0.2 * torch.randn(3, 16)
     examples = [Example(i + 1, "many", None, None) for i in range(200)]
     examples += [Example(i + 201, "new", None, None) for i in range(3)]
-    found = review.votes(examples, torch.cat([crowd, few]))
+    found = review.compute_votes(examples, torch.cat([crowd, few]))
     assert [each.label for each in found[-3:]] == ["new"] * 3
-    assert not {201, 202, 203} & {each.example.id for each in review.probably_mislabelled(found)}
+    assert not {201, 202, 203} & {each.example.id for each in review.find_mislabelled(found)}
 
 
 def test_the_least_certain_come_first_and_large_memories_are_asked_in_part():
     examples = [Example(i + 1, "ab"[i % 2], None, None) for i in range(40)]
-    found = review.votes(examples, torch.randn(40, 4), most=10)
+    found = review.compute_votes(examples, torch.randn(40, 4), most=10)
     assert len(found) == 10
-    leads = [each.lead for each in review.least_certain(found)]
+    leads = [each.lead for each in review.sort_by_uncertainty(found)]
     assert leads == sorted(leads)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_where_there_is_nothing_to_compare_nothing_is_in_doubt(count):
     examples = [Example(i + 1, "only", None, None) for i in range(count)]
-    found = review.votes(examples, torch.randn(count, 4))
+    found = review.compute_votes(examples, torch.randn(count, 4))
     assert len(found) == (count if count > 1 else 0)
-    assert review.probably_mislabelled(found) == []
+    assert review.find_mislabelled(found) == []
 
 
 @pytest.mark.parametrize("plant", mislabelled.KINDS.values(), ids=list(mislabelled.KINDS))
@@ -456,10 +458,10 @@ def test_an_opinion_that_came_to_nothing_is_settled_all_the_same():
         review.Opinion(Example(id, "a", None, None), "b", 0.6, 0.1, 0.5) for id in (1, 2)
     )
     session = Session(queues={"list": [second]})
-    session.settle("list", first)
+    session.remove("list", first)
     assert session.queues["list"] == [second]
-    session.settle("list", second)
-    session.settle("another", second)
+    session.remove("list", second)
+    session.remove("another", second)
     assert session.queues["list"] == []
 
 
@@ -474,19 +476,21 @@ def test_what_stands_in_a_list_is_escaped(classifier):
 
     async def visit(page):
         with page.blocks:
-            tab = ReviewTab(page, "list", review.least_certain)
+            tab = ReviewTab(page, "list", review.sort_by_uncertainty)
         assert tab._list.datatype[0] == "html"
-        return await tab._listed(Session(queues={"list": found}))
+        return await tab.show_list(Session(queues={"list": found}))
 
-    table, *_ = on_the_page(classifier, visit)
+    table, *_ = visit_page(classifier, visit)
     shown = [row[0] for row in table]
-    assert shown[:2] == [html.escape(EVIL), "example 1"]
+    assert [html.unescape(each) for each in shown[:2]] == [EVIL, "example 1"]
+    assert "<" not in shown[0]
     assert len(shown[2]) == 601
 
 
 # Pictures
 
 EVIL = '<script>alert("&")</script>'
+STATS = {"examples": 1234, "labels": 5, "taught": 6, "read_only": None}
 
 
 def a_reason(label: str = "b_c", text: str | None = "sentence") -> Reason:
@@ -501,11 +505,27 @@ def pictures_of(reason: Reason) -> list[str]:
     labels = {near.id: near.label for near in reason.neighbors}
     example = Example(1, reason.neighbors[0].label, reason.neighbors[0].text, None)
     return [
-        rendering.answer(reason, 0.5),
-        rendering.memories(reason),
-        rendering.drawn(places, labels, (5.0, 5.0), reason),
-        rendering.opinion(review.Opinion(example, reason.answer.top[0][0], 0.6, 0.1, 0.5)),
+        rendering.render_answer(reason, 0.5),
+        rendering.render_memories(reason),
+        memory_map.draw_map(places, labels, (5.0, 5.0), reason),
+        rendering.render_opinion(review.Opinion(example, reason.answer.top[0][0], 0.6, 0.1, 0.5)),
+        rendering.render_note(example.label),
+        rendering.render_title({**STATS, "read_only": example.label}),
+        f"<p>{rendering.render_example(example.id, example.text)}</p>",
     ]
+
+
+def test_addresses_of_pictures_are_escaped():
+    reason, thumbs = a_reason(), dict.fromkeys(range(9), f'"{EVIL}')
+    places = {near.id: (10.0 * near.id, 20.0) for near in reason.neighbors}
+    for picture in (
+        rendering.render_answer(reason, 0.5, thumbs[0]),
+        rendering.render_memories(reason, thumbs),
+        memory_map.draw_map(places, {}, (5.0, 5.0), reason, thumbs),
+        rendering.render_example(1, "text", thumbs),
+    ):
+        ET.fromstring(picture)
+        assert "<script" not in picture
 
 
 @pytest.mark.parametrize("text", [EVIL, None, "x" * 5000])
@@ -517,13 +537,13 @@ def test_pictures_are_well_formed_whatever_is_written_in_them(text):
 
 
 def test_bars_show_before_and_after():
-    assert rendering.rows(a_reason()) == [
+    assert rendering.list_bars(a_reason()) == [
         ("b_c", 0.0, 0.7),
         ("a", 0.6, 0.2),
         ("d", 0.3, 0.1),
         ("e", 0.1, 0.0),
     ]
-    shown = rendering.answer(a_reason(), 0.5)
+    shown = rendering.render_answer(a_reason(), 0.5)
     assert "width: 70.0%" in shown
     assert "width: 60.0%" in shown
     assert "without its memory: a" in shown
@@ -533,13 +553,13 @@ def test_bars_show_before_and_after():
 def test_an_answer_that_abstains_says_so():
     reason = a_reason()
     unsure = Reason(Answer(None, 0.7, reason.answer.top), reason.before, reason.neighbors, 1.0)
-    assert "abstains" in rendering.answer(unsure, 0.8)
-    assert "answers from 80% on" in rendering.answer(unsure, 0.8)
-    assert "abstains" not in rendering.answer(reason, 0.5)
+    assert "abstains" in rendering.render_answer(unsure, 0.8)
+    assert "but it answers only from 80%" in rendering.render_answer(unsure, 0.8)
+    assert "abstains" not in rendering.render_answer(reason, 0.5)
 
 
 def test_the_weightiest_memories_are_shown_first():
-    shown = rendering.memories(a_reason())
+    shown = rendering.render_memories(a_reason())
     weights = [int(each) for each in re.findall(r'number">(\d+)%', shown)]
     assert weights == [80, 70, 60, 50, 40, 30]
     assert "and 2 more" in shown
@@ -547,65 +567,65 @@ def test_the_weightiest_memories_are_shown_first():
 
 def test_percentages_say_nothing_that_is_not_so():
     shares = (0.0, 0.0001, 0.004, 0.0996, 0.5, 0.994, 0.9999, 1.0)
-    shown = [rendering.percent(share) for share in shares]
-    assert shown == ["0%", "&lt;0.1%", "0.4%", "10%", "50%", "99%", "&gt;99%", "100%"]
+    shown = [rendering.format_percent(share) for share in shares]
+    assert shown == ["0%", "<0.1%", "0.4%", "10%", "50%", "99%", ">99%", "100%"]
 
 
 def test_the_map_shows_the_principal_components():
     keys = torch.randn(60, 7) * torch.tensor([1.0, 5.0, 1.0, 2.0, 0.1, 0.1, 0.1])
-    places = rendering.Plane.fitted(keys)(keys)
+    places = memory_map.Plane.fit(keys)(keys)
     centred = (keys - keys.mean(0)).double()
     expected = centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].T
     for shown, axis in zip(places.T, expected.T, strict=True):
         assert abs(torch.corrcoef(torch.stack([shown, axis]))[0, 1]) > 1 - 1e-9
     assert places.min() >= 0
-    assert (places <= torch.tensor([rendering.WIDTH, rendering.HEIGHT])).all()
+    assert (places <= torch.tensor([memory_map.WIDTH, memory_map.HEIGHT])).all()
 
 
 @pytest.mark.parametrize("keys", [torch.ones(3, 4), torch.arange(4.0)[:, None], torch.ones(1, 2)])
 def test_keys_that_lie_on_a_line_or_a_point_have_a_map(keys):
-    assert rendering.Plane.fitted(keys)(keys).isfinite().all()
+    assert memory_map.Plane.fit(keys)(keys).isfinite().all()
 
 
 def test_nothing_on_the_map_moves_when_something_is_taught(classifier):
-    shown = rendering.Map(classifier)
-    before = Counter(re.findall(r"M\d+ \d+h0", shown.around()))
+    shown = memory_map.MemoryMap(classifier)
+    before = Counter(re.findall(r"M\d+ \d+h0", shown.draw()))
     assert before.total() == len(classifier)
-    at_the_desk(classifier, lambda desk: desk.teach("luggage", LUGGAGE))
-    after = Counter(re.findall(r"M\d+ \d+h0", shown.around()))
+    run_visits(classifier, lambda actions: actions.teach("luggage", LUGGAGE))
+    after = Counter(re.findall(r"M\d+ \d+h0", shown.draw()))
     assert before <= after
     assert after.total() == len(classifier)
 
 
 def test_the_map_is_that_of_the_memory(classifier):
-    shown = rendering.Map(classifier)
-    shown.around()
+    shown = memory_map.MemoryMap(classifier)
+    shown.draw()
     for label in list(classifier.labels):
         classifier.forget(label=label)
-    assert "empty" in shown.around()
-    at_the_desk(classifier, lambda desk: desk.teach("luggage", LUGGAGE))
-    assert shown.around().count("h0") == 3
+    assert "empty" in shown.draw()
+    run_visits(classifier, lambda actions: actions.teach("luggage", LUGGAGE))
+    assert shown.draw().count("h0") == 3
 
 
 def test_a_map_drawn_while_something_is_taught_is_not_kept(classifier):
     """Between journal and memory there is a moment at which only the former has it."""
-    shown, journal = rendering.Map(classifier), classifier.journal
-    shown.around()
+    shown, journal = memory_map.MemoryMap(classifier), classifier.journal
+    shown.draw()
     learn = journal.learn
 
-    def looked_at_meanwhile(*arguments, **named):
+    def learn_and_draw(*arguments, **named):
         ids = learn(*arguments, **named)
-        shown.around()
+        shown.draw()
         return ids
 
-    journal.learn = looked_at_meanwhile
-    at_the_desk(classifier, lambda desk: desk.teach("luggage", LUGGAGE))
-    assert shown.around().count("h0") == len(classifier)
+    journal.learn = learn_and_draw
+    run_visits(classifier, lambda actions: actions.teach("luggage", LUGGAGE))
+    assert shown.draw().count("h0") == len(classifier)
 
 
 def test_the_map_marks_a_query_and_its_neighbours(classifier):
-    reason = at_the_desk(classifier, lambda desk: desk.ask("card late"))
-    drawn = ET.fromstring(rendering.Map(classifier).around("card late", reason))
+    reason = run_visits(classifier, lambda actions: actions.ask("card late"))
+    drawn = ET.fromstring(memory_map.MemoryMap(classifier).draw("card late", reason))
     circles = [each for each in drawn.iter("circle") if each.get("class") != "query"]
     assert len(circles) == len(reason.neighbors) == PREDICTOR.k
     (query,) = [each for each in drawn.iter("circle") if each.get("class") == "query"]
@@ -616,5 +636,5 @@ def test_the_map_marks_a_query_and_its_neighbours(classifier):
 
 def test_a_large_memory_is_shown_in_part():
     places = {id: (float(id % 500), 7.0) for id in range(1, 10_051)}
-    drawn = rendering.drawn(places, dict.fromkeys(places, "a"), None, None)
-    assert drawn.count("h0") == rendering.MOST_POINTS
+    drawn = memory_map.draw_map(places, dict.fromkeys(places, "a"), None, None)
+    assert drawn.count("h0") == memory_map.MAX_MAP_POINTS

@@ -22,7 +22,7 @@ from reliability.operations import (
     open_session,
     run_episode,
 )
-from reliability.reference import Known, Outcome, Reference, explain_misplaced
+from reliability.reference import Outcome, Reference, ReferenceExample, explain_misplaced
 from reliability.trial import BrokenPromiseError
 
 UNIT = np.eye(KEY_DIM, dtype=np.float32)
@@ -132,7 +132,9 @@ def test_broken_services_are_caught_and_the_way_there_is_shrunk(kind):
 
 @pytest.fixture
 def reference() -> Reference:
-    trained = [Known(label, "apple", encode_text("apple"), is_trained=True) for label in LABELS]
+    trained = [
+        ReferenceExample(label, "apple", encode_text("apple"), is_trained=True) for label in LABELS
+    ]
     return Reference(LABELS, trained, encode_text)
 
 
@@ -163,20 +165,20 @@ def test_a_request_id_is_refused_with_other_examples(reference):
 
 def test_neighbours_are_checked_for_order_copies_and_what_was_left_out(reference):
     reference.examples = {
-        1: Known("a", None, UNIT[0], is_trained=False),
-        2: Known("b", None, UNIT[0], is_trained=False),
-        3: Known("a", None, UNIT[0], is_trained=False),
-        4: Known("a", None, UNIT[1], is_trained=False),
+        1: ReferenceExample("a", None, UNIT[0], is_trained=False),
+        2: ReferenceExample("b", None, UNIT[0], is_trained=False),
+        3: ReferenceExample("a", None, UNIT[0], is_trained=False),
+        4: ReferenceExample("a", None, UNIT[1], is_trained=False),
     }
 
-    def misplaced(*found: int, k: int = 4) -> str:
+    def explain(*found: int, k: int = 4) -> str:
         return explain_misplaced(reference, UNIT[0], found, k) or ""
 
-    assert misplaced(3, 1, 2, 4) == ""
-    assert misplaced(3, 1, k=2) == ""
-    assert "must come as [3, 1, 2]" in misplaced(1, 3, 2, 4)
-    assert "must come as [3, 1, 2]" in misplaced(3, 2, k=2)
-    assert "neighbour 4 is farther than 2" in misplaced(3, 1, 4, 2)
-    assert "example 2 is nearer than neighbour 4" in misplaced(3, 1, 4, k=3)
-    assert "must be 3 distinct neighbours" in misplaced(3, 3, 1, k=3)
-    assert "neighbours [9] are not there" in misplaced(3, 9, k=2)
+    assert explain(3, 1, 2, 4) == ""
+    assert explain(3, 1, k=2) == ""
+    assert "must come as [3, 1, 2]" in explain(1, 3, 2, 4)
+    assert "must come as [3, 1, 2]" in explain(3, 2, k=2)
+    assert "neighbour 4 is farther than 2" in explain(3, 1, 4, 2)
+    assert "example 2 is nearer than neighbour 4" in explain(3, 1, 4, k=3)
+    assert "must be 3 distinct neighbours" in explain(3, 3, 1, k=3)
+    assert "neighbours [9] are not there" in explain(3, 9, k=2)

@@ -43,18 +43,18 @@ from runs import (
     write_random_run,
     write_word_run,
 )
-from servers import Server, running
+from servers import Server, get, open_client, post, running, send
 
 import mbpa
 from benchmarks import journal as journal_benchmark
 from benchmarks import mislabelled, new_labels, serving_tables
 from mbpa import cli
-from mbpa.serve import middleware, schemas
-from mbpa.serve.answers import MOST_FILE
+from mbpa.serve import docs_page, schemas
 from mbpa.serve.app import create_app
 from mbpa.serve.batching import Batcher, Overloaded, Pace
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.connections import WatchedProtocol
+from mbpa.serve.input_checks import MAX_PICTURE_BYTES
 from mbpa.serve.journal import Journal
 from mbpa.serve.settings import OPEN_PATHS, Settings
 from reliability import soak
@@ -73,21 +73,21 @@ def untaught(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(untaught, tmp_path_factory):
-    """In a thread of this process, which starts at once and has its annotations checked."""
+    """A client of a server in a thread of this process, where annotations are checked."""
     directory = tmp_path_factory.mktemp("served") / "run"
     shutil.copytree(untaught, directory)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with (
         Classifier.load(directory) as classifier,
         running(create_app(classifier, Settings(token=TOKEN))) as url,
-        httpx.Client(base_url=url, headers=headers, timeout=60) as client,
+        open_client(url, headers=headers) as client,
     ):
         yield client
 
 
 @pytest.fixture
 def client(served, caplog):
-    """Of a server that is found, and left, as it was."""
+    """A client of a server that every test leaves as it found it."""
     yield served
     for label in labels(served):
         if not label.startswith("label "):
@@ -149,7 +149,7 @@ def test_a_batch_that_takes_too_long_at_once_is_answered_in_parts(untaught, tmp_
     with (
         Classifier.load(tmp_path / "run") as classifier,
         running(create_app(classifier, Settings(part=0.0, part_s=1e-9))) as url,
-        httpx.Client(base_url=url, timeout=60) as parted,
+        open_client(url) as parted,
     ):
         for _ in range(10):
             answers = predict(parted, *KEYS)
@@ -168,7 +168,7 @@ def test_a_batch_that_takes_too_long_at_once_is_answered_in_parts(untaught, tmp_
 
 
 def batches(client: httpx.Client) -> float:
-    """How many the model has had."""
+    """Return the number of batches that the model has handled."""
     return float(re.search(r"^mbpa_batch_count (.*)$", client.get("/metrics").text, re.M)[1])
 
 
@@ -185,11 +185,11 @@ def test_a_request_sent_again_teaches_nothing_twice(client):
     assert learn(client, "new", KEYS[0], request="once").json() == first
     assert labels(client)["new"] == 1
     other = learn(client, "new", KEYS[1], request="once")
-    assert (other.status_code, "named other" in other.json()["error"]) == (422, True)
+    assert (other.status_code, "used for other" in other.json()["error"]) == (422, True)
 
 
 def test_health_stats_and_metrics_say_how_it_is(client):
-    assert httpx.get(client.base_url.join("/health")).json() == {"status": "ok", "reason": None}
+    assert get(client.base_url.join("/health")).json() == {"status": "ok", "reason": None}
     learn(client, "new", KEYS[0])
     assert stats(client) | {"change": 0} == {
         "examples": 61,
@@ -243,7 +243,7 @@ BAD = {
 
 
 def lessons(*changes: dict, **others) -> str:
-    """A body for /learn, of good examples but for these changes."""
+    """Return a body for /learn: valid examples except for these changes."""
     good = {"label": "a", "text": "b", "embedding": [0.25] * DIM}
     return json.dumps({"examples": [good | change for change in changes], **others})
 
@@ -334,7 +334,7 @@ def words(tmp_path_factory):
     with (
         Classifier.load(directory, text_encoder=WordEncoder()) as classifier,
         running(create_app(classifier)) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        open_client(url) as client,
     ):
         yield client
 
@@ -346,7 +346,7 @@ def test_a_huge_body_is_refused(client, is_told):
     answer = client.post("/learn", content=body, headers=JSON)
     assert (answer.status_code, answer.json()) == (
         413,
-        {"error": "a body must have at most 8388608 bytes"},
+        {"error": "the body must have at most 8388608 bytes"},
     )
     assert predict(client, KEYS[0])
 
@@ -359,24 +359,25 @@ def test_a_body_that_is_too_long_only_at_its_end_is_refused_at_once(untaught, tm
         running(create_app(classifier, settings)) as url,
     ):
         begin = time.monotonic()
-        answer = httpx.post(f"{url}/learn", content=iter([b" " * 200]), headers=JSON, timeout=60)
+        answer = post(f"{url}/learn", content=iter([b" " * 200]), headers=JSON, timeout=60)
     assert answer.status_code == 413
-    assert time.monotonic() - begin < middleware.BODY_TIMEOUT_S / 2
+    assert time.monotonic() - begin < settings.body_timeout_s / 2
 
 
 @pytest.mark.parametrize(("length", "status"), [(100, 408), (9 << 20, 413)])
-def test_a_body_that_does_not_come_is_not_waited_for(
-    untaught, tmp_path, monkeypatch, length, status
-):
-    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.2)
+def test_a_body_that_does_not_come_is_not_waited_for(untaught, tmp_path, length, status):
     shutil.copytree(untaught, tmp_path / "run")
-    with Classifier.load(tmp_path / "run") as classifier, running(create_app(classifier)) as url:
+    settings = Settings(body_timeout_s=0.2)
+    with (
+        Classifier.load(tmp_path / "run") as classifier,
+        running(create_app(classifier, settings)) as url,
+    ):
         address = httpx.URL(url)
         with socket.create_connection((address.host, address.port), timeout=10) as connection:
             head = "POST /learn HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {length}\r\n\r\n{{".encode())
             assert connection.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
-        assert httpx.get(f"{url}/stats").json()["examples"] == 60
+        assert get(f"{url}/stats").json()["examples"] == 60
 
 
 HEAD = "POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -394,7 +395,7 @@ def test_bodies_that_are_on_their_way_take_nobodys_place(untaught, tmp_path):
         Classifier.load(tmp_path / "run") as classifier,
         running(create_app(classifier, settings)) as url,
         contextlib.ExitStack() as stack,
-        httpx.Client(base_url=url) as client,
+        open_client(url) as client,
     ):
         assert predict(client, KEYS[0])
         slow = [stack.enter_context(connect(url)) for _ in range(8)]
@@ -418,7 +419,7 @@ def test_bodies_are_held_up_to_so_many_bytes(untaught, tmp_path):
     with (
         Classifier.load(tmp_path / "run") as classifier,
         running(create_app(classifier, Settings(held_bytes=1000))) as url,
-        httpx.Client(base_url=url) as client,
+        open_client(url) as client,
     ):
         with connect(url) as slow:
             slow.sendall(f"{HEAD}Content-Length: 2000\r\n\r\n{' ' * 1500}".encode())
@@ -432,7 +433,7 @@ def test_bodies_are_held_up_to_so_many_bytes(untaught, tmp_path):
 
 
 class Impatient(WatchedProtocol):
-    """Waits for little, and keeps what is not read where it can see it, not in the kernel."""
+    """A protocol with short timeouts and a small kernel buffer, so that unread data is noticed."""
 
     idle_s, read_s = 0.2, 0.5
 
@@ -444,7 +445,7 @@ class Impatient(WatchedProtocol):
 
 @pytest.fixture
 def impatient(untaught, tmp_path):
-    """Address of a server that waits for nobody."""
+    """Address of a server with short timeouts."""
     shutil.copytree(untaught, tmp_path / "run")
     with (
         Classifier.load(tmp_path / "run") as classifier,
@@ -479,11 +480,11 @@ def test_a_client_that_does_not_read_its_answers_is_given_up(impatient):
         slow.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         assert slow.recv(12) == b"HTTP/1.1 200"
         assert is_closed(slow, within_s=10)
-    assert httpx.get(f"{impatient}/health").status_code == 200
+    assert get(f"{impatient}/health").status_code == 200
 
 
 def is_closed(connection: socket.socket, within_s: float) -> bool:
-    """Whether the other end is gone, which shows when something is sent to it."""
+    """Return whether the other end closes the connection in time, which shows when sending."""
     give_up = time.monotonic() + within_s
     while time.monotonic() < give_up:
         try:
@@ -501,7 +502,7 @@ def test_a_slow_request_is_not_taken_for_an_idle_connection(tmp_path):
         Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier,
         running(create_app(classifier), http=Impatient) as url,
     ):
-        answer = httpx.post(f"{url}/predict", json={"texts": [LONG_TEXT] * 5}, timeout=60)
+        answer = post(f"{url}/predict", json={"texts": [LONG_TEXT] * 5}, timeout=60)
     assert answer.status_code == 200
 
 
@@ -514,7 +515,7 @@ def test_what_is_not_sent_as_json_is_told_how(client):
 
 def test_what_is_missing_is_told_in_our_own_words(client):
     answer = client.post("/predict", json={})
-    assert (answer.status_code, answer.json()["error"].startswith("give one of these: ")) == (
+    assert (answer.status_code, answer.json()["error"].startswith("give exactly one of: ")) == (
         422,
         True,
     )
@@ -533,8 +534,12 @@ def test_what_is_missing_is_told_in_our_own_words(client):
             "examples.1.texts: unknown field; did you mean text?",
         ),
         ("/forget", {"id": [1]}, "id: unknown field; did you mean ids?"),
-        ("/forget", {"xyz": 1}, "xyz: unknown field; known are ids, label"),
-        ("/predict", {"a" * 1_000_000: 1}, "a" * 100 + ": unknown field; known are texts, images"),
+        ("/forget", {"xyz": 1}, "xyz: unknown field; the known ones are ids, label"),
+        (
+            "/predict",
+            {"a" * 1_000_000: 1},
+            "a" * 100 + ": unknown field; the known ones are texts, images",
+        ),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value)[:20],
 )
@@ -554,11 +559,9 @@ def test_a_mistake_of_ours_is_not_called_one_of_theirs(tmp_path):
             ("/learn", {"examples": [{"label": "a", "text": "b"}]}),
             ("/predict", {"texts": ["a"]}),
         ):
-            answer = httpx.post(url + path, json=body)
+            answer = post(url + path, json=body)
             assert answer.status_code == 500
-            assert answer.json() == {
-                "error": "this should not have happened; the server's log says more"
-            }
+            assert answer.json() == {"error": "internal error: see the server's log"}
         assert len(classifier) == len(classifier.journal) == 4
 
 
@@ -566,7 +569,7 @@ def test_a_mistake_of_ours_is_not_called_one_of_theirs(tmp_path):
 
 
 def test_the_page_of_the_description_names_everything_and_fetches_nothing(client):
-    answer = httpx.get(client.base_url.join("/docs")).raise_for_status()
+    answer = get(client.base_url.join("/docs")).raise_for_status()
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     described = client.get("/openapi.json").json()
     for path, methods in described["paths"].items():
@@ -579,15 +582,23 @@ def test_the_page_of_the_description_names_everything_and_fetches_nothing(client
     assert not re.search(r"<script|<link|<img|@import|url\(", answer.text)
 
 
+def test_the_page_escapes_the_address_that_it_was_asked_for(client):
+    described = client.get("/openapi.json").json()
+    described["info"]["title"] = described["info"]["description"] = "<script>&"
+    page = docs_page.render_page(described, "http://<script>alert('&')</script>/")
+    assert "<script" not in page
+    assert "curl -s &#39;http://&lt;script&gt;" in page
+
+
 def test_there_is_the_icon_that_browsers_ask_for(client):
-    answer = httpx.get(client.base_url.join("/favicon.ico")).raise_for_status()  # without a token
+    answer = get(client.base_url.join("/favicon.ico")).raise_for_status()  # without a token
     assert answer.headers["content-type"] == "image/svg+xml"
     assert ElementTree.fromstring(answer.text).tag == "{http://www.w3.org/2000/svg}svg"
     assert 'path="/favicon.ico"' in client.get("/metrics").text
 
 
 def test_the_commands_of_that_page_work(client):
-    page = httpx.get(client.base_url.join("/docs")).text
+    page = get(client.base_url.join("/docs")).text
     commands = [html.unescape(found) for found in re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)]
     assert len(commands) == 4
     for command in commands:
@@ -622,7 +633,7 @@ def test_the_calls_in_the_documents_work(words, name):
 
 
 def test_the_calls_with_pictures_in_the_documents_work(tmp_path):
-    """What the shell sends, by the tools that every system has."""
+    """Send what the shell commands print, which use tools that every system has."""
     pictures = pytest.importorskip("PIL.Image")
     page = (ROOT / "docs" / "serving.md").read_text("utf-8")
     calls = re.findall(
@@ -641,14 +652,14 @@ def test_the_calls_with_pictures_in_the_documents_work(tmp_path):
             shell = ["sh", "-c", command]
             sent = subprocess.run(shell, cwd=tmp_path, capture_output=True, check=True).stdout
             headers = dict([header.split(": ")])
-            answer = httpx.post(url + path, content=sent, headers=headers)
+            answer = post(url + path, content=sent, headers=headers)
             assert answer.status_code == 200, answer.text
         assert answer.json()["answers"][0]["label"] == "eight"
 
 
 def test_the_largest_picture_may_come_in_lines():
-    """As programs break base64, after 64 or 76 characters."""
-    file = base64.b64encode(bytes(MOST_FILE)).decode()
+    """Programs break base64 after 64 or 76 characters."""
+    file = base64.b64encode(bytes(MAX_PICTURE_BYTES)).decode()
     for width, end in ((76, "\n"), (76, "\r\n"), (64, "\n"), (64, "\r\n")):
         lines = end.join(file[at : at + width] for at in range(0, len(file), width))
         body = json.dumps({"images": [f"data:image/jpeg;base64,{lines}"]})
@@ -667,7 +678,7 @@ def test_explanations_are_limited_as_the_description_says(client):
         assert field["anyOf"][0]["maxItems"] == most
         for count, status in ((most, 200), (most + 1, 422)):
             assert client.post(path, json={"embeddings": KEYS[:1] * count}).status_code == status
-    page = httpx.get(client.base_url.join("/docs")).text
+    page = get(client.base_url.join("/docs")).text
     explain = page[page.index('<h2 id="explain">') : page.index('<h2 id="learn">')]
     assert "list (1 to 16) of" in explain
     assert "256" not in explain
@@ -676,7 +687,7 @@ def test_explanations_are_limited_as_the_description_says(client):
 
 
 def test_what_may_be_left_out_is_not_called_null(client):
-    page = httpx.get(client.base_url.join("/docs")).text
+    page = get(client.base_url.join("/docs")).text
     takes = re.findall(r"<h3>takes</h3>(.*?)</table>", page, re.DOTALL)
     assert len(takes) == 4
     assert not any("null" in table for table in takes)
@@ -686,29 +697,29 @@ def test_what_may_be_left_out_is_not_called_null(client):
 
 
 def test_the_root_leads_to_the_description(client):
-    answer = httpx.get(client.base_url.join("/"))
+    answer = get(client.base_url.join("/"))
     assert answer.is_redirect
-    assert httpx.get(client.base_url.join("/"), follow_redirects=True).url.path == "/docs"
+    assert get(client.base_url.join("/"), follow_redirects=True).url.path == "/docs"
 
 
 def test_without_the_token_there_is_no_answer(client):
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
         url = client.base_url
         for method, path in (("GET", "/stats"), ("POST", "/learn"), ("GET", "/metrics")):
-            answer = httpx.request(method, url.join(path), headers=header, content=b"{")
+            answer = send(method, url.join(path), headers=header, content=b"{")
             assert answer.status_code == 401
             assert "token" in answer.json()["error"]
             assert answer.headers["www-authenticate"] == "Bearer"
-        raw = httpx.get(url.join("/stats"), headers={b"Authorization": b"Bearer \xff\xfe"})
+        raw = get(url.join("/stats"), headers={b"Authorization": b"Bearer \xff\xfe"})
         assert raw.status_code == 401
 
 
 def test_the_token_is_taken_as_programs_write_it(client):
     for scheme in ("Bearer", "bearer", "BEARER"):
         headers = {"Authorization": f"{scheme} {TOKEN}"}
-        assert httpx.get(client.base_url.join("/stats"), headers=headers).status_code == 200
+        assert get(client.base_url.join("/stats"), headers=headers).status_code == 200
     headers = {"Authorization": f"Basic {TOKEN}"}
-    assert httpx.get(client.base_url.join("/stats"), headers=headers).status_code == 401
+    assert get(client.base_url.join("/stats"), headers=headers).status_code == 401
 
 
 def test_what_is_not_there_is_said_in_json(client):
@@ -757,10 +768,10 @@ def test_whatever_happens_at_once_is_explained_by_an_order(client):
     """Lessons are taught and forgotten, and every answer is that of some number of whole calls: no
     fewer than were acknowledged when it was asked, and no more than were sent when it came."""
     steps = 8
-    possible = [_shares(client)]
+    possible = [get_probabilities(client)]
     for step in range(steps):
         _teach_two_labels(client, step)
-        possible.append(_shares(client))
+        possible.append(get_probabilities(client))
     held = [*range(steps + 1), *reversed(range(steps))]  # lessons that are there after each call
     for step in range(steps):
         _forget_two_labels(client, step)
@@ -771,7 +782,7 @@ def test_whatever_happens_at_once_is_explained_by_an_order(client):
     def read() -> None:
         while not done.is_set():
             least = acknowledged[0]
-            shares = _shares(client)
+            shares = get_probabilities(client)
             seen.append((least, shares, sent[0]))
 
     readers = [threading.Thread(target=read) for _ in range(3)]
@@ -814,7 +825,7 @@ def _forget_two_labels(client: httpx.Client, step: int) -> None:
     client.post("/forget", json={"ids": sorted(ids)}).raise_for_status()
 
 
-def _shares(client: httpx.Client) -> dict[str, float]:
+def get_probabilities(client: httpx.Client) -> dict[str, float]:
     top = predict(client, KEYS[0], top=100)[0]["top"]
     return {each["label"]: each["probability"] for each in top}
 
@@ -824,7 +835,7 @@ def test_too_much_at_once_is_turned_away_and_it_recovers(untaught, tmp_path):
     with Classifier.load(tmp_path / "run") as classifier:
         app = create_app(classifier, Settings(in_flight=4, wait_s=0.0, batch=1))
         limits = httpx.Limits(max_connections=100)
-        with running(app) as url, httpx.Client(base_url=url, timeout=60, limits=limits) as client:
+        with running(app) as url, open_client(url, limits=limits) as client:
             body = {"embeddings": KEYS[:4]}
             with ThreadPoolExecutor(32) as crowd:
                 answers = list(crowd.map(lambda _: client.post("/predict", json=body), range(300)))
@@ -843,7 +854,7 @@ def test_when_nothing_can_be_written_it_says_so_and_goes_on_answering(untaught, 
     with (
         Classifier.load(tmp_path / "run") as classifier,
         running(create_app(classifier)) as url,
-        httpx.Client(base_url=url) as client,
+        open_client(url) as client,
     ):
         learn(client, "new", KEYS[0]).raise_for_status()
         with full_disk():
@@ -861,7 +872,7 @@ def test_when_nothing_can_be_written_it_says_so_and_goes_on_answering(untaught, 
 
 @contextlib.contextmanager
 def full_disk():
-    """No file of this process can grow."""
+    """Keep the files of this process from growing."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -899,14 +910,14 @@ def test_what_was_acknowledged_survives_a_kill(untaught, tmp_path):
             stop.set()
             for teacher in teachers:
                 teacher.join()
-        held = _checked(run, acknowledged, sent)
+        held = check_journal(run, acknowledged, sent)
     print(f"{round_ + 1} kills, {len(acknowledged)} acknowledged calls")
     assert acknowledged
 
 
 def _teach(server: Server, who: str, stop: threading.Event, acknowledged, sent) -> None:
-    """Three examples a call, until there is nobody to teach."""
-    with httpx.Client(base_url=server.url, timeout=10) as client:
+    """Teach three examples per call until the server is gone."""
+    with open_client(server.url, timeout=10) as client:
         for number in range(100_000):
             name = f"{who}-{number}"
             sent.add(name)
@@ -925,8 +936,8 @@ def _teach(server: Server, who: str, stop: threading.Event, acknowledged, sent) 
                 return
 
 
-def _checked(run: Path, acknowledged: dict[str, list[int]], sent: set[str]) -> int:
-    """Whether the journal holds what it must, and how many examples it does hold."""
+def check_journal(run: Path, acknowledged: dict[str, list[int]], sent: set[str]) -> int:
+    """Check that the journal holds what it must; return the number of taught examples."""
     with Journal(run / "journal.sqlite") as journal:
         taught = [each for each in journal.examples() if "/" in (each.text or "")]
     texts = Counter(each.text for each in taught)
@@ -948,7 +959,7 @@ def _checked(run: Path, acknowledged: dict[str, list[int]], sent: set[str]) -> i
 
 
 def banking(directory: Path, labels: int, examples: int) -> tuple[Path, dict[str, list[str]]]:
-    """A spreadsheet of some labels of Banking77, and the texts of all labels."""
+    """Write a spreadsheet of some labels of Banking77; return it and the texts of all."""
     folder = Path(os.environ.get("MBPA_DATA") or ROOT.parent / "shared" / "data") / "banking77"
     if not (folder / "train.csv").exists():
         pytest.skip("needs Banking77: python -m experiments data fetch banking77, or MBPA_DATA")
@@ -995,16 +1006,16 @@ def test_two_commands_lead_from_a_spreadsheet_to_a_classifier_that_learns(tmp_pa
         after = ask(texts[new][5])
         assert after["label"] == before["label"]
         assert after["confidence"] == pytest.approx(before["confidence"], abs=1e-5)
-        assert server.stop(by=signal.SIGINT) == 0, "".join(server.said)
-        assert not any("Traceback" in line for line in server.said)
-        assert server.said[-1] == f"stopped; what was taught is in {run}\n"
+        assert server.stop(by=signal.SIGINT) == 0, "".join(server.output)
+        assert not any("Traceback" in line for line in server.output)
+        assert server.output[-1] == f"stopped; everything that was taught is in {run}\n"
 
 
 # Batches
 
 
 class SteadyPace(Pace):
-    """One second per weight, whatever is measured."""
+    """A pace of one second per unit of weight, whatever is measured."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -1014,7 +1025,7 @@ class SteadyPace(Pace):
 
 
 def batcher_of(handle, **options) -> Batcher:
-    """One for numbers, each of which takes as many seconds as it says."""
+    """Return a batcher of numbers, each of which takes as many seconds as its value."""
     settings = {
         "weight": float,
         "part": 0.0,
@@ -1252,7 +1263,7 @@ def slow(tmp_path):
     with (
         Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier,
         running(create_app(classifier)) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        open_client(url) as client,
     ):
         for _ in range(3):
             client.post("/predict", json={"texts": ["saw"]}).raise_for_status()
@@ -1315,7 +1326,7 @@ def test_for_a_client_that_is_gone_nothing_more_is_computed(slow, path, body):
     client, encoder = slow
     encoder.calls.clear()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(client.base_url.join(path), json=body, timeout=0.4)
+        post(client.base_url.join(path), json=body, timeout=0.4)
     give_up = time.monotonic() + 10
     while stats(client)["waiting"] and time.monotonic() < give_up:
         time.sleep(0.01)
@@ -1335,7 +1346,7 @@ def test_beside_a_request_of_large_pictures_a_small_one_is_answered_soon(tmp_pat
     with (
         Classifier.load(tmp_path / "run", image_encoder=BrightnessEncoder()) as classifier,
         running(create_app(classifier)) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        open_client(url) as client,
         ThreadPoolExecutor(1) as other,
     ):
         start = time.perf_counter()
@@ -1358,11 +1369,11 @@ def test_a_lesson_sent_again_is_the_same_though_its_text_is_embedded_elsewhere(t
         running(create_app(classifier)) as url,
     ):
         body = {"examples": [{"label": "new", "text": "a spade"}], "request": "once"}
-        first = httpx.post(f"{url}/learn", json=body)
-        assert httpx.post(f"{url}/learn", json=body).json() == first.json()
-        assert httpx.get(f"{url}/stats").json()["taught"] == 1
+        first = post(f"{url}/learn", json=body)
+        assert post(f"{url}/learn", json=body).json() == first.json()
+        assert get(f"{url}/stats").json()["taught"] == 1
         body["examples"][0]["text"] = "a rake"
-        assert httpx.post(f"{url}/learn", json=body).status_code == 422
+        assert post(f"{url}/learn", json=body).status_code == 422
 
 
 # Trials
@@ -1415,10 +1426,10 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
     assert printed.startswith("mbpa: ")
     assert printed.count("\n") == 1
     assert {
-        "nothing": "is no run",
+        "nothing": "is not a run",
         "a run in use": "in use",
-        "a port in use": "(Address already in use): name another with --port",
-        "neither": "is no run",
+        "a port in use": "(Address already in use): choose another --port",
+        "neither": "is not a run",
         "no threshold": "between 0 and 1, got 1.5",
         "no GPU": "there is no CUDA device here",
     }[what] in printed
@@ -1427,12 +1438,13 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
 def test_every_path_but_the_open_ones_asks_for_the_token(served):
     paths = served.get("/openapi.json").raise_for_status().json()["paths"]
     assert {"/predict", "/explain", "/learn", "/forget", "/metrics"} <= {*paths, "/metrics"}
-    for path in [*paths, "/metrics", "/nowhere"]:
-        for method in ("GET", "POST", "PUT", "DELETE", "HEAD"):
-            for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
-                url = served.base_url.join(path.replace("{id}", "1"))
-                status = httpx.request(method, url, headers=header).status_code
-                assert (status == 401) == (path not in OPEN_PATHS), (method, path, status)
+    with open_client(str(served.base_url)) as stranger:
+        for path in [*paths, "/metrics", "/nowhere"]:
+            for method in ("GET", "POST", "PUT", "DELETE", "HEAD"):
+                for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
+                    url = path.replace("{id}", "1")
+                    status = stranger.request(method, url, headers=header).status_code
+                    assert (status == 401) == (path not in OPEN_PATHS), (method, path, status)
 
 
 def test_without_the_extra_the_command_names_it(untaught, capsys, monkeypatch):

@@ -31,12 +31,13 @@ from mbpa.errors import RunError
 from mbpa.memory import ExactMemory
 from mbpa.modules.new_rows import NewRows
 from mbpa.modules.split import grow
-from mbpa.serve import classifier as classifiers
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
+from mbpa.serve.input_checks import Limits
 from mbpa.serve.journal import InputError, Journal, JournalError
-from mbpa.serve.order_independent import SPARE, TaughtMemory, TaughtRows
-from mbpa.serve.served_model import TaughtModel
+from mbpa.serve.order_independent import SPARE_NEIGHBORS, LabelRows
+from mbpa.serve.run_info import RunInfo, read_model
+from mbpa.serve.served_model import ServedModel
 
 DIM = 16
 QUERIES = random_keys(20, DIM, seed=7)
@@ -71,7 +72,7 @@ def fresh(untaught, tmp_path):
         classifier.close()
 
 
-def said(classifier: Classifier) -> list:
+def get_probabilities(classifier: Classifier) -> list:
     """Every probability of every label, to the bit."""
     return classifier.predict(keys=QUERIES, top=1000)
 
@@ -101,8 +102,8 @@ def test_answers_do_not_depend_on_the_order_of_teaching(fresh, seed):
     random.Random(seed).shuffle(shuffled)
     for lesson in shuffled:
         second.learn([lesson])
-        said(second)  # what is kept from answer to answer must not count
-    assert said(first) == said(second)
+        get_probabilities(second)  # what is kept from answer to answer must not count
+    assert get_probabilities(first) == get_probabilities(second)
     assert list(first.labels) == list(second.labels)
 
 
@@ -123,8 +124,8 @@ def test_nor_do_those_of_other_predictors(tmp_path, predictor):
         with Classifier.load(run) as classifier:
             for lesson in lessons()[::turn]:
                 classifier.learn([lesson])
-                said(classifier)  # what is kept from answer to answer must not count
-            found.append(said(classifier))
+                get_probabilities(classifier)  # what is kept from answer to answer must not count
+            found.append(get_probabilities(classifier))
     assert found[0] == found[1]
 
 
@@ -132,10 +133,10 @@ def test_answers_are_the_same_after_a_restart(fresh):
     classifier = fresh()
     classifier.learn(lessons())
     classifier.forget(ids=[61, 3])
-    before, directory = said(classifier), classifier.journal.path.parent
+    before, directory = get_probabilities(classifier), classifier.journal.path.parent
     classifier.close()
     with Classifier.load(directory) as again:
-        assert said(again) == before
+        assert get_probabilities(again) == before
         assert again.stats() == classifier.stats() | {"change": again.journal.change}
 
 
@@ -143,10 +144,10 @@ def test_a_forgotten_example_was_never_taught(fresh):
     first, second = fresh(), fresh()
     first.learn(lessons()[:5])
     ids = second.learn([lessons()[9], *lessons()[:5], *lessons()[10:]])
-    assert said(first) != said(second)
+    assert get_probabilities(first) != get_probabilities(second)
     gone = [ids[0], *ids[6:]]
     assert second.forget(ids=[*gone, 12345]) == gone
-    assert said(first) == said(second)
+    assert get_probabilities(first) == get_probabilities(second)
 
 
 def test_a_forgotten_label_was_never_taught(fresh):
@@ -157,7 +158,7 @@ def test_a_forgotten_label_was_never_taught(fresh):
     for name in ("mmm", "aaa", "zzz"):
         assert len(classifier.forget(label=name)) == 4
         assert name not in classifier.labels
-    assert said(classifier) == said(untouched)
+    assert get_probabilities(classifier) == get_probabilities(untouched)
     assert classifier.forget(label="aaa") == []
 
 
@@ -177,10 +178,10 @@ def test_only_what_is_there_counts(fresh, seed):
             held[id] = lesson
     other = fresh()
     other.learn(list(held.values()))
-    assert said(classifier) == said(other)
+    assert get_probabilities(classifier) == get_probabilities(other)
 
 
-def put_rows(head: nn.Linear, keys: torch.Tensor, labels: torch.Tensor, trained: int = 6) -> None:
+def set_rows(head: nn.Linear, keys: torch.Tensor, labels: torch.Tensor, trained: int = 6) -> None:
     """In the rows of new labels, one after the other, what their examples say."""
     means = [keys[:60][labels[:60] == label].mean(0) for label in range(trained)]
     middle = sum(mean / mean.norm() for mean in means) / trained
@@ -203,10 +204,10 @@ def test_answers_are_those_of_a_plain_model(fresh, has_rows):
     numbers = torch.tensor([labels[id] for id in ids])
     head = grow(head, len(names)).requires_grad_(False)
     if has_rows:
-        put_rows(head, keys, numbers)
+        set_rows(head, keys, numbers)
     model = mbpa.MbPA(head=head, memory=mbpa.ExactMemory(len(ids), DIM), predictor=PREDICTOR)
     model.write(keys=keys, values=numbers)
-    for answer, logs in zip(said(classifier), model(keys=QUERIES), strict=True):
+    for answer, logs in zip(get_probabilities(classifier), model(keys=QUERIES), strict=True):
         ours = torch.tensor([dict(answer.top)[name] for name in names])
         torch.testing.assert_close(ours, logs.exp(), rtol=1e-4, atol=1e-5)
 
@@ -214,9 +215,9 @@ def test_answers_are_those_of_a_plain_model(fresh, has_rows):
 def test_the_same_request_teaches_once(fresh):
     classifier = fresh()
     ids = classifier.learn(lessons(), request="one")
-    before = said(classifier)
+    before = get_probabilities(classifier)
     assert classifier.learn(lessons(), request="one") == ids
-    assert said(classifier) == before
+    assert get_probabilities(classifier) == before
     classifier.forget(ids=ids[:1])
     assert classifier.learn(lessons(), request="one") == ids
     assert len(classifier) == 60 + len(ids) - 1
@@ -231,47 +232,49 @@ def test_a_request_is_known_by_its_texts_not_by_the_last_bits_of_their_keys(tmp_
         ids = classifier.learn(lessons, request="one")
         assert classifier.learn(lessons, request="one") == ids
         assert classifier.labels["drink"] == 2
-        with pytest.raises(InputError, match="has named other examples"):
+        with pytest.raises(InputError, match="was used for other examples"):
             classifier.learn([lessons[0], Lesson("drink", "red tea")], request="one")
 
 
-@pytest.mark.parametrize("limit", ["MOST_EXAMPLES", "MOST_LABELS"])
-def test_a_request_sent_again_needs_no_room(fresh, monkeypatch, limit):
-    classifier, lesson = fresh(), Lesson("new", key=QUERIES[0])
-    ids = classifier.learn([lesson], request="one")
-    here = {"MOST_EXAMPLES": len(classifier), "MOST_LABELS": len(classifier.labels)}[limit]
-    monkeypatch.setattr(classifiers, limit, here)
-    with pytest.raises(InputError, match=f"there may be {here}"):
-        classifier.learn([Lesson("newer", key=QUERIES[0])])
-    assert classifier.learn([lesson], request="one") == ids
-    classifier.forget(label="new")
-    monkeypatch.setattr(classifiers, limit, here - 1)
-    assert classifier.learn([lesson], request="one") == ids, "even where it was forgotten since"
+@pytest.mark.parametrize("limit", ["examples", "labels"])
+def test_a_request_sent_again_needs_no_room(fresh, limit):
+    lesson = Lesson("new", key=QUERIES[0])
+    with fresh() as classifier:
+        directory = classifier.journal.path.parent
+        ids = classifier.learn([lesson], request="one")
+        here = {"examples": len(classifier), "labels": len(classifier.labels)}[limit]
+    with Classifier.load(directory, limits=Limits(**{limit: here})) as full:
+        with pytest.raises(InputError, match=f"a run can hold at most {here} {limit}"):
+            full.learn([Lesson("newer", key=QUERIES[0])])
+        assert full.learn([lesson], request="one") == ids
+        full.forget(label="new")
+    with Classifier.load(directory, limits=Limits(**{limit: here - 1})) as full:
+        assert full.learn([lesson], request="one") == ids, "even where it was forgotten since"
 
 
 def test_a_trained_row_comes_back_with_an_example_that_it_was_trained_with(fresh):
     """And not with any other: of such a label its examples are all that is known."""
     classifier = fresh()
-    before, stats = said(classifier), classifier.stats()
+    before, stats = get_probabilities(classifier), classifier.stats()
     (first, *others) = [each.id for each in classifier.examples("label 002")]
     ids, keys = classifier.entries()
     lesson = Lesson("label 002", "text 2", keys[ids.index(first)])
     (back,) = classifier.learn([lesson])
     classifier.forget(ids=[first])
-    assert said(classifier) == before
+    assert get_probabilities(classifier) == before
     assert not classifier.was_trained_with(back)
     kept = [Lesson("label 002", None, keys[ids.index(id)]) for id in others]
     classifier.forget(ids=others)
     assert "label 002" not in classifier.trained_labels
     (*again,) = classifier.learn(kept, restoring=True)
     assert all(map(classifier.was_trained_with, again))
-    assert said(classifier) == before
+    assert get_probabilities(classifier) == before
     classifier.forget(ids=[back])
     classifier.learn([lesson], restoring=True)
     assert classifier.stats() == stats | {"change": classifier.counts.change}
     classifier.close()
     with Classifier.load(classifier.journal.path.parent) as started:
-        assert said(started) == before
+        assert get_probabilities(started) == before
         assert started.stats() == classifier.stats()
         started.forget(ids=again)
         started.forget(label="label 002")
@@ -287,7 +290,7 @@ def test_a_trained_label_goes_with_the_last_example_it_was_trained_with(fresh):
     assert "label 002" not in classifier.trained_labels
     assert list(classifier.labels)[-1] == "label 002", "it stands among the new ones"
     classifier.forget(ids=ids[-1:])
-    assert all("label 002" not in dict(answer.top) for answer in said(classifier))
+    assert all("label 002" not in dict(answer.top) for answer in get_probabilities(classifier))
 
 
 def head_alone(classifier: Classifier) -> list[dict[str, float]]:
@@ -330,11 +333,11 @@ def test_learning_and_forgetting_compute_the_rows_of_the_labels_concerned(
     classifier.learn([Lesson(f"new {i}", key=QUERIES[i]) for i in range(8)])
     weights = NewRows.weights
 
-    def counted(self, sums):
+    def count_and_compute(self, sums):
         computed.append(len(sums))
         return weights(self, sums)
 
-    monkeypatch.setattr(NewRows, "weights", counted)
+    monkeypatch.setattr(NewRows, "weights", count_and_compute)
     ids = classifier.learn([Lesson("new 3", key=QUERIES[9]), Lesson("label 001", key=QUERIES[9])])
     assert computed == [1] * has_rows
     classifier.forget(ids[:1])
@@ -353,7 +356,7 @@ def test_rows_are_the_same_whatever_keys_came_and_went():
     keys = random_keys(300, DIM, seed=5) * sizes
     middle = random_keys(1, DIM)[0]
     made = NewRows(middle, 2 * middle, torch.tensor(0.1), SCALE, OFFSET)
-    plain, other = TaughtRows(made), TaughtRows(made)
+    plain, other = LabelRows(made), LabelRows(made)
     plain.add(["a"] * 200, keys[:200])
     order = torch.randperm(300, generator=generator).tolist()
     for place in order:
@@ -367,7 +370,7 @@ def test_rows_are_the_same_whatever_keys_came_and_went():
     exact = 2 * middle + SCALE * (mean / mean.norm() - middle)
     torch.testing.assert_close(plain.weight("a"), exact.float())
     other.remove(["a"] * 200, keys[:200])
-    assert torch.equal(other.weight("a"), TaughtRows(made).weight("a"))
+    assert torch.equal(other.weight("a"), LabelRows(made).weight("a"))
 
 
 def test_keys_of_a_run_with_rows_have_norm_one(fresh, has_rows):
@@ -404,7 +407,9 @@ def test_an_explanation_names_the_examples_behind_an_answer(fresh):
     classifier = fresh()
     (id,) = classifier.learn([Lesson("new", "a text", QUERIES[0])])
     reason = classifier.explain(keys=QUERIES[:1], top=7)[0]
-    assert dict(reason.answer.top) == pytest.approx(dict(said(classifier)[0].top), rel=1e-4)
+    assert dict(reason.answer.top) == pytest.approx(
+        dict(get_probabilities(classifier)[0].top), rel=1e-4
+    )
     nearest = reason.neighbors[0]
     assert (nearest.id, nearest.label, nearest.text) == (id, "new", "a text")
     assert nearest.distance == pytest.approx(0, abs=1e-3)
@@ -430,10 +435,10 @@ def test_an_explanation_names_the_examples_behind_an_answer(fresh):
 )
 def test_a_lesson_that_cannot_be_changes_nothing(fresh, lesson, why):
     classifier = fresh()
-    before = said(classifier)
+    before = get_probabilities(classifier)
     with pytest.raises(ValueError, match=why):
         classifier.learn([Lesson("good", key=QUERIES[0]), lesson])
-    assert said(classifier) == before
+    assert get_probabilities(classifier) == before
     assert "good" not in classifier.journal.labels()
 
 
@@ -486,7 +491,7 @@ def test_an_image_encoder_of_ones_own_takes_the_place_of_the_runs(album):
         Classifier.load(directory, image_encoder=Other())
 
 
-def saved(picture, kind: str, **options) -> bytes:
+def save_picture(picture, kind: str, **options) -> bytes:
     file = io.BytesIO()
     picture.save(file, kind, **options)
     return file.getvalue()
@@ -503,37 +508,38 @@ def photographs() -> list[tuple[str, bytes]]:
     before, after = PngImagePlugin.PngInfo(), PngImagePlugin.PngInfo()
     before.add_text("Author", "somebody")
     after.add(b"tEXt", b"Author\0somebody", after_idat=True)
-    size, beside = "got one of 513 × 20 pixels", "what a camera or program wrote beside it"
-    unread, damaged = "got no PNG or JPEG file that can be read", "got a file that is damaged"
-    plain = saved(small, "JPEG")
+    size, beside = "got one of 513 × 20 pixels", "metadata or other data beside the pixels"
+    unread, damaged = "got no readable PNG or JPEG file", "got a file that is damaged"
+    plain = save_picture(small, "JPEG")
     return [
-        (size, saved(large, "JPEG")),
-        (size, saved(large, "PNG")),
-        (beside, saved(small, "JPEG", exif=camera)),
-        (beside, saved(icon, "PNG", exif=camera)),
-        (beside, saved(icon, "PNG", pnginfo=before)),
-        (beside, saved(icon, "PNG", pnginfo=after)),
-        (beside, saved(small, "JPEG", comment=b"holiday")),
+        (size, save_picture(large, "JPEG")),
+        (size, save_picture(large, "PNG")),
+        (beside, save_picture(small, "JPEG", exif=camera)),
+        (beside, save_picture(icon, "PNG", exif=camera)),
+        (beside, save_picture(icon, "PNG", pnginfo=before)),
+        (beside, save_picture(icon, "PNG", pnginfo=after)),
+        (beside, save_picture(small, "JPEG", comment=b"holiday")),
         (beside, plain[:2] + b"\xff\xe5\x00\x08secret" + plain[2:]),  # a segment of anybody's
-        (unread, saved(small, "GIF")),
+        (unread, save_picture(small, "GIF")),
         (unread, b"no picture"),
-        (damaged, saved(icon, "PNG")[:-20]),
+        (damaged, save_picture(icon, "PNG")[:-20]),
     ]
 
 
 def test_only_pictures_as_they_are_kept_are_learnt(album):
     """Else the place of a photograph might be on the disk."""
-    from mbpa.encoders.image import kept
+    from mbpa.encoders.pictures import standardize
 
     for why, file in photographs():
         for key in (None, album.encode([plain_picture("red")])[0]):
             with pytest.raises(
-                InputError, match=rf"as mbpa\.encoders\.image\.kept gives it, .*{why}"
+                InputError,
+                match=rf"the form that mbpa\.encoders\.pictures\.standardize returns, .*{why}",
             ):
                 album.learn([Lesson("red", key=key, image=file)])
     assert len(album.journal) == 4
     for _, file in photographs()[:-2]:
-        album.learn([Lesson("red", image=kept(file))])
+        album.learn([Lesson("red", image=standardize(file))])
     assert album.labels["red"] == 9
 
 
@@ -547,21 +553,23 @@ def test_a_lesson_is_of_a_text_or_of_a_picture(album, tmp_path):
             assert len(classifier) == len(classifier.journal) == 4
 
 
-def test_a_start_reads_no_pictures_that_it_has_keys_of(album, monkeypatch):
+def test_a_start_reads_no_pictures_that_it_has_keys_of(album):
     without_key = plain_picture("green")
     directory = album.journal.path.parent
     album.close()
     with Journal(directory / "journal.sqlite") as journal:
         journal.learn([("green", without_key, None)])
-    read, examples = [], Journal.examples
+    read = []
 
-    def seen(self, *given, **options):
-        found = list(examples(self, *given, **options))
-        read.extend(each.image for each in found)
-        return iter(found)
+    class WatchedJournal(Journal):
+        def examples(self, *given, **options):
+            found = list(super().examples(*given, **options))
+            read.extend(each.image for each in found)
+            return iter(found)
 
-    monkeypatch.setattr(Journal, "examples", seen)
-    with Classifier.load(directory, image_encoder=BrightnessEncoder()) as again:
+    info, journal = RunInfo.read(directory), WatchedJournal(directory / "journal.sqlite")
+    head, predictor, rows = read_model(directory, info, "cpu")
+    with Classifier(info, head, predictor, journal, BrightnessEncoder(), rows) as again:
         assert read == [None] * 4 + [without_key]
         assert again.labels["green"] == 1
         assert again.image(1) == plain_picture("black")
@@ -630,7 +638,7 @@ def test_counts_are_those_of_whole_calls(fresh):
     assert seen <= expected
 
 
-@pytest.mark.parametrize("copies", [1, SPARE, 5 * SPARE])
+@pytest.mark.parametrize("copies", [1, SPARE_NEIGHBORS, 5 * SPARE_NEIGHBORS])
 def test_equally_near_entries_come_in_an_order_of_their_content(copies):
     """However many there are: which of them are among the nearest must not depend on their age."""
     keys = torch.cat([QUERIES[:1].expand(copies, -1), QUERIES[1:]])
@@ -642,7 +650,7 @@ def test_equally_near_entries_come_in_an_order_of_their_content(copies):
         memory.write(random_keys(30, DIM, seed=9), torch.zeros(30, dtype=torch.int64))
         memory.write(keys[order], values[order])
         memory.delete(range(30))
-        read = TaughtMemory(memory).read(QUERIES[:3], 5)
+        read = OrderIndependentReader(memory).read(QUERIES[:3], 5)
         found.append((read.values, read.distances, read.dots, read.keys))
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
@@ -653,7 +661,7 @@ def test_equally_near_entries_come_in_an_order_of_their_content(copies):
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path, untaught):
     with pytest.raises(
-        RunError, match=r"no run: there is no run\.json; make one with `mbpa teach`"
+        RunError, match=r"is not a run \(it has no run\.json\): create one with `mbpa teach`"
     ):
         Classifier.load(tmp_path)
     damaged = tmp_path / "damaged"
@@ -692,13 +700,13 @@ def test_what_the_memory_could_not_take_is_not_acknowledged_again_before_a_start
     monkeypatch.setattr(mbpa.ExactMemory, "write", once)
     with pytest.raises(MemoryError):
         classifier.learn(lesson, request="a")
-    before = said(classifier)
+    before = get_probabilities(classifier)
     for again in ("a", "b", None):
-        with pytest.raises(JournalError, match="could not follow what was written: restart"):
+        with pytest.raises(JournalError, match="the memory was not updated after a write: restart"):
             classifier.learn(lesson, request=again)
     with pytest.raises(JournalError):
         classifier.forget(label="new")
-    assert said(classifier) == before
+    assert get_probabilities(classifier) == before
     directory = classifier.journal.path.parent
     classifier.close()
     with Classifier.load(directory) as restarted:
@@ -709,7 +717,7 @@ def test_what_the_memory_could_not_take_is_not_acknowledged_again_before_a_start
 
 def test_room_is_made_before_anything_is_promised(fresh, monkeypatch):
     classifier = fresh()
-    monkeypatch.setattr(TaughtModel, "make_room", lambda model, examples: 1 / 0)
+    monkeypatch.setattr(ServedModel, "make_room", lambda model, examples: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         classifier.learn([Lesson("new", key=QUERIES[0])])
     monkeypatch.undo()

@@ -22,7 +22,6 @@ import torch
 from runs import WordEncoder, write_random_run, write_word_run
 from servers import Server
 
-import mbpa.serve.classifier
 from mbpa import cli, files
 from mbpa.errors import RunError
 from mbpa.serve import run_directory
@@ -241,10 +240,10 @@ def test_a_request_id_cannot_name_other_examples_after_a_forget(tmp_path, reopen
         [("alpha", "one", None), ("alpha", None, b"8765")],
         [("alpha", "one", None)],
     ):
-        with pytest.raises(InputError, match="request 'r1' has named other examples"):
+        with pytest.raises(InputError, match="request 'r1' was used for other examples"):
             journal.learn(other, request="r1")
-        with pytest.raises(InputError, match="request 'r1' has named other examples"):
-            journal.repeated(other, "r1")
+        with pytest.raises(InputError, match="request 'r1' was used for other examples"):
+            journal.find_repeated(other, "r1")
     same = [("alpha", "one", None), ("alpha", None, b"5678")]
     assert journal.learn(same, request="r1") == ids  # and what was forgotten stays so
     assert len(journal) == 0
@@ -271,7 +270,7 @@ def test_flipped_bits_in_a_row_are_named(tmp_path):
         (b"12345678", b"12345679", "example 2 was altered"),
     ):
         (tmp_path / "j").write_bytes(content.replace(old, new))
-        with pytest.raises(DamagedError, match=f"{why}.*restore it from a copy"):
+        with pytest.raises(DamagedError, match=f"{why}.*restore it from a backup"):
             Journal(tmp_path / "j")
     (tmp_path / "j").write_bytes(content)
     Journal(tmp_path / "j").close()
@@ -326,7 +325,7 @@ def test_an_emptied_or_missing_journal_of_a_run_is_noticed(tmp_path):
     with pytest.raises(DamagedError, match="it is empty"):
         Classifier.load(tmp_path / "run")
     journal.unlink()
-    with pytest.raises(DamagedError, match="is missing: restore it from a copy"):
+    with pytest.raises(DamagedError, match="is missing: restore it from a backup"):
         Classifier.load(tmp_path / "run")
 
 
@@ -336,7 +335,7 @@ def test_keys_that_no_key_is_like_are_named(tmp_path, value, capsys):
     key = numpy.array([value, 0, 0, 0], "<f4").tobytes()
     with Journal(tmp_path / "run" / "journal.sqlite") as journal:
         (id,) = journal.learn([("x", None, key)])
-    with pytest.raises(RunError, match=rf"journal\.sqlite: keys must .* example {id} has others"):
+    with pytest.raises(RunError, match=rf"journal\.sqlite: keys must .* example {id} has not"):
         Classifier.load(tmp_path / "run")
     for command in (["check"], ["serve", "--port", "0"]):
         assert cli.main([*command, str(tmp_path / "run")]) == 2
@@ -350,7 +349,7 @@ def test_check_says_that_a_run_is_whole_or_what_is_damaged(tmp_path, capsys):
     assert cli.main(["check", str(run)]) == 0
     printed = capsys.readouterr().out
     assert "60 examples of 6 labels" in printed
-    assert f"{run} is whole" in printed
+    assert f"{run} is intact" in printed
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     with Classifier.load(run):
         assert cli.main(["check", str(run)]) == 2
@@ -425,7 +424,7 @@ def test_a_run_and_journal_of_the_format_before_answer_as_they_did(tmp_path):
         with pytest.raises(InputError, match="other examples"):
             journal.learn(kept[::-1], request="kept")
         for name in ("half forgotten", "gone"):
-            with pytest.raises(InputError, match="examples that were forgotten"):
+            with pytest.raises(InputError, match="examples forgotten since"):
                 journal.learn([("gone", "gone wholly", None)], request=name)
 
 
@@ -443,7 +442,10 @@ def test_a_journal_of_the_format_before_is_read_where_it_cannot_be_written(tmp_p
 
 
 def replace_run(out: Path, write: Callable[[Path], object] = write_word_run) -> None:
-    with run_directory.writable(out), run_directory.in_its_place(out, replace=True) as directory:
+    with (
+        run_directory.reporting_errors(out),
+        run_directory.replace_directory(out, replace=True) as directory,
+    ):
         write(directory)
 
 
@@ -489,14 +491,14 @@ def test_a_run_that_was_half_replaced_is_put_back(tmp_path):
     write_word_run(tmp_path / f".run.{'0' * 32}.old")
     with (
         pytest.raises(ZeroDivisionError),
-        run_directory.in_its_place(tmp_path / "run", replace=True),
+        run_directory.replace_directory(tmp_path / "run", replace=True),
     ):
         raise ZeroDivisionError
     assert RunInfo.read(tmp_path / "run").encoder == "words"
 
 
 def test_two_processes_that_make_a_run_leave_each_other_alone(tmp_path):
-    with run_directory.in_its_place(tmp_path / "run", replace=True) as first:
+    with run_directory.replace_directory(tmp_path / "run", replace=True) as first:
         write_word_run(first)
         replace_run(tmp_path / "run", write_random_run)
         assert first.exists()
@@ -539,7 +541,9 @@ def test_a_journal_that_nobody_has_any_more_is_not_in_use(tmp_path):
 
 def test_a_directory_where_the_lock_belongs_is_named(tmp_path):
     (tmp_path / "j.lock").mkdir()
-    with pytest.raises(JournalError, match=r"j\.lock must be a file: move it away"):
+    with pytest.raises(
+        JournalError, match=r"j\.lock must be a file, not a directory: move it away"
+    ):
         Journal(tmp_path / "j")
     assert not (tmp_path / "j").exists()
 
@@ -600,18 +604,18 @@ def test_relative_paths_and_links_lead_to_one_journal(tmp_path, monkeypatch):
 
 def test_what_came_while_a_run_was_made_is_not_replaced(tmp_path):
     def make_run_beside(others: Path) -> None:
-        with run_directory.in_its_place(tmp_path / "run", replace=False) as new:
+        with run_directory.replace_directory(tmp_path / "run", replace=False) as new:
             write_random_run(new)
             others.rename(tmp_path / "run")
 
     write_word_run(tmp_path / "another")
-    with pytest.raises(RunError, match="is a run: what was taught there would be lost"):
+    with pytest.raises(RunError, match="is a run, and what it was taught would be lost"):
         make_run_beside(tmp_path / "another")
     assert RunInfo.read(tmp_path / "run").encoder == "words"
     (tmp_path / "run").rename(tmp_path / "another")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").touch()
-    with pytest.raises(RunError, match="holds thesis, which is no part of a run"):
+    with pytest.raises(RunError, match="contains thesis, which is not part of a run"):
         make_run_beside(tmp_path / "mine")
     assert (tmp_path / "run" / "thesis").exists()
 
@@ -619,20 +623,23 @@ def test_what_came_while_a_run_was_made_is_not_replaced(tmp_path):
 def test_backups_beside_a_journal_are_no_part_of_a_run(tmp_path):
     write_word_run(tmp_path / "run")
     (tmp_path / "run" / "journal.sqlite.before").touch()
-    with pytest.raises(RunError, match=r"holds journal\.sqlite\.before, which is no part of a run"):
+    with pytest.raises(RunError, match=r"contains journal\.sqlite\.before, which is not part of"):
         run_directory.require_free(tmp_path / "run", replace=True)
 
 
-def test_a_run_that_is_being_loaded_is_not_replaced(tmp_path, monkeypatch):
+def test_a_run_that_is_being_loaded_is_not_replaced(tmp_path):
     """Else the old model would answer with the new examples."""
-    write_random_run(tmp_path / "run")
+    write_word_run(tmp_path / "run")
     seen = []
 
-    def read(*arguments):
-        with pytest.raises(RunError, match="in use by process"):
-            run_directory.require_free(tmp_path / "run", replace=True)
-        seen.append(arguments)
+    class Probe(WordEncoder):
+        @property
+        def fingerprint(self) -> str:
+            """Read while the run is loaded."""
+            with pytest.raises(RunError, match="in use by process"):
+                run_directory.require_free(tmp_path / "run", replace=True)
+            seen.append(self)
+            return super().fingerprint
 
-    monkeypatch.setattr(mbpa.serve.classifier, "read_encoder", read)
-    Classifier.load(tmp_path / "run").close()
+    Classifier.load(tmp_path / "run", text_encoder=Probe()).close()
     assert seen

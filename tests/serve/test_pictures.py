@@ -24,26 +24,28 @@ from digits import NAMES, in_base64, write_digits
 from drawn_requests import LONG, draw_cases
 from picture_files import file_of, png_of
 from runs import WordEncoder, write_word_run
-from servers import Server, running
+from servers import Server, get, open_client, post, running
 from starlette.exceptions import HTTPException
-from visiting import Visitor, at_the_desk, on_the_page, state
+from visiting import Visitor, collect_state, run_visits, visit_page
 
 from mbpa import cli
 from mbpa.encoders import image
+from mbpa.encoders.pictures import count_pixels, standardize
 from mbpa.errors import RunError
 from mbpa.explorer import actions, page, review
-from mbpa.explorer.actions import Deed
-from mbpa.explorer.page import _Page
+from mbpa.explorer.actions import Change
+from mbpa.explorer.page import ExplorerPage
 from mbpa.explorer.review_tab import ReviewTab
 from mbpa.explorer.sessions import Session
 from mbpa.explorer.uploads import Uploads
 from mbpa.serve import teaching
-from mbpa.serve.answers import MOST_PIXELS, Answer, Lesson
+from mbpa.serve.answers import Answer, Lesson
 from mbpa.serve.app import create_app
 from mbpa.serve.classifier import Classifier
+from mbpa.serve.input_checks import MAX_PIXELS_PER_CALL
 from mbpa.serve.journal import InputError, Journal
-from mbpa.serve.labelled_images import read_album
-from mbpa.serve.run_info import JOURNAL
+from mbpa.serve.labelled_images import read_labelled_images
+from mbpa.serve.run_info import JOURNAL_FILE
 
 Image = pytest.importorskip("PIL.Image")
 KNOWN, NEW = NAMES[:8], NAMES[8:]
@@ -85,7 +87,7 @@ def client(untaught, tmp_path_factory):
     with (
         Classifier.load(run) as classifier,
         running(create_app(classifier)) as url,
-        httpx.Client(base_url=url, timeout=60) as client,
+        open_client(url) as client,
     ):
         yield client
 
@@ -120,10 +122,10 @@ def test_digits_that_it_never_saw_are_taught_over_http(run, files):
         assert sum(right[:22]) > 11
         assert sum(right[22:]) > 11
         assert [answer["label"] for answer in ask(server.client, *known)] == list(KNOWN)
-        assert server.stop() == 0, "".join(server.said)
-        assert server.said[-1] == f"stopped; what was taught is in {run}\n"
-        assert not any("Traceback" in line for line in server.said)
-    pictures = [image.kept(path.read_bytes()) for path in asked]
+        assert server.stop() == 0, "".join(server.output)
+        assert server.output[-1] == f"stopped; everything that was taught is in {run}\n"
+        assert not any("Traceback" in line for line in server.output)
+    pictures = [standardize(path.read_bytes()) for path in asked]
     with Classifier.load(run) as again:
         agrees(again.predict(pictures), after)
         again.forget(ids)
@@ -146,7 +148,7 @@ def test_a_picture_is_shown_as_it_was_taught_until_it_is_forgotten(client, files
     assert np.array_equal(pixels, np.asarray(Image.open(files["eight"][0])))
     client.post("/forget", json={"ids": [id]}).raise_for_status()
     gone = client.get(f"/examples/{id}/image")
-    assert (gone.status_code, gone.json()) == (404, {"error": f"example {id} is not there"})
+    assert (gone.status_code, gone.json()) == (404, {"error": f"there is no example {id}"})
 
 
 def test_an_answer_is_explained_by_pictures(client, files):
@@ -177,20 +179,20 @@ def test_pictures_may_come_as_data_urls_in_lines_and_in_other_formats(client, fi
 # What is refused
 
 
-def encoded(data: bytes) -> str:
+def encode_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
 BAD = {
-    "no base64": ("a picture?", "must be the bytes of its file in base64"),
-    "a damaged character": ("iVBORw0K*", "must be the bytes of its file in base64"),
-    "letters that are none": ("ⅣⅤⅥⅦ", "must be the bytes of its file in base64"),
-    "no picture": (encoded(b"hello"), "must be a PNG, JPEG, WEBP, GIF or BMP file"),
-    "a document": (encoded(b"%PDF-1.7 "), "must be a PNG, JPEG, WEBP, GIF or BMP file"),
-    "a part of one": (encoded(png_of(20, 20)[:60]), "cannot be read"),
-    "a bomb": (encoded(png_of(6_000, 6_000)), "at most 32,000,000 pixels"),
-    "a larger bomb": (encoded(png_of(60_000, 60_000)), "at most 32,000,000 pixels"),
-    "many bytes": (encoded(b"\x89PNG" + b"\0" * 6_000_000), "at most 6,000,000 bytes"),
+    "no base64": ("a picture?", "must be a file encoded in base64"),
+    "a damaged character": ("iVBORw0K*", "must be a file encoded in base64"),
+    "letters that are none": ("ⅣⅤⅥⅦ", "must be a file encoded in base64"),
+    "no picture": (encode_base64(b"hello"), "must be a PNG, JPEG, WEBP, GIF or BMP file"),
+    "a document": (encode_base64(b"%PDF-1.7 "), "must be a PNG, JPEG, WEBP, GIF or BMP file"),
+    "a part of one": (encode_base64(png_of(20, 20)[:60]), "cannot be read"),
+    "a bomb": (encode_base64(png_of(6_000, 6_000)), "at most 32,000,000 pixels"),
+    "a larger bomb": (encode_base64(png_of(60_000, 60_000)), "at most 32,000,000 pixels"),
+    "many bytes": (encode_base64(b"\x89PNG" + b"\0" * 6_000_000), "at most 6,000,000 bytes"),
     "nothing": ("", "at least 1 character"),
     "no text": (5, "valid string"),
 }
@@ -217,10 +219,10 @@ def test_a_bad_picture_is_refused_in_words_and_changes_nothing(client, what, fil
 
 
 def test_many_bombs_below_the_limit_are_refused_together(client):
-    picture = encoded(png_of(5_000, 5_000))
+    picture = encode_base64(png_of(5_000, 5_000))
     answer = client.post("/predict", json={"images": [picture] * 3})
     assert answer.status_code == 422
-    assert "64,000,000 pixels together, got 75,000,000" in answer.json()["error"]
+    assert "64,000,000 pixels in total, got 75,000,000" in answer.json()["error"]
 
 
 def test_texts_are_not_pictures_and_pictures_are_no_texts(client, tmp_path, files):
@@ -247,12 +249,12 @@ def test_texts_are_not_pictures_and_pictures_are_no_texts(client, tmp_path, file
             ("/explain", {"images": [picture]}),
             ("/learn", {"examples": [{"label": "a", "image": picture}]}),
         ):
-            answer = httpx.post(url + path, json=body)
+            answer = post(url + path, json=body)
             assert (answer.status_code, answer.json()) == (
                 422,
                 {"error": "this run takes texts, not images"},
             )
-        assert httpx.get(f"{url}/examples/1/image").status_code == 404
+        assert get(f"{url}/examples/1/image").status_code == 404
         assert len(words) == 4
 
 
@@ -263,7 +265,7 @@ def test_an_example_has_a_number(client, id):
 
 def test_the_description_of_a_run_of_pictures_is_kept_to(run):
     with Classifier.load(run) as classifier, running(create_app(classifier)) as url:
-        described = httpx.get(f"{url}/openapi.json").json()["components"]["schemas"]
+        described = get(f"{url}/openapi.json").json()["components"]["schemas"]
         assert set(described["Query"]["properties"]) == {"images", "embeddings", "top", "threshold"}
         others = {"/labels", "/stats", "/health", "/metrics", "/forget"}  # as those of texts
         drawn = draw_cases(schemathesis.openapi.from_url(f"{url}/openapi.json"), others)
@@ -275,12 +277,12 @@ def test_the_description_of_a_run_of_pictures_is_kept_to(run):
 
 def test_the_commands_of_its_page_work(run):
     with Classifier.load(run) as classifier, running(create_app(classifier)) as url:
-        page = httpx.get(f"{url}/docs").text
+        page = get(f"{url}/docs").text
         commands = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
         assert len(commands) == 4
         for command in commands:
             parts = shlex.split(html.unescape(command).replace("\\\n", ""))
-            answer = httpx.post(parts[2], content=parts[-1], headers=JSON)
+            answer = post(parts[2], content=parts[-1], headers=JSON)
             assert answer.status_code == 200, answer.text
         assert "<code>images</code>" in page
         assert "<code>texts</code>" not in page
@@ -291,16 +293,16 @@ def test_the_commands_of_its_page_work(run):
 
 def test_a_forgotten_picture_is_in_no_file(run, files):
     noise = np.random.default_rng(0).integers(0, 256, (400, 300, 3)).astype(np.uint8)
-    large = image.kept(file_of(Image.fromarray(noise)))
-    small = image.kept(files["eight"][0].read_bytes())
+    large = standardize(file_of(Image.fromarray(noise)))
+    small = standardize(files["eight"][0].read_bytes())
     with Classifier.load(run) as classifier:
         ids = classifier.learn([Lesson("eight", image=small), Lesson("noise", image=large)])
         assert [classifier.image(id) for id in ids] == [small, large]
-        held = b"".join(path.read_bytes() for path in run.glob(f"{JOURNAL}*"))
+        held = b"".join(path.read_bytes() for path in run.glob(f"{JOURNAL_FILE}*"))
         assert small in held, "so that it would be found below"
         classifier.forget(ids)
         assert [classifier.image(id) for id in ids] == [None, None]
-        left = b"".join(path.read_bytes() for path in run.glob(f"{JOURNAL}*"))
+        left = b"".join(path.read_bytes() for path in run.glob(f"{JOURNAL_FILE}*"))
     assert small not in left
     pieces = [large[at : at + 64] for at in range(200, len(large) - 64, 64)]
     assert len(pieces) > 500
@@ -308,8 +310,8 @@ def test_a_forgotten_picture_is_in_no_file(run, files):
 
 
 def test_a_picture_without_its_key_is_embedded_at_the_start(run, files):
-    small = image.kept(files["eight"][0].read_bytes())
-    with Journal(run / JOURNAL) as journal:
+    small = standardize(files["eight"][0].read_bytes())
+    with Journal(run / JOURNAL_FILE) as journal:
         (id,) = journal.learn([("eight", small, None)])
     with Classifier.load(run) as classifier:
         (reason,) = classifier.explain([small])
@@ -319,36 +321,36 @@ def test_a_picture_without_its_key_is_embedded_at_the_start(run, files):
 
 
 def test_a_request_sent_again_teaches_no_picture_twice(classifier, files):
-    small, other = (image.kept(path.read_bytes()) for path in files["eight"][:2])
+    small, other = (standardize(path.read_bytes()) for path in files["eight"][:2])
     first = classifier.learn([Lesson("eight", image=small)], request="once")
     assert classifier.learn([Lesson("eight", image=small)], request="once") == first
-    with pytest.raises(InputError, match="named other examples"):
+    with pytest.raises(InputError, match="used for other examples"):
         classifier.learn([Lesson("eight", image=other)], request="once")
     assert classifier.labels["eight"] == 1
 
 
 def test_what_is_done_at_the_desk_to_a_picture_can_be_undone(classifier, files, tmp_path):
-    def known() -> set:
+    def list_pictures() -> set:
         return {(each.label, classifier.image(each.id)) for each in classifier.examples()}
 
-    before = state(classifier), known()
+    before = collect_state(classifier), list_pictures()
     eights = files["eight"][:3]
     (tmp_path / "none.png").write_bytes(b"none")
-    for deed in (
-        lambda desk: desk.teach("eight", [*eights, eights[0]]),
-        lambda desk: desk.relabel(1, "eight"),
-        lambda desk: desk.forget(2),
+    for change in (
+        lambda actions: actions.teach("eight", [*eights, eights[0]]),
+        lambda actions: actions.relabel(1, "eight"),
+        lambda actions: actions.forget(2),
     ):
-        done = at_the_desk(classifier, deed)
-        assert known() != before[1]
-        at_the_desk(classifier, lambda desk, done=done: desk.undo(done))
-        assert (state(classifier), known()) == before
+        done = run_visits(classifier, change)
+        assert list_pictures() != before[1]
+        run_visits(classifier, lambda actions, done=done: actions.undo(done))
+        assert (collect_state(classifier), list_pictures()) == before
     with pytest.raises(InputError, match=r"picture 2 of 2: a picture must be a PNG"):
-        at_the_desk(
-            classifier, lambda desk: desk.teach("eight", [eights[0], tmp_path / "none.png"])
+        run_visits(
+            classifier, lambda actions: actions.teach("eight", [eights[0], tmp_path / "none.png"])
         )
-    assert (state(classifier), known()) == before
-    assert len(actions.thumbnails(classifier, [3, 999])) == 1
+    assert (collect_state(classifier), list_pictures()) == before
+    assert len(actions.make_thumbnails(classifier, [3, 999])) == 1
 
 
 def test_pictures_are_read_one_at_a_time_so_that_large_ones_may_be_many(classifier, tmp_path):
@@ -356,17 +358,17 @@ def test_pictures_are_read_one_at_a_time_so_that_large_ones_may_be_many(classifi
     large = [tmp_path / f"{shade}.png" for shade in (40, 120, 200)]
     for path in large:
         Image.new("L", (5000, 5000), int(path.stem)).save(path)
-    assert sum(image.pixels_of(path.read_bytes()) for path in large) > MOST_PIXELS
-    done = at_the_desk(classifier, lambda desk: desk.teach("grey", large))
+    assert sum(count_pixels(path.read_bytes()) for path in large) > MAX_PIXELS_PER_CALL
+    done = run_visits(classifier, lambda actions: actions.teach("grey", large))
     assert len(done.added) == 3
 
 
 def test_pictures_are_counted_before_one_is_read(classifier, tmp_path):
     missing = [tmp_path / f"{number}.png" for number in range(257)]
     with pytest.raises(InputError, match="at most 256 examples at a time, got 257"):
-        at_the_desk(classifier, lambda desk: desk.teach("eight", missing))
-    with pytest.raises(InputError, match="picture 1 of 256: it is not there any more"):
-        at_the_desk(classifier, lambda desk: desk.teach("eight", missing[:256]))
+        run_visits(classifier, lambda actions: actions.teach("eight", missing))
+    with pytest.raises(InputError, match="picture 1 of 256: it is no longer available"):
+        run_visits(classifier, lambda actions: actions.teach("eight", missing[:256]))
 
 
 # What people have
@@ -392,12 +394,12 @@ def test_folders_and_tables_of_pictures_are_read(tmp_path):
     (tmp_path / "all" / "warm" / "notes.txt").write_text("mine")
     write(tmp_path / "all" / "of_no_label.png", "green")
     (tmp_path / "all" / ".hidden").write_text("not counted")
-    album = read_album(tmp_path / "all")
+    album = read_labelled_images(tmp_path / "all")
     assert album.labels == ("cold", "cold", "warm", "warm")
     assert (album.rows, album.duplicates, album.contradictions, album.strays) == (5, 1, 1, 2)
     table = tmp_path / "all" / "table.csv"
     table.write_text("file,kind\nwarm/red.png,hot\ncold/blue.jpg,cool\n")
-    rows = read_album(table, column="file", label="kind")
+    rows = read_labelled_images(table, column="file", label="kind")
     assert rows.labels == ("hot", "cool")
     assert rows.images == (album.images[3], album.images[0])
 
@@ -405,9 +407,9 @@ def test_folders_and_tables_of_pictures_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("there", "why"),
     [
-        ((), "has no pictures .* in sub-folders; it must have one for each label"),
+        ((), "has no pictures .* in sub-folders; it must have one per label"),
         (("red.png",), "has no pictures .* in sub-folders"),
-        (("a/red.png", "a/blue.png"), "one label only, 'a'"),
+        (("a/red.png", "a/blue.png"), "only one label, 'a'"),
         (("a/red.png", "b/broken.png"), r"broken\.png: a picture must be a PNG"),
         (("a/red.png", "b\x07/blue.png"), "cannot be a label: .*control"),
     ],
@@ -420,7 +422,7 @@ def test_folders_that_cannot_be_are_refused_in_a_line(tmp_path, there, why):
             (tmp_path / "all" / name).write_bytes(b"nothing")
     (tmp_path / "all").mkdir(exist_ok=True)
     with pytest.raises(RunError, match=why) as refused:
-        read_album(tmp_path / "all")
+        read_labelled_images(tmp_path / "all")
     assert "\n" not in str(refused.value)
 
 
@@ -448,11 +450,11 @@ def test_the_report_names_what_was_left_out(tmp_path):
             write(tmp_path / "all" / label / f"{colour}.png", colour)
     shutil.copy(tmp_path / "all" / "warm" / "red.png", tmp_path / "all" / "warm" / "again.png")
     (tmp_path / "all" / "cold" / "notes.txt").write_text("mine")
-    album = read_album(tmp_path / "all")
+    album = read_labelled_images(tmp_path / "all")
     made = teaching.teach(album, image.encoder())
     said = teaching.report(made, album)
     assert "examples   4 of 2 labels\nleft out   1 duplicate picture\n" in said
-    assert "           1 file that is no picture of a label\n" in said
+    assert "           1 file that is not a picture of a label\n" in said
 
 
 # The page
@@ -460,50 +462,56 @@ def test_the_report_names_what_was_left_out(tmp_path):
 
 def test_a_picture_is_called_one_whatever_lies_near_it(classifier, files):
     """Examples that were taught by embeddings have no pictures."""
-    small = image.kept(files["two"][0].read_bytes())
+    small = standardize(files["two"][0].read_bytes())
     key = classifier.encode([small])[0]
     for label in list(classifier.labels):
         classifier.forget(label=label)
     classifier.learn([Lesson(label, key=key) for label in ("a", "b")])
 
-    async def visit(shown: _Page):
-        path = dropped(shown, files["two"][0])
-        return await shown._look([str(path)])
+    async def visit(shown: ExplorerPage):
+        path = upload(classifier, files["two"][0])
+        return await shown.show_answer([str(path)])
 
-    answer, _, drawn = on_the_page(classifier, visit)
+    answer, _, drawn = visit_page(classifier, visit)
     assert "your picture" in answer
     assert drawn.count("your picture") == 2, "beside it and below it"
     assert "your sentence" not in drawn
 
 
-def dropped(shown: _Page, path: Path) -> Path:
-    """As Gradio keeps an upload."""
-    folder = shown._form._uploads.folder / "abc"
+def upload(classifier: Classifier, path: Path) -> Path:
+    """Copy a file to where Gradio puts uploads."""
+    folder = folder_of(classifier) / "abc"
     folder.mkdir(exist_ok=True)
     return Path(shutil.copy(path, folder))
 
 
-def test_what_cannot_be_shown_is_told_and_a_deed_that_is_done_is_shown_as_such(classifier, files):
-    """The journal is gone, of which the pictures are; the deed was done before."""
-    opinions = review.opinions(classifier)[:3]
+def test_what_cannot_be_shown_is_reported_and_a_change_that_was_made_is_shown_as_such(
+    classifier, files
+):
+    """The journal, which holds the pictures, is closed after the change was made."""
+    opinions = review.collect_opinions(classifier)[:3]
 
-    async def visit(shown: _Page):
+    async def visit(shown: ExplorerPage):
         with shown.blocks:
-            tab = ReviewTab(shown, "list", review.least_certain)
+            tab = ReviewTab(shown, "list", review.sort_by_uncertainty)
         session = Session(queues={"list": opinions})
-        whole = await tab._listed(session)
-        path = dropped(shown, files["two"][0])
+        whole = await tab.show_list(session)
+        path = upload(classifier, files["two"][0])
         classifier.journal.close()
-        for work in (shown.thumbnails([1]), shown._look([str(path)]), tab._listed(session)):
+        for work in (
+            shown.make_thumbnails([1]),
+            shown.show_answer([str(path)]),
+            tab.show_list(session),
+        ):
             with pytest.raises(gr.Error, match="is closed"):
                 await work
-        found = await tab._after(session, opinions[0], Deed("It was done."), [str(path)])
-        assert len(found) == len(whole) + len(shown.after_deed)
-        return session, found[len(whole)], await shown.done(session, "And this.", [])
+        found = await tab.finish_change(session, opinions[0], Change("It was done."), [str(path)])
+        assert len(found) == len(whole) + len(shown.change_outputs)
+        return session, found[len(whole)], await shown.update_after(session, "And this.", [])
 
-    session, said, after = on_the_page(classifier, visit)
+    session, said, after = visit_page(classifier, visit)
     assert said == "It was done."
-    assert [deed.said for deed in session.deeds] == ["It was done."]
+    assert [change.description for change in session.changes] == ["It was done."]
     assert session.queues["list"] == opinions[1:]
     assert after[0] == "And this."
 
@@ -514,19 +522,19 @@ def test_a_folder_for_uploads_is_the_runs_own(tmp_path):
     folder = tmp_path / "journal.sqlite-uploads"
     folder.symlink_to(tmp_path / "elsewhere")
     with Journal(tmp_path / "journal.sqlite") as journal:
-        uploads = Uploads.beside(journal)
+        uploads = Uploads.create_beside(journal)
         assert uploads.folder == folder.resolve()
         assert folder.stat().st_mode & 0o777 == 0o700
         uploads.close()
         assert not folder.exists()
         folder.write_text("in the way")
-        with pytest.raises(RunError, match="uploads must be emptied"):
-            Uploads.beside(journal)
+        with pytest.raises(RunError, match="uploads cannot be emptied"):
+            Uploads.create_beside(journal)
     assert (tmp_path / "elsewhere" / "letter.txt").read_text() == "mine"
 
 
 def test_the_oldest_uploads_go_when_there_are_too_many(tmp_path):
-    uploads = Uploads(tmp_path, most_bytes=1000, most_files=5)
+    uploads = Uploads(tmp_path, max_bytes=1000, max_files=5)
     try:
         files = [tmp_path / str(number) / "x.png" for number in range(5)]
         for number, path in enumerate(files):
@@ -547,9 +555,9 @@ def test_the_oldest_uploads_go_when_there_are_too_many(tmp_path):
             with pytest.raises(HTTPException) as refused:
                 uploads.admit(size)
             assert refused.value.status_code == status
-        uploads.left(300)
+        uploads.release(300)
         uploads.admit(201)
-        few = Uploads(tmp_path, most_files=0)
+        few = Uploads(tmp_path, max_files=0)
         few.make_room()
         assert not files[4].exists()
         few.close()
@@ -565,11 +573,11 @@ def opened(classifier):
     folder_of(classifier).mkdir()
     (folder_of(classifier) / "left.png").write_bytes(b"a secret")
 
-    async def mounted():
+    async def mount_page():
         return page.mount(create_app(classifier), classifier)
 
-    app = asyncio.run(mounted())
-    with running(app) as url, httpx.Client(base_url=url + page.PATH, timeout=60) as client:
+    app = asyncio.run(mount_page())
+    with running(app) as url, open_client(url + page.PATH) as client:
         yield client
     gc.collect()
 
@@ -584,16 +592,20 @@ def test_what_is_dropped_stays_no_longer_than_it_must(opened, classifier, files,
     upload["files"].close()
     assert Path(path).is_relative_to(folder)
     assert Path(path).read_bytes() == files["eight"][0].read_bytes()
-    assert "your picture" in asked(opened, path)
-    for elsewhere in (files["eight"][1], tmp_path / "none", f"{folder}/../{JOURNAL}"):
-        assert "drop it again" in asked(opened, str(elsewhere))
-    assert "drop it again" in asked(opened, "http://elsewhere.example/x.png")
+    assert "your picture" in show_picture(opened, path)
+    for elsewhere in (files["eight"][1], tmp_path / "none", f"{folder}/../{JOURNAL_FILE}"):
+        assert "drop it again" in show_picture(opened, str(elsewhere))
+    assert "drop it again" in show_picture(opened, "http://elsewhere.example/x.png")
     assert [each for each in folder.rglob("*") if each.is_file()] == [Path(path)]
-    for hidden in (classifier.journal.path, f"{folder}/../{JOURNAL}", f"{folder}/%2e%2e/{JOURNAL}"):
+    for hidden in (
+        classifier.journal.path,
+        f"{folder}/../{JOURNAL_FILE}",
+        f"{folder}/%2e%2e/{JOURNAL_FILE}",
+    ):
         assert opened.get(f"/gradio_api/file={hidden}").status_code in (403, 404)
 
 
-def asked(client: httpx.Client, path: str) -> str:
+def show_picture(client: httpx.Client, path: str) -> str:
     """What the page says of a picture."""
     parts = client.get("/config").raise_for_status().json()
     (place,) = [
@@ -617,7 +629,7 @@ def test_bodies_for_the_page_are_bounded(opened):
     whole = opened.post("/gradio_api/queue/join", content=b" " * (9 << 20), headers=JSON)
     assert (whole.status_code, whole.json()) == (
         413,
-        {"error": "a body must have at most 8388608 bytes"},
+        {"error": "the body must have at most 8388608 bytes"},
     )
     unsaid = opened.post("/gradio_api/upload", content=iter([b"x"]))
     assert unsaid.status_code == 411
@@ -628,11 +640,11 @@ def test_the_page_of_a_run_of_texts_takes_no_files(tmp_path):
     write_word_run(tmp_path / "words")
     with Classifier.load(tmp_path / "words", text_encoder=WordEncoder()) as words:
 
-        async def mounted():
+        async def mount_page():
             return page.mount(create_app(words), words)
 
-        with running(asyncio.run(mounted())) as url:
-            sent = httpx.post(f"{url}{page.PATH}/gradio_api/upload", files={"files": b"x"})
+        with running(asyncio.run(mount_page())) as url:
+            sent = post(f"{url}{page.PATH}/gradio_api/upload", files={"files": b"x"})
         assert sent.status_code == 413
         assert not folder_of(words).exists()
     gc.collect()
@@ -643,12 +655,12 @@ def test_the_page_of_a_run_of_texts_takes_no_files(tmp_path):
 def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path):
     from playwright.sync_api import sync_playwright
 
-    chromium = browser.found_or_skip()
+    chromium = browser.find_or_skip()
 
-    async def mounted():
+    async def mount_page():
         return page.mount(create_app(classifier), classifier)
 
-    app = asyncio.run(mounted())
+    app = asyncio.run(mount_page())
     with (
         running(app) as url,
         sync_playwright() as driver,
@@ -658,7 +670,9 @@ def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path
     ):
         visitor = Visitor(opened, url)  # which leads to the page
         _asks_teaches_and_undoes(visitor, classifier, files)
-        assert uploaded(classifier) == 1, "what is asked; what was taught is in the journal alone"
+        assert count_uploads(classifier) == 1, (
+            "what is asked; what was taught is in the journal alone"
+        )
         _reviews(visitor, classifier)
         _drops_what_is_no_picture(visitor, tmp_path / "broken.png")
     gc.collect()  # here, where what is left open is no error
@@ -669,11 +683,11 @@ def test_a_visitor_drops_pictures_teaches_and_undoes(classifier, files, tmp_path
 
 
 def folder_of(classifier: Classifier) -> Path:
-    """Where uploads are."""
-    return classifier.journal.path.with_name(f"{JOURNAL}-uploads")
+    """Return the folder of uploads."""
+    return classifier.journal.path.with_name(f"{JOURNAL_FILE}-uploads")
 
 
-def uploaded(classifier: Classifier) -> int:
+def count_uploads(classifier: Classifier) -> int:
     return sum(path.is_file() for path in folder_of(classifier).rglob("*"))
 
 
@@ -684,9 +698,9 @@ def drop(visitor: Visitor, label: str, *paths: Path) -> None:
 
 def _asks_teaches_and_undoes(visitor: Visitor, classifier: Classifier, files) -> None:
     page = visitor.page
-    lessons = [image.kept(path.read_bytes()) for path in files["eight"][:3]]
+    lessons = [standardize(path.read_bytes()) for path in files["eight"][:3]]
     ids = classifier.learn([Lesson("eight", image=each) for each in lessons])
-    answers = classifier.predict([image.kept(path.read_bytes()) for path in files["eight"]])[3:]
+    answers = classifier.predict([standardize(path.read_bytes()) for path in files["eight"]])[3:]
     classifier.forget(ids)
     enough = [answer.label for answer in answers].index("eight")  # that three are enough for
     asked = files["eight"][3 + enough]
@@ -711,7 +725,7 @@ def _asks_teaches_and_undoes(visitor: Visitor, classifier: Classifier, files) ->
     visitor.press("Correct it", "Taught 1 example of the new label “eight”.")
     assert visitor.answer == "eight"
     (taught,) = classifier.examples("eight")
-    assert classifier.image(taught.id) == image.kept(asked.read_bytes())
+    assert classifier.image(taught.id) == standardize(asked.read_bytes())
 
 
 def _reviews(visitor: Visitor, classifier: Classifier) -> None:

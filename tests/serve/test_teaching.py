@@ -23,8 +23,8 @@ from mbpa.modules.split import grow
 from mbpa.serve import run_directory, selection, teaching, training
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.labelled_images import Album, read_album
-from mbpa.serve.labelled_texts import read_spreadsheet
+from mbpa.serve.labelled_images import LabelledImages, read_labelled_images
+from mbpa.serve.labelled_texts import read_labelled_texts
 from mbpa.serve.run_info import RunInfo, read_model
 from mbpa.serve.selection import Choice, Rehearsal
 
@@ -36,7 +36,7 @@ def read(tmp_path):
     def reading(content: str | bytes, name: str = "data.csv", **options):
         path = tmp_path / name
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return read_spreadsheet(path, **options)
+        return read_labelled_texts(path, **options)
 
     return reading
 
@@ -94,16 +94,16 @@ def test_texts_with_several_labels_are_counted_and_kept(read):
     [
         ("", "data.csv", "has no rows with a text and a label"),
         ("text,label\n", "data.csv", "has no rows with a text and a label"),
-        ("a,b,c\n1,2,3\n", "data.csv", "no column 'text', but 'a', 'b', 'c': say .* --text NAME"),
+        ("a,b,c\n1,2,3\n", "data.csv", "no column 'text', only 'a', 'b', 'c': name .* --text NAME"),
         ("text,b,c\n1,2,3\n", "data.csv", "no column 'label', .*--label NAME"),
         (GOOD + "no label,\n", "data.csv", "line 4: 'label': a label must not be empty"),
         (GOOD + ",call\n", "data.csv", "line 4: 'text': a text must not be empty"),
-        (GOOD + "\n\na,b,c\n", "data.csv", "line 6: has more fields than the header"),
+        (GOOD + "\n\na,b,c\n", "data.csv", "line 6: more fields than the header has"),
         (GOOD + '"open,call\n', "data.csv", "line 4: unexpected end of data"),
         (GOOD + "a\x07b,call\n", "data.csv", r"line 4: 'text': .*control characters, got U\+0007"),
         (GOOD + "a\0b,call\n", "data.csv", "line 4: "),
         (GOOD.encode() + b"caf\xe9,x\n", "data.csv", "line 4: not UTF-8 text; .*--encoding cp1252"),
-        ("text,label\na,x\nb,x\n", "data.csv", "one label only, 'x'"),
+        ("text,label\na,x\nb,x\n", "data.csv", "only one label, 'x'"),
         ('"one\ntwo",label\n', "data.csv", "has no rows"),
         ('{"text": "a", "label": "x"}\n[1]', "data.jsonl", "line 2: must be a JSON object"),
         ('{"text": "a", "label": "x"}\n{', "data.jsonl", "line 2: must be a JSON object"),
@@ -143,7 +143,7 @@ def test_what_systems_put_beside_pictures_is_none(tmp_path):
         (tmp_path / name).write_bytes(b"no picture")
     (tmp_path / "b" / "__MACOSX").mkdir()
     (tmp_path / "b" / "__MACOSX" / "x.png").write_bytes(b"no picture")
-    album = read_album(tmp_path)
+    album = read_labelled_images(tmp_path)
     assert album.labels == ("a", "a", "b")
     assert (album.rows, album.duplicates, album.strays) == (3, 0, 0)
 
@@ -153,7 +153,7 @@ def test_rows_of_a_table_of_pictures_that_stand_there_twice_are_counted(tmp_path
     (tmp_path / "copy.png").write_bytes((tmp_path / "red.png").read_bytes())
     rows = ["red.png,a", "blue.png,b", "red.png,a", "copy.png,a", "red.png,b"]
     (tmp_path / "table.csv").write_text("\n".join(["image,label", *rows]))
-    album = read_album(tmp_path / "table.csv")
+    album = read_labelled_images(tmp_path / "table.csv")
     assert album.labels == ("a", "b", "b")
     assert (album.rows, album.duplicates, album.contradictions) == (5, 2, 1)
 
@@ -175,7 +175,7 @@ def spreadsheet(tmp_path, *, labels: int, each: int):
     rows = [(text, f"l{i}") for i in range(labels) for text in sentences(i, each, chance)]
     path = tmp_path / "data.csv"
     path.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
-    return read_spreadsheet(path)
+    return read_labelled_texts(path)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def taught(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("taught")
     data = spreadsheet(tmp_path, labels=9, each=20)
     made = teaching.teach(data, WordEncoder(), cache=tmp_path / "cache")
-    teaching.write_taught(made, data, tmp_path / "run")
+    teaching.write_new_run(made, data, tmp_path / "run")
     return tmp_path / "run", made, data
 
 
@@ -225,12 +225,12 @@ def test_teaching_twice_gives_the_same(taught, tmp_path):
 def test_a_run_is_not_replaced_unless_that_is_asked_for(taught, tmp_path):
     _, made, data = taught
     out = tmp_path / "run"
-    teaching.write_taught(made, data, out)
-    with pytest.raises(RunError, match="is a run: what was taught there would be lost"):
-        teaching.write_taught(made, data, out)
+    teaching.write_new_run(made, data, out)
+    with pytest.raises(RunError, match="is a run, and what it was taught would be lost"):
+        teaching.write_new_run(made, data, out)
     with Classifier.load(out, text_encoder=WordEncoder()) as classifier:
         classifier.learn([Lesson("new", "taught since")])
-    teaching.write_taught(made, data, out, replace=True)
+    teaching.write_new_run(made, data, out, replace=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     with Classifier.load(out, text_encoder=WordEncoder()) as classifier:
         assert "new" not in classifier.labels
@@ -242,24 +242,24 @@ def test_what_is_no_part_of_a_run_is_never_deleted(taught, tmp_path, monkeypatch
     out = tmp_path / "mine"
     out.mkdir()
     if is_run:
-        teaching.write_taught(made, data, out)
+        teaching.write_new_run(made, data, out)
     (out / "notes.txt").write_text("years of work")
     for asked in (out, Path(".")):
         monkeypatch.chdir(out)
-        with pytest.raises(RunError, match=r"holds notes\.txt, which is no part of a run"):
-            teaching.write_taught(made, data, asked, replace=True)
+        with pytest.raises(RunError, match=r"contains notes\.txt, which is not part of a run"):
+            teaching.write_new_run(made, data, asked, replace=True)
     assert (out / "notes.txt").read_text() == "years of work"
     if not is_run:
         (out / "notes.txt").rename(out / "model")
-        with pytest.raises(RunError, match="is not empty, and no run"):
-            teaching.write_taught(made, data, out, replace=True)
+        with pytest.raises(RunError, match="is neither empty nor a run"):
+            teaching.write_new_run(made, data, out, replace=True)
 
 
 def test_a_run_may_be_replaced_from_within(taught, tmp_path, monkeypatch):
     _, made, data = taught
-    teaching.write_taught(made, data, tmp_path / "run")
+    teaching.write_new_run(made, data, tmp_path / "run")
     monkeypatch.chdir(tmp_path / "run")
-    teaching.write_taught(made, data, Path("."), replace=True)
+    teaching.write_new_run(made, data, Path("."), replace=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     Classifier.load(tmp_path / "run", text_encoder=WordEncoder()).close()
 
@@ -268,16 +268,16 @@ def test_a_run_that_is_served_is_not_replaced(taught, tmp_path):
     """Its server would go on, and acknowledge what nobody finds again."""
     _, made, data = taught
     out = tmp_path / "run"
-    teaching.write_taught(made, data, out)
+    teaching.write_new_run(made, data, out)
     with Classifier.load(out, text_encoder=WordEncoder()) as served:
         with pytest.raises(RunError, match="in use by process"):
             run_directory.require_free(out, replace=True)
         with pytest.raises(RunError, match="in use by process"):
-            teaching.write_taught(made, data, out, replace=True)
+            teaching.write_new_run(made, data, out, replace=True)
         served.learn([Lesson("new", "taught meanwhile")])
     with Classifier.load(out, text_encoder=WordEncoder()) as again:
         assert again.labels["new"] == 1
-    teaching.write_taught(made, data, out, replace=True)
+    teaching.write_new_run(made, data, out, replace=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
@@ -286,7 +286,7 @@ def test_a_run_that_cannot_be_finished_leaves_nothing(taught, tmp_path):
     (tmp_path / "run").mkdir()
     fewer = dataclasses.replace(made, keys=made.keys[1:])
     with pytest.raises(ValueError, match="zip"):
-        teaching.write_taught(fewer, data, tmp_path / "run")
+        teaching.write_new_run(fewer, data, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert not list((tmp_path / "run").iterdir())
 
@@ -295,7 +295,7 @@ def test_a_run_that_cannot_be_finished_leaves_nothing(taught, tmp_path):
 def test_few_examples_and_many_labels_are_enough(tmp_path, labels, each):
     data = spreadsheet(tmp_path, labels=labels, each=each)
     made = teaching.teach(data, WordEncoder(), training=training.Training(epochs=5))
-    teaching.write_taught(made, data, tmp_path / "run")
+    teaching.write_new_run(made, data, tmp_path / "run")
     assert teaching.report(made, data)
     with Classifier.load(tmp_path / "run", text_encoder=WordEncoder()) as classifier:
         assert len(classifier.labels) == labels
@@ -304,7 +304,7 @@ def test_few_examples_and_many_labels_are_enough(tmp_path, labels, each):
 
 def test_held_out_examples_are_a_share_of_each_label():
     labels = torch.tensor([0] * 40 + [1] * 3 + [2] * 2 + [3])
-    held = training.held_out(labels, torch.Generator().manual_seed(0))
+    held = training.choose_held_out(labels, torch.Generator().manual_seed(0))
     assert [int(held[labels == label].sum()) for label in range(4)] == [4, 1, 0, 0]
 
 
@@ -320,7 +320,7 @@ def test_the_threshold_leaves_most_right_answers_over_wrong_ones():
             return int(right[answered].sum()) - int((~right[answered]).sum())
 
         best = max(gain(threshold) for threshold in [0.0, *confidence.tolist()])
-        assert gain(teaching.break_even(confidence, right)) == best
+        assert gain(teaching.find_break_even(confidence, right)) == best
 
 
 def test_bad_data_ends_the_command_with_a_line(tmp_path, capsys):
@@ -343,8 +343,10 @@ def test_files_that_are_not_there_or_cannot_be_written_are_named_in_a_line(tmp_p
     assert cli.main(["teach", str(tmp_path / "data.csv"), *options, "/proc/mbpa/run"]) == 2
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == f"mbpa: {none} cannot be read: No such file or directory"
-    assert second == f"mbpa: {below} cannot be written (Not a directory): name another --out"
-    assert re.fullmatch(r"mbpa: /proc/mbpa/run cannot be written \(.*\): name another --out", third)
+    assert second == f"mbpa: {below} cannot be written (Not a directory): choose another --out"
+    assert re.fullmatch(
+        r"mbpa: /proc/mbpa/run cannot be written \(.*\): choose another --out", third
+    )
 
 
 def test_a_disk_that_fails_at_the_end_is_told_in_a_line(taught, tmp_path):
@@ -353,8 +355,8 @@ def test_a_disk_that_fails_at_the_end_is_told_in_a_line(taught, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(RunError, match=r"run cannot be written \(.*\): name another --out"):
-            teaching.write_taught(made, data, tmp_path / "full" / "run")
+        with pytest.raises(RunError, match=r"run cannot be written \(.*\): choose another --out"):
+            teaching.write_new_run(made, data, tmp_path / "full" / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list((tmp_path / "full").iterdir())
@@ -372,9 +374,9 @@ def test_keys_of_another_norm_are_not_taught(taught, tmp_path):
         teaching.teach(data, Long())
     long = dataclasses.replace(made, keys=1000 * made.keys)
     with pytest.raises(ValueError, match=r"keys must have norm 1, got 1e\+03"):
-        teaching.write_taught(long, data, tmp_path / "run")
+        teaching.write_new_run(long, data, tmp_path / "run")
     assert not list(tmp_path.iterdir())
-    teaching.write_taught(dataclasses.replace(long, rows=None), data, tmp_path / "run")
+    teaching.write_new_run(dataclasses.replace(long, rows=None), data, tmp_path / "run")
 
 
 def test_an_encoder_must_take_what_is_taught(taught):
@@ -407,10 +409,10 @@ def test_files_that_are_no_pictures_are_left_out_in_words(taught):
     _, made, _ = taught
     for strays, told in (
         (0, ""),
-        (1, "left out   1 file that is no picture of a label\n"),
-        (2, "left out   2 files that are no pictures of a label\n"),
+        (1, "left out   1 file that is not a picture of a label\n"),
+        (2, "left out   2 files that are not pictures of a label\n"),
     ):
-        data = Album((b"a", b"b"), ("x", "y"), 2, 0, strays)
+        data = LabelledImages((b"a", b"b"), ("x", "y"), 2, 0, strays)
         assert teaching.report(made, data).startswith(f"examples   2 of 9 labels\n{told}held out")
 
 
@@ -428,8 +430,8 @@ def test_the_rehearsal_asks_for_labels_that_its_head_does_not_know():
     keys = torch.nn.functional.normalize(torch.randn(90, 8), dim=1)
     labels = torch.arange(90) % 6
     generator = torch.Generator().manual_seed(0)
-    held = training.held_out(labels, generator)
-    task = selection.staged(keys, labels, held, training.Training(epochs=2), generator)
+    held = training.choose_held_out(labels, generator)
+    task = selection.stage_rehearsal(keys, labels, held, training.Training(epochs=2), generator)
     assert (task.head.out_features, task.classes) == (4, 6)
     new = task.labels >= 4
     assert task.labels[new].bincount().tolist()[4:] == [3, 3]
@@ -451,14 +453,14 @@ def confusable_task() -> Rehearsal:
     places = torch.nn.functional.normalize(torch.randn(18, 8, generator=draws), dim=1)
     keys = places[labels] + 0.35 * torch.randn(900, 8, generator=draws)
     keys = torch.nn.functional.normalize(keys, dim=1)
-    held = training.held_out(labels, draws, 0.25)
-    task = selection.staged(keys, labels, held, training.Training(), draws)
+    held = training.choose_held_out(labels, draws, 0.25)
+    task = selection.stage_rehearsal(keys, labels, held, training.Training(), draws)
     assert task is not None
     return task
 
 
 def shares_by_hand(task: Rehearsal, choice: Choice) -> tuple[float, float]:
-    """Of new and of old labels: what a model says that has the rows and the predictor."""
+    """Return the shares of correct answers for new and old labels, by a model built by hand."""
     old = task.head.out_features
     directions = []
     for label in range(task.classes):
@@ -479,17 +481,15 @@ def shares_by_hand(task: Rehearsal, choice: Choice) -> tuple[float, float]:
     return float(right[task.answers >= old].mean()), float(right[task.answers < old].mean())
 
 
-def test_rehearsals_choose_for_new_labels_as_long_as_old_ones_are_kept(monkeypatch):
+def test_rehearsals_choose_for_new_labels_as_long_as_old_ones_are_kept():
     task = confusable_task()
-    monkeypatch.setattr(selection, "MOST_LOST", 0.02)
-    choice = selection.choose([task])
+    choice = selection.choose([task], max_lost_fraction=0.02)
     new, old = shares_by_hand(task, choice)
     assert (choice.score.new, choice.score.old) == pytest.approx((new, old), abs=0.005)
     is_old = task.answers < task.head.out_features
     alone = (task.head(task.queries).argmax(1) == task.answers)[is_old].double().mean()
     assert float(alone) - choice.score.old <= 0.02
-    monkeypatch.setattr(selection, "MOST_LOST", 1.0)
-    careless = selection.choose([task])
+    careless = selection.choose([task], max_lost_fraction=1.0)
     assert careless.score.new > choice.score.new
     assert careless.score.old < choice.score.old
 
@@ -503,7 +503,7 @@ def test_rows_of_new_labels_are_kept_in_the_run(taught, tmp_path):
         assert torch.equal(getattr(kept, name), getattr(made.rows, name))
     torch.testing.assert_close(kept.weight, made.head.weight.mean(0))
     before = dataclasses.replace(made, rows=None)
-    teaching.write_taught(before, data, tmp_path / "run")
+    teaching.write_new_run(before, data, tmp_path / "run")
     assert read_model(tmp_path / "run", made.info, "cpu").rows is None
 
 
@@ -541,7 +541,7 @@ def test_a_single_picture_is_no_spreadsheet(tmp_path, capsys):
     path = tmp_path / "8.PNG"
     path.write_bytes(b"\x89PNG\r\n\x1a\n")
     assert cli.main(["teach", str(path), "--out", str(tmp_path / "run")]) == 2
-    assert "8.PNG is a picture: name a folder" in capsys.readouterr().err
+    assert "8.PNG is a picture: pass a folder" in capsys.readouterr().err
 
 
 def test_a_workbook_is_to_be_saved_as_csv(tmp_path):
@@ -549,4 +549,4 @@ def test_a_workbook_is_to_be_saved_as_csv(tmp_path):
     with zipfile.ZipFile(path, "w") as book:
         book.writestr("xl/workbook.xml", "<workbook/>")
     with pytest.raises(RunError, match=r"intents\.xlsx is a workbook: save the sheet as CSV"):
-        read_spreadsheet(path)
+        read_labelled_texts(path)

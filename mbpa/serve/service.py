@@ -1,0 +1,208 @@
+"""A classifier together with its request queues: it checks requests, schedules and answers them.
+
+One thread runs the model, one encodes examples to be taught, one writes, and one reads pictures.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from mbpa.serve import schemas
+from mbpa.serve.answers import Answer, Lesson, Reason
+from mbpa.serve.batching import Batcher, SerialWorker
+from mbpa.serve.classifier import Classifier
+from mbpa.serve.input_checks import (
+    check_label,
+    check_text,
+    check_total_pixels,
+    naming_picture,
+    standardize_picture,
+)
+from mbpa.serve.journal import InputError
+from mbpa.serve.middleware import Metrics
+from mbpa.serve.model_work import Chunk, ModelRequest, ModelWork, weigh
+from mbpa.serve.settings import Settings
+
+
+class Service:
+    """A classifier together with its request queues and metrics."""
+
+    def __init__(self, classifier: Classifier, settings: Settings) -> None:
+        self.classifier, self.settings = classifier, settings
+        self.metrics = Metrics()
+        self.metrics.examples.set_function(lambda: len(classifier))
+        self.metrics.labels.set_function(lambda: len(classifier.labels))
+        self.metrics.read_only.set_function(lambda: classifier.journal.read_only is not None)
+        self._work = ModelWork(classifier, settings.part_s)
+        self.model: Batcher[Chunk, Sequence[Answer | Reason]] = Batcher(
+            self._handle,
+            weight=weigh,
+            part=settings.part,
+            part_s=settings.part_s,
+            batch=settings.batch,
+            wait_s=settings.wait_s,
+            window_s=settings.window_s,
+        )
+        # Examples are encoded in a thread of their own, so predictions continue meanwhile.
+        self.lessons: Batcher[Chunk, Sequence[Answer | Reason]] = Batcher(
+            ModelWork(classifier, settings.part_s).handle,
+            weight=weigh,
+            part=settings.part,
+            part_s=settings.part_s,
+            batch=settings.batch,
+            wait_s=settings.lesson_wait_s,
+            name="mbpa-lessons",
+        )
+        self.writer = SerialWorker(settings.writes)
+        # Pictures are read one at a time: each may briefly take hundreds of megabytes.
+        self.reader = SerialWorker(settings.writes, "mbpa-reader")
+
+    def start(self) -> None:
+        """Start the threads; call this from the event loop that will make the requests."""
+        self.model.start()
+        self.lessons.start()
+
+    async def stop(self) -> None:
+        """Finish the work that has been accepted, then end the threads."""
+        await self.model.stop()
+        await self.lessons.stop()
+        await self.reader.stop()
+        await self.writer.stop()
+
+    async def ask(
+        self, query: schemas.Query, *, wants_reasons: bool = False
+    ) -> Sequence[Answer | Reason]:
+        """Check a query, so that it cannot fail a whole batch, and return its answers."""
+        rows, items = None, tuple[str | bytes, ...]()
+        if query.embeddings is not None:
+            rows = _to_array(query.embeddings)
+            self.classifier.checks.check_keys(rows)
+        elif query.images is not None:
+            items = tuple(await self.read_pictures(query.images))
+        else:
+            self.classifier.checks.check_kind("texts")
+            for text in query.texts or ():
+                check_text(text)
+            items = tuple(query.texts or ())
+        return await self.answer(items, rows, query.top, query.threshold, wants_reasons)
+
+    async def answer(
+        self,
+        items: tuple[str | bytes, ...],
+        rows: Float[np.ndarray, "B D"] | None,
+        top: int,
+        threshold: float | None = None,
+        wants_reasons: bool = False,
+    ) -> Sequence[Answer | Reason]:
+        """Return the answers to queries that have been checked."""
+        request = ModelRequest(items, rows, top, threshold, wants_reasons)
+        found = await self.model(self._work.split_request(request))
+        return [answer for part in found for answer in part]
+
+    async def read_pictures(self, encoded: Sequence[str]) -> list[bytes]:
+        """Decode pictures from base64 and convert them to the form in which they are stored.
+
+        Requests take turns in the reader's thread, one picture at a time.
+        """
+        self.classifier.checks.check_kind("images")
+        files = await self.reader(lambda: _decode_files(encoded))
+        pictures = []
+        for number, file in enumerate(files, 1):
+            with naming_picture(number, len(files)):
+                pictures.append(await self.reader(partial(standardize_picture, file)))
+        return pictures
+
+    async def learn(self, request: schemas.LearnRequest) -> tuple[list[int], int]:
+        """Teach the examples of a request; return their ids and the resulting number of labels."""
+        encoded = [each.image for each in request.examples if each.image is not None]
+        pictures = iter(await self.read_pictures(encoded) if encoded else ())
+        lessons = [
+            _make_lesson(each, None if each.image is None else next(pictures))
+            for each in request.examples
+        ]
+        return await self.teach(lessons, request.request)
+
+    async def teach(
+        self, lessons: Sequence[Lesson], request: str | None = None
+    ) -> tuple[list[int], int]:
+        """Encode examples, taking turns with other requests, and then write them.
+
+        Args:
+            request: a name for this call. Repeating a call under the same name adds nothing and
+                returns the same ids.
+        """
+        for each in lessons:
+            check_label(each.label)
+            if each.key is None and each.item is not None:
+                self.classifier.checks.check_item(each.item)
+        if request is not None:
+            ids = await self.writer(lambda: self.classifier.find_repeated(lessons, request))
+            if ids is not None:
+                return ids, len(self.classifier.labels)
+        items = [each.item for each in lessons if each.key is None and each.item is not None]
+        encoding = ModelRequest(tuple(items))
+        await self.lessons([Chunk(encoding, place) for place in range(len(items))])
+        keys = iter(encoding.encoded)
+        whole = [
+            replace(each, key=next(keys)) if each.key is None and each.item is not None else each
+            for each in lessons
+        ]
+
+        def write() -> tuple[list[int], int]:
+            repeated = None if request is None else self.classifier.find_repeated(lessons, request)
+            ids = self.classifier.learn(whole, request=request) if repeated is None else repeated
+            return ids, len(self.classifier.labels)  # counted before the next write
+
+        return await self.writer(write)
+
+    async def forget(self, request: schemas.ForgetRequest) -> list[int]:
+        """Delete the examples that a request names; return the ids of those that existed."""
+        if request.label is not None:
+            check_label(request.label)
+        return await self.writer(lambda: self.classifier.forget(request.ids or (), request.label))
+
+    def _handle(self, batch: list[Chunk]) -> list[Sequence[Answer | Reason]]:
+        self.metrics.batch.observe(len(batch))
+        return self._work.handle(batch)
+
+
+def _make_lesson(example: schemas.NewExample, picture: bytes | None) -> Lesson:
+    rows = None if example.embedding is None else _to_array([example.embedding])
+    key = None if rows is None else torch.from_numpy(rows)[0]
+    return Lesson(example.label, example.text, key, picture)
+
+
+def _decode_files(encoded: Sequence[str]) -> list[bytes]:
+    """Decode the files of a call; reject too many pixels before any picture is decompressed."""
+    files = [_decode_picture(each) for each in encoded]
+    check_total_pixels(files)
+    return files
+
+
+def _decode_picture(picture: str) -> bytes:
+    """Decode base64, which may be a data URL or contain line breaks."""
+    content = picture.partition(",")[2] if picture.startswith("data:") else picture
+    try:
+        return base64.b64decode("".join(content.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError("a picture must be a file encoded in base64") from error
+
+
+def _to_array(embeddings: list[list[float]]) -> Float[np.ndarray, "B D"]:
+    """Convert embeddings to an array.
+
+    Uses numpy, because torch releases the interpreter lock and then waits to reacquire it.
+    """
+    widths = {len(row) for row in embeddings}
+    if len(widths) > 1:
+        raise InputError(f"embeddings must all have the same length, got {sorted(widths)}")
+    with np.errstate(over="ignore"):  # what overflows becomes infinite and is rejected later
+        return np.array(embeddings, np.float32)
