@@ -125,9 +125,7 @@ class Uploads:
     def make_room(self) -> None:
         """Make room for uploads in progress: delete the oldest files and abandoned partial ones."""
         max_bytes = self._max_bytes - sum(self._coming)
-        files = sorted(
-            _list_files(self.folder.glob("*/*"))
-        )  # complete files have their own folders
+        files = sorted(_list_files(self.folder.glob("*/*")))  # complete files have own folders
         held, count = sum(file.size for file in files), len(files)
         for file in files:
             if held <= max_bytes and count <= self._max_files:

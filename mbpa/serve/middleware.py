@@ -112,9 +112,8 @@ class Middleware:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, start, status = scope["path"], time.perf_counter(), 500
-        counted_path = (
-            path if path in self._paths else "other"
-        )  # clients can invent any number of paths
+        # Clients can invent any number of paths.
+        counted_path = path if path in self._paths else "other"
         state = _RequestState(self)
 
         async def sending(message: Message) -> None:

@@ -19,7 +19,7 @@ from mbpa.modules.new_rows import NewRows
 from mbpa.modules.split import grow
 from mbpa.serve.answers import NearExample
 from mbpa.serve.example_index import Counts, ExampleIndex, IndexedExample
-from mbpa.serve.order_independent import LabelRows
+from mbpa.serve.order_independent import LabelRows, OrderIndependentReader
 
 # Fixed, not measured: a restart must not choose another way to compute the same result.
 FIXED_THROUGHPUT = Throughput(operations=2.0**36, bytes=2.0**33, call=2.0**-19)

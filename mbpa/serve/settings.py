@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# These need no token, since they reveal nothing.
 OPEN_PATHS = (
     "/",
     "/health",
     "/docs",
     "/openapi.json",
     "/favicon.ico",
-)  # need no token, since they reveal nothing
+)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.input_checks import Limits
 from mbpa.serve.journal import InputError, Journal, JournalError
-from mbpa.serve.order_independent import SPARE_NEIGHBORS, LabelRows
+from mbpa.serve.order_independent import SPARE_NEIGHBORS, LabelRows, OrderIndependentReader
 from mbpa.serve.run_info import RunInfo, read_model
 from mbpa.serve.served_model import ServedModel
 
