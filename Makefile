@@ -17,8 +17,8 @@ help:
 	@printf "%-16s%s\n" "make report" "one page of all results, drawn from results/"
 	@printf "%-16s%s\n" "make reproduce" "run all experiments and draw one page; PRESET=smoke, quick or paper; needs the data sets"
 	@printf "%-16s%s\n" "make docs" "update the tables and figures in the documents from results/"
-	@printf "%-16s%s\n" "make test" "formatting, types and all tests"
-	@printf "%-16s%s\n" "make test-all" "all tests, then shorter trials of reliability"
+	@printf "%-16s%s\n" "make test" "formatting, types and all tests that must pass before a commit"
+	@printf "%-16s%s\n" "make test-all" "the same, then slow tests and trials of reliability"
 	@printf "%-16s%s\n" "make check" "formatting and types only"
 	@printf "%-16s%s\n" "make bench" "how fast the engine is, against a loop, torch.func and the hardware"
 	@printf "%-16s%s\n" "make clean" "remove what the other targets made, except reproduced results"
@@ -60,6 +60,7 @@ test: check
 # Reports of these shorter trials go to build/, so that those in results/ stay the long ones.
 TRY := OMP_NUM_THREADS=1 $(BIN)/python -m reliability
 test-all: test
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m slow
 	$(TRY) kills --journal 1000 --server 20 --out build/reliability
 	$(TRY) power --out build/reliability
 	$(TRY) damage --mutations 2000 --whole 200 --out build/reliability

@@ -156,7 +156,8 @@ def test_where_it_is_tested_does_not_change_what_is_learnt(task: ImageTask) -> N
     assert torch.equal(often, once)
 
 
-def test_other_splits_know_other_classes(context: Context) -> None:
+def test_other_splits_know_other_classes(context: Context, tmp_path: Path) -> None:
+    context = replace(context, workspace=Workspace(tmp_path))  # with other networks
     config = replace(SMOKE, classes=4, pretraining=replace(SMOKE.pretraining, epochs=0))
     splits = [make_image_task(config, context, seed).classes for seed in range(3)]
     assert len({tuple(sorted(split[:2].tolist())) for split in splits}) > 1

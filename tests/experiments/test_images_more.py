@@ -88,7 +88,7 @@ def context(tmp_path: Path) -> Context:
 def _given(task: ImageTask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a network would be trained, there is the task."""
     for module in (sensitivity, neighbourhoods):
-        monkeypatch.setattr(module, "make_task", lambda config, context, seed: task)
+        monkeypatch.setattr(module, "make_image_task", lambda config, context, seed: task)
 
 
 def of(records: list[Record], **fields: object) -> list[Record]:
@@ -303,7 +303,7 @@ def test_all_of_it_runs_on_a_gpu_and_says_the_same(
         where = torch.device(device)
         told = {n: v.to(where) if isinstance(v, Tensor) else v for n, v in vars(task).items()}
         there, place = ImageTask(**told), Workspace(tmp_path / device)
-        monkeypatch.setattr(neighbourhoods, "make_task", lambda config, context, seed: there)
+        monkeypatch.setattr(neighbourhoods, "make_image_task", lambda config, context, seed: there)
         monkeypatch.setattr(neighbourhoods, "class_names", lambda config, context: NAMES)
         own = replace(context, device=where, workspace=place)
         found = [search_in(own, there), run_split(there, SMOKE, 1)]

@@ -699,19 +699,19 @@ def test_an_interrupted_search_goes_on_and_ends_with_the_same_records(
     corpus: Corpus, folder: Path, whole: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context, computed = context_in(folder, "interrupted search"), [0]
-    real = tuning.adapted_scores
+    real = tuning.score_adapted
 
     def count(*arguments: Any) -> Tensor:
         computed[0] += 1
         return real(*arguments)
 
-    monkeypatch.setattr(tuning, "adapted_scores", count)
+    monkeypatch.setattr(tuning, "score_adapted", count)
     for calls in (20, 60):
         with pytest.raises(KeyboardInterrupt):
             search_in(context, corpus, Ticking(calls))
     assert search_in(context, corpus, Ticking()) == whole
     assert computed[0] <= len(perplexities(whole, evaluation.MBPA)) + 2  # those interrupted
-    monkeypatch.setattr(tuning, "adapted_scores", lambda *_: pytest.fail("it was done"))
+    monkeypatch.setattr(tuning, "score_adapted", lambda *_: pytest.fail("it was done"))
     assert search_in(context, corpus, Ticking()) == whole
 
 

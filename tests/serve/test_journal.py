@@ -35,10 +35,6 @@ CHILD = [
     "-S",
     str(Path(reliability.__file__).with_name("journal_process.py")),
 ]
-LONG = [
-    pytest.mark.slow,
-    pytest.mark.skipif(os.environ.get("MBPA_LONG") != "1", reason="MBPA_LONG=1 runs it"),
-]
 
 
 @pytest.fixture
@@ -359,7 +355,7 @@ def _system_calls_can_fail() -> None:
     "kind",
     [
         *("full", "flush", "kill", "short"),
-        *(pytest.param(kind, marks=LONG) for kind in ("once", "dead")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("once", "dead")),
     ],
 )
 def test_any_system_call_may_fail(place: Path, kind: str) -> None:
