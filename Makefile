@@ -53,7 +53,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# A process a core, and one for all tests of a file, which share what is dear to set up.
+# One process per core. Tests of a file run in one process, since they share expensive fixtures.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
 

@@ -98,11 +98,19 @@ def difference(outputs: Tensor, expected: Tensor) -> float:
     return float((outputs.double().log_softmax(1) - expected.log_softmax(1)).abs().max())
 
 
-@pytest.mark.parametrize(("steps", "decay"), [(1, 0.0), (2, 0.0), (3, 0.2)])
+@pytest.mark.parametrize(
+    ("steps", "decay"), [(1, 0.0), pytest.param(2, 0.0, marks=pytest.mark.slow), (3, 0.2)]
+)
 # More classes than a program holds; rows to spare, none to spare, and more than one tile of them.
 @pytest.mark.parametrize(
     ("k", "classes"),
-    [(5, 20), (16, 130), (20, 130), (63, 64), (64, 130), (128, 70), (150, 40), (256, 33)],
+    [
+        *((5, 20), (16, 130), (64, 130), (150, 40)),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in ((20, 130), (63, 64), (128, 70), (256, 33))
+        ),
+    ],
 )
 def test_the_span_step(device: str, k: int, classes: int, steps: int, decay: float) -> None:
     problem = make_problem(device, mbpa.Gradient(0.5, steps, decay), k=k, classes=classes)
@@ -308,7 +316,10 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16],
+)
 @pytest.mark.parametrize("kind", KEYS)
 def test_coarse_search_finds_the_nearest(
     device: str, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

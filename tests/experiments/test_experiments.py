@@ -543,6 +543,7 @@ print(kills)
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     done = in_a_process(KILL_RUNS, tmp_path)
     assert done.returncode == 0, done.stderr

