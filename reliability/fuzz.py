@@ -198,6 +198,7 @@ def replay(target: Target, data: bytes) -> dict[str, Any]:
 def run_atheris(target: Target, seconds: float, seed: int, findings: Path) -> None:
     """Let libFuzzer drive a target; it ends the process itself, with a status for the outcome."""
     try:
+        # Optional, and without types where it is installed.
         import atheris  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError as error:
         raise SystemExit(

@@ -39,6 +39,7 @@ class WatchedProtocol(Protocol):
     _unread_s = 0.0
     _timer: asyncio.TimerHandle | None = None
 
+    # uvicorn narrows the type of the transport, too.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > compute_connection_limit():
