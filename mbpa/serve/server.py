@@ -15,7 +15,7 @@ import torch
 from mbpa.device import choose_device
 from mbpa.errors import MissingExtraError, RunError
 from mbpa.serve.classifier import Classifier
-from mbpa.serve.heap import return_large_blocks
+from mbpa.serve.heap import return_free_memory_regularly, return_large_blocks
 from mbpa.serve.journal import JournalError
 from mbpa.serve.run_info import RunInfo
 
@@ -151,8 +151,10 @@ def _run(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) ->
     before = {
         each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)
     }
+    stop_returning = return_free_memory_regularly()
     try:
         _Server(config, on_ready).run(sockets=[listener])
     finally:
+        stop_returning.set()
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -11,7 +11,7 @@ import pytest
 from mbpa.serve import heap
 
 PROGRAM = """
-import ctypes, runpy, sys
+import ctypes, runpy, sys, time
 from pathlib import Path
 
 heap = runpy.run_path(sys.argv[1])  # without importing torch
@@ -36,12 +36,16 @@ small = [allocate(100_000) for _ in range(8)]  # above the large block, which th
 library.free(large)
 if "all" in sys.argv:
     heap["return_free_memory"]()
+if "regularly" in sys.argv:
+    stop = heap["return_free_memory_regularly"](0.05)
+    time.sleep(0.5)
+    stop.set()
 print(resident() - before)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
-@pytest.mark.parametrize("what", ["large", "all"])
+@pytest.mark.parametrize("what", ["large", "all", "regularly"])
 def test_freed_memory_is_returned(what):
     assert grow_resident() > 20 << 20  # otherwise there would be nothing to mend
     assert grow_resident(what) < 4 << 20
