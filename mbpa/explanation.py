@@ -90,6 +90,7 @@ def _write_lines(one: Explanation) -> Iterator[str]:
             assert part.adaptation.change is not None  # explain asks for it
             moved = float(part.adaptation.change[0])
             how = f", parameters moved by {moved:.3g} ({_describe_path(part.adaptation)})"
+            how += _describe_report(part.adaptation)
         if len(one.parts) > 1 or how:
             yield f"{share}{part.name}{how}"
     found = 0 if one.neighbors is None else int(one.neighbors.mask.sum())
@@ -112,6 +113,20 @@ def _describe_path(adaptation: Adaptation) -> str:
     own = others.pop(adaptation.path, 0.0)
     beside = "".join(f", {name} {_format_micros(took)}" for name, took in others.items())
     return f"path: {adaptation.path}, estimated {_format_micros(own)} µs per query{beside}"
+
+
+def _describe_report(adaptation: Adaptation) -> str:
+    """Describe what an active vocabulary left out; nothing if there was none."""
+    if adaptation.report is None:
+        return ""
+    report, classes = adaptation.report, adaptation.outputs.shape[1]
+    if int(report.sizes[0]) == classes:
+        return f", all {classes:,} classes"
+    return (
+        f", {int(report.sizes[0]):,} of {classes:,} classes, others have probability "
+        f"{float(report.rest[0]):.2g}, log-probabilities are within {float(report.bound[0]):.2g} "
+        "of the exact ones"
+    )
 
 
 def _format_micros(seconds: float) -> str:

@@ -231,6 +231,7 @@ class MbPA:
         values: Shaped[Tensor, "..."] | Sequence[Any] | None = None,
         *,
         keys: Float[Tensor, "..."] | None = None,
+        outputs: Float[Tensor, "..."] | None = None,
     ) -> Int[Tensor, "N"]:
         """Store examples in the memory and return their ids.
 
@@ -240,6 +241,8 @@ class MbPA:
             inputs: embedded now.
             values: labels or targets, one per input.
             keys: keys from `embed`, to be used instead of inputs.
+            outputs: the head's outputs at these inputs, if you have just computed them. They save
+                an engine with a `tolerance` from running the head when the examples are first read.
         """
         if values is None:
             raise ValueError("write needs values: write(inputs, values) or write(keys=, values=)")
@@ -253,7 +256,12 @@ class MbPA:
                 f"holds {self.memory.kind}"
             )
         self.check_labels(values)
-        return self.memory.write(flat, values.reshape(len(flat), *self.memory.value_shape))
+        known = None if outputs is None else self._flatten_outputs(outputs, leading)
+        with self.memory.lock:
+            ids = self.memory.write(flat, values.reshape(len(flat), *self.memory.value_shape))
+            if known is not None:
+                self._engine.keep_outputs(self._head.running, self.memory, ids, known)
+        return ids
 
     def score_then_write(
         self, inputs: Float[Tensor, "T ..."], labels: Int[Tensor, "T"] | Sequence[int]
@@ -416,6 +424,13 @@ class MbPA:
         if tuple(keys.shape) != (*leading, *shape):
             raise ValueError(f"keys must end in the shape {shape}, got {tuple(keys.shape)}")
         return keys.detach().reshape(math.prod(leading), *shape), leading
+
+    def _flatten_outputs(self, outputs: Tensor, leading: tuple[int, ...]) -> Tensor:
+        """Return the head's outputs as (B, *output_shape)."""
+        expected = (*leading, *self._head.output_shape)
+        if tuple(outputs.shape) != expected:
+            raise ValueError(f"outputs must have shape {expected}, got {tuple(outputs.shape)}")
+        return outputs.detach().reshape(math.prod(leading), *self._head.output_shape)
 
     def _read(self, keys: Float[Tensor, "B *D"]) -> Neighbors | None:
         if not self.predictor.k:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from mbpa.adaptation.active import pack_summary, solve_active, unpack_summary
 from mbpa.adaptation.losses import CROSS_ENTROPY
 from mbpa.adaptation.mlp import solve_mlp
 from mbpa.adaptation.optimum import solve_optimum
 from mbpa.adaptation.output_cache import OutputStore, StoredOutputs, table_bytes
 from mbpa.adaptation.per_query import is_dense_fused, solve_dense, solve_functional
 from mbpa.adaptation.plan import (
+    ACTIVE,
     DENSE,
     FUNCTIONAL,
     MLP,
@@ -25,22 +30,28 @@ from mbpa.adaptation.plan import (
     PATHS,
     SPAN,
     Plan,
+    can_be_active,
     make_plan,
 )
-from mbpa.adaptation.problem import Adaptation, Problem
+from mbpa.adaptation.problem import ActiveReport, Adaptation, LinearHead, Problem
 from mbpa.adaptation.span import compute_step_factors, solve_one_step, solve_span
 from mbpa.adaptation.step_size import is_rate_open, resolve_step_size
 from mbpa.device import Throughput, free_bytes, measure_throughput, ran_out_of_memory, takes_kernels
-from mbpa.memory import Neighbors, validation
+from mbpa.memory import Memory, Neighbors, validation
 
 MAX_SCRATCH_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}  # by default
 LARGE_SCRATCH_BYTES = 1 << 28  # only above this is it worth asking how much memory is free
 MAX_PLANS = 1000  # remembered per head
 MAX_TABLE_BYTES = 1 << 30
 OLD_NAMES = {"layers": MLP}  # of paths, still accepted
+WIDTHS = (128,)  # most probable classes per neighbour that take part, if no error bound is needed
+PROVED_WIDTHS = (64, 256)  # otherwise, tried in turn
+LEAST_WIDTH = 16  # with fewer classes, the error may be large
+SUMMARY_BYTES = 1 << 28  # of outputs that are summarized at a time
 MAX_HALF_ERROR = 1e-3  # largest error in log-probability that half-precision rows may cause
 
-Solved = tuple[Tensor, Tensor | None]
+Solved = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, ActiveReport | None]
+Solver = Callable[[Problem, StoredOutputs | None, bool], Solved]
 
 
 class Engine:
@@ -58,6 +69,12 @@ class Engine:
             "mlp") instead of the fastest one; raises `ValueError` if the path cannot compute a
             problem. (`MAP` has only one path, "optimum".)
         rates: speed of the device, for choosing the fastest path; measured if not given.
+        tolerance: error in log-probability that is accepted for speed, for linear heads with many
+            classes (docs/large-vocabularies.md). 0 computes exactly. A number adapts the classes
+            that matter and proves for each query that no log-probability is wrong by more than
+            this; a query for which that cannot be proved is computed exactly. `math.inf` adapts the
+            classes that matter and proves nothing, which suits language models; `explain` then
+            states the bound.
     """
 
     def __init__(
@@ -68,19 +85,25 @@ class Engine:
         half_store: bool = False,
         path: str | None = None,
         rates: Throughput | None = None,
+        tolerance: float = 0.0,
     ) -> None:
         if path in OLD_NAMES:
             path = OLD_NAMES[path]
-        if path not in (None, *PATHS):
-            raise ValueError(f"path must be None or one of {PATHS}, got {path!r}")
+        paths = PATHS if tolerance == 0 else (*PATHS, ACTIVE)
+        if path not in (None, *paths):
+            raise ValueError(f"path must be None or one of {paths}, got {path!r}")
         if scratch_bytes is not None:
             scratch_bytes = validation.count("scratch_bytes", scratch_bytes)
+        if not tolerance >= 0:
+            raise ValueError(f"tolerance must be 0 or more, got {tolerance}")
         self._scratch_bytes, self._store_bytes = scratch_bytes, store_bytes
         self._path, self._rates, self._half_store = path, rates, half_store
+        self._tolerance = tolerance
         self._plans: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
         self._raw = OutputStore(lambda outputs: outputs)
         self._probabilities = OutputStore(lambda outputs: outputs.softmax(-1))
-        self._halves = OutputStore(lambda outputs: outputs.softmax(-1), torch.float16)
+        self._halves = OutputStore(lambda outputs: outputs.softmax(-1).half())
+        self._summaries: dict[tuple[int, ...], OutputStore] = {}
 
     def adapt(
         self, problem: Problem, neighbors: Neighbors, want_change: bool = False
@@ -90,13 +113,48 @@ class Engine:
         Args:
             problem: the batch of adaptations.
             neighbors: the neighbours in the problem, for looking up cached outputs.
-            want_change: also compute ‖θˣ − θ‖.
+            want_change: also compute ‖θˣ − θ‖ and, for an active vocabulary, the report.
         """
-        can_store = table_bytes(neighbors.capacity, problem.outputs) <= self._store_bytes
-        plan = self._plan(problem, neighbors.capacity if can_store else None, want_change)
+        widths = self._choose_widths(problem.outputs, neighbors.capacity)
+        if widths and can_be_active(problem):
+            rows = self._count_table_rows(problem, neighbors)
+            if self._plan(problem, rows, want_change, width=widths[0]).path == ACTIVE:
+                return self._adapt_actively(problem, neighbors, want_change, widths)
+        return self._adapt_exactly(problem, neighbors, want_change)
+
+    def keep_outputs(
+        self, head: nn.Module, memory: Memory, ids: Int[Tensor, "N"], outputs: Float[Tensor, "N C"]
+    ) -> None:
+        """Keep what an active vocabulary needs to know about entries, given the head's outputs.
+
+        Otherwise the head runs again when they are first read.
+
+        Args:
+            head: the head that computed the outputs.
+            memory: the memory that holds the entries.
+            ids: ids of the entries.
+            outputs: the head's outputs at their keys.
+        """
+        linear = LinearHead.find(head, ())
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        with memory.lock:
+            capacity, revision, slots = memory.capacity, memory.revision, memory.get_slots(ids)
+        widths = self._choose_widths(outputs, capacity)
+        if linear is None or not widths:
+            return
+        is_there = slots >= 0  # not overwritten by later entries of the same batch
+        slots, ids = slots[is_there], ids.to(slots.device)[is_there]
+        outputs = outputs[is_there.to(outputs.device)]
+        self._summaries_for(widths).put(linear, capacity, revision, ids, slots, outputs)
+
+    def _adapt_exactly(
+        self, problem: Problem, neighbors: Neighbors, want_change: bool, any_path: bool = False
+    ) -> Adaptation:
+        table_rows = self._count_table_rows(problem, neighbors)
+        plan = self._plan(problem, table_rows, want_change, any_path)
         with ExitStack() as stack:
             stored = None
-            if can_store and _uses_table(plan.path, problem):
+            if table_rows is not None and _uses_table(plan.path, problem):
                 store = self._store_for(problem, plan.path)
                 stored = _look_up(stack, store, problem, neighbors)
                 if stored is not None and plan.path == ONE_STEP:
@@ -104,12 +162,70 @@ class Engine:
                 is_sure = stored is not None and _is_sure(problem, stored)
                 if not is_sure:
                     plan, stored = self._plan(problem, None, want_change, any_path=True), None
-            parts = self._solve_in_chunks(plan, problem, stored, want_change)
-        if len(parts) == 1:
-            return Adaptation(*parts[0], plan.path, plan.seconds)
-        outputs = torch.cat([part[0] for part in parts])
-        changes = [part[1] for part in parts if part[1] is not None]
-        return Adaptation(outputs, torch.cat(changes) if changes else None, plan.path, plan.seconds)
+            return self._solve_in_chunks(plan, SOLVERS[plan.path], problem, stored, want_change)
+
+    def _adapt_actively(
+        self,
+        problem: Problem,
+        neighbors: Neighbors,
+        want_change: bool,
+        widths: tuple[int, ...],
+    ) -> Adaptation:
+        """Adapt with active classes, and queries whose error may be too large with more of them."""
+        is_proved = math.isfinite(self._tolerance)
+        with ExitStack() as stack:
+            stored = _look_up(stack, self._summaries_for(widths), problem, neighbors)
+            if stored is None:
+                return self._adapt_exactly(problem, neighbors, want_change, any_path=True)
+
+            def adapt(part: Problem, kept: StoredOutputs, width: int) -> Adaptation:
+                def solve(part: Problem, kept: StoredOutputs | None, want_change: bool) -> Solved:
+                    assert kept is not None
+                    summary = unpack_summary(kept.take(), widths, width, part.dtype)
+                    return solve_active(part, summary, want_change, want_change or is_proved)
+
+                plan = self._plan(part, None, want_change, path=ACTIVE, width=width)
+                return self._solve_in_chunks(plan, solve, part, kept, want_change)
+
+            adaptation = adapt(problem, stored, widths[0])
+            for width in widths[1:]:
+                unproved = self._find_unproved(adaptation)
+                if len(unproved):
+                    wider = adapt(problem.rows(unproved), stored.rows(unproved), width)
+                    adaptation = adaptation.with_rows(unproved, wider)
+        unproved = self._find_unproved(adaptation)
+        if len(unproved):
+            part, found = problem.rows(unproved), neighbors.rows(unproved)
+            exact = self._adapt_exactly(part, found, want_change, any_path=True)
+            exact = replace(exact, report=ActiveReport.make_exact(exact.outputs))
+            adaptation = adaptation.with_rows(unproved, exact)
+        return adaptation
+
+    def _summaries_for(self, widths: tuple[int, ...]) -> OutputStore:
+        make = partial(OutputStore, partial(pack_summary, widths=widths), SUMMARY_BYTES)
+        return self._summaries.get(widths) or self._summaries.setdefault(widths, make())
+
+    def _find_unproved(self, adaptation: Adaptation) -> Int[Tensor, "R"]:
+        """Return the queries whose error may exceed the tolerance."""
+        if adaptation.report is None:
+            return torch.empty(0, dtype=torch.int64)
+        return (adaptation.report.bound > self._tolerance).nonzero()[:, 0]
+
+    def _choose_widths(self, outputs: Float[Tensor, "B *C"], capacity: int) -> tuple[int, ...]:
+        """Return numbers of active classes per neighbour, to be tried in turn; none if exact."""
+        if self._tolerance == 0 or outputs.ndim != 2:
+            return ()
+        widths = PROVED_WIDTHS if math.isfinite(self._tolerance) else WIDTHS
+        numbers = self._store_bytes // max(1, capacity * outputs.itemsize)
+        most = min(numbers - 1 - 2 * len(widths), outputs.shape[1] - 1)
+        if most < LEAST_WIDTH:
+            return ()
+        return tuple(sorted({min(width, most) for width in widths}))
+
+    def _count_table_rows(self, problem: Problem, neighbors: Neighbors) -> int | None:
+        """Return the rows of a table of the head's outputs, or `None` if it would be too large."""
+        fits = table_bytes(neighbors.capacity, problem.outputs) <= self._store_bytes
+        return neighbors.capacity if fits else None
 
     def _plan(
         self,
@@ -117,17 +233,20 @@ class Engine:
         table_rows: int | None,
         want_change: bool,
         any_path: bool = False,
+        *,
+        path: str | None = None,
+        width: int | None = None,
     ) -> Plan:
         """Return a plan, made once for all problems of the same form."""
-        device, path = problem.queries.device, None if any_path else self._path
+        device, path = problem.queries.device, path or (None if any_path else self._path)
         most = self._scratch_bytes or MAX_SCRATCH_BYTES["cuda" if device.type == "cuda" else "cpu"]
 
         def make(limit: int) -> Plan:
             rates = self._rates or measure_throughput(device)
-            return make_plan(problem, table_rows, limit, rates, path, want_change)
+            return make_plan(problem, table_rows, limit, rates, path, want_change, width)
 
         plans = self._plans.setdefault(problem.head, {})
-        form = (problem.form, table_rows, want_change, any_path)
+        form = (problem.form, table_rows, want_change, path, width)
         plan = plans.get(form)
         if plan is None:
             if len(plans) >= MAX_PLANS:
@@ -139,10 +258,15 @@ class Engine:
         return plan if plan.held <= left else make(left)
 
     def _solve_in_chunks(
-        self, plan: Plan, problem: Problem, stored: StoredOutputs | None, want_change: bool
-    ) -> list[Solved]:
+        self,
+        plan: Plan,
+        solve: Solver,
+        problem: Problem,
+        stored: StoredOutputs | None,
+        want_change: bool,
+    ) -> Adaptation:
         """Solve the problem in chunks of queries; use smaller chunks if memory runs out."""
-        parts: list[Solved] = []
+        parts: list[Adaptation] = []
         start, chunk = 0, plan.chunk
         while start < len(problem.queries):
             part, kept = problem, stored
@@ -150,8 +274,9 @@ class Engine:
                 rows = slice(start, start + chunk)
                 part, kept = problem.rows(rows), stored and stored.rows(rows)
             try:
-                part = resolve_step_size(part, kept, has_shares=False)
-                solved = SOLVERS[plan.path](part, kept, want_change)
+                if plan.path != ACTIVE:  # which knows the probabilities of labels
+                    part = resolve_step_size(part, kept, has_shares=False)
+                solved = solve(part, kept, want_change)
             except (RuntimeError, MemoryError) as error:
                 if len(part.queries) == 1 or not ran_out_of_memory(error):
                     raise
@@ -162,13 +287,14 @@ class Engine:
                     stacklevel=2,
                 )
                 continue
-            parts.append(solved)
+            outputs, change, *report = solved
+            parts.append(Adaptation(outputs, change, plan.path, plan.seconds, *report))
             start += len(part.queries)
         if chunk < plan.chunk:  # next time, start with the size that worked
             plans = self._plans.setdefault(problem.head, {})
             smaller = replace(plan, chunk=chunk, held=plan.held * chunk / plan.chunk)
             plans.update({form: smaller for form, known in plans.items() if known is plan})
-        return parts
+        return Adaptation.concatenate(parts)
 
     def _store_for(self, problem: Problem, path: str) -> OutputStore:
         if path != ONE_STEP or problem.loss != CROSS_ENTROPY:
@@ -213,7 +339,7 @@ def _solve_one_step(problem: Problem, stored: StoredOutputs | None, want_change:
     return outputs, solve_span(problem, None, True)[1] if want_change else None
 
 
-SOLVERS: dict[str, Callable[[Problem, StoredOutputs | None, bool], Solved]] = {
+SOLVERS: dict[str, Solver] = {
     FUNCTIONAL: lambda problem, stored, want_change: solve_functional(problem),
     DENSE: solve_dense,
     SPAN: solve_span,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,10 +26,13 @@ ROW_MULTIPLE = 16  # numbers; rows that start at a multiple of this are read fou
 
 @dataclass(frozen=True, eq=False)
 class StoredOutputs:
-    """Outputs of B × K neighbours as rows of two tables; padding points at row 0."""
+    """Outputs of B × K neighbours, or what was made of them, as rows of two tables.
 
-    table: Float[Tensor, "N C"]
-    unwritten: Float[Tensor, "M C"]
+    Padding points at row 0.
+    """
+
+    table: Shaped[Tensor, "N C"]
+    unwritten: Shaped[Tensor, "M C"]
     """Outputs of entries that are not in the memory yet; `index` counts them as rows N, N+1, …"""
     index: Int[Tensor, "B K"]
 
@@ -42,17 +45,21 @@ class StoredOutputs:
 
     def gather(self, below: Float[Tensor, "B C"]) -> Float[Tensor, "B L C"]:
         """Return the outputs of each query's neighbours, with the query's own row at the end."""
-        count, index = len(self.table), functional.pad(self.index, (0, 1))
-        if len(self.unwritten):
-            outside = (index - count).clamp_min(0)
-            is_written = (index < count)[..., None]
-            rows = torch.where(
-                is_written, self.table[index.clamp_max(count - 1)], self.unwritten[outside]
-            )
-        else:
-            rows = self.table[index]
+        rows = self._take(functional.pad(self.index, (0, 1)))
         rows[:, -1] = below
         return rows
+
+    def take(self) -> Shaped[Tensor, "B K C"]:
+        """Return the outputs of each query's neighbours."""
+        return self._take(self.index)
+
+    def _take(self, index: Int[Tensor, "B L"]) -> Shaped[Tensor, "B L C"]:
+        count = len(self.table)
+        if not len(self.unwritten):
+            return self.table[index]
+        outside, is_written = (index - count).clamp_min(0), (index < count)[..., None]
+        inside = self.table[index.clamp_max(count - 1)]
+        return torch.where(is_written, inside, self.unwritten[outside])
 
     def sum_weighted(self, weights: Float[Tensor, "B K"]) -> Float[Tensor, "B C"]:
         """Return `Σ_k weights_k output_k`."""
@@ -74,7 +81,7 @@ class StoredOutputs:
         is_written = self.index < count
         return torch.where(is_written, self.table[inside, labels], self.unwritten[outside, labels])
 
-    def rows(self, rows: slice) -> StoredOutputs:
+    def rows(self, rows: slice | Tensor) -> StoredOutputs:
         return StoredOutputs(self.table, self.unwritten, self.index[rows])
 
 
@@ -99,15 +106,15 @@ class OutputStore:
     """A table of outputs by memory slot, filled as neighbours are looked up.
 
     Args:
-        finish: function applied to outputs before they are stored, such as softmax.
-        dtype: dtype of the stored outputs; default: the head's.
+        finish: function applied to outputs (N, C) before they are stored, such as softmax. It may
+            overwrite them, and return rows of another length.
+        chunk_bytes: outputs computed at a time; default: all that are missing.
     """
 
-    def __init__(
-        self, finish: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
-    ) -> None:
-        self._finish, self._dtype = finish, dtype
+    def __init__(self, finish: Callable[[Tensor], Tensor], chunk_bytes: int | None = None) -> None:
+        self._finish, self._chunk_bytes = finish, chunk_bytes
         self._lock = threading.Lock()
+        self._form: object = None
         self._made_by: tuple[Tensor, Tensor | None, int] | None = None
         self._table = torch.empty(0, 0)
         self._ids = torch.empty(0, dtype=torch.int64)
@@ -121,17 +128,14 @@ class OutputStore:
         Other threads wait meanwhile, since they may overwrite rows of the table.
         """
         with self._lock:
-            self._make_room(neighbors.capacity, head)
+            self._make_room(neighbors.capacity, head, keys.dtype)
             slots, ids = neighbors.slots, neighbors.ids
             missing = self._ids[slots] != ids  # slot −1 has id −1, like padding
             index = slots.clamp_min(0)
             same = self._is_current(head, neighbors.revision)
             is_current, is_short = torch.stack([same, missing.any()]).tolist()  # one wait for both
             if not is_current:
-                self._ids.fill_(-1)
-                self._table.zero_()  # a product reads unused rows, too
-                bias = None if head.bias is None else head.bias.clone()
-                self._made_by = head.weight.clone(), bias, neighbors.revision
+                self._start_over(head, neighbors.revision)
                 missing = neighbors.mask
             unwritten = self._table[:0]
             if is_short or not is_current:
@@ -141,18 +145,51 @@ class OutputStore:
                 index = index.flatten().index_copy(0, places, rows).view_as(index)
             yield StoredOutputs(self._table, unwritten, index)
 
-    def _make_room(self, capacity: int, head: LinearHead) -> None:
-        weight, dtype = head.weight, self._dtype or head.weight.dtype
-        shape, old = (capacity, len(weight)), self._table
-        if (old.shape, old.device, old.dtype) == (shape, weight.device, dtype):
+    def put(
+        self,
+        head: LinearHead,
+        capacity: int,
+        revision: int,
+        ids: Int[Tensor, "N"],
+        slots: Int[Tensor, "N"],
+        outputs: Float[Tensor, "N C"],
+    ) -> None:
+        """Store the outputs of entries before they are looked up.
+
+        Args:
+            head: the head that computed the outputs.
+            capacity: capacity of the memory.
+            revision: revision of the memory.
+            ids: ids of the entries.
+            slots: their slots.
+            outputs: the head's outputs for them, overwritten.
+        """
+        with self._lock:
+            self._make_room(capacity, head, outputs.dtype)
+            if not self._is_current(head, revision):
+                self._start_over(head, revision)
+            self._table[slots], self._ids[slots] = self._finish(outputs), ids
+
+    def _start_over(self, head: LinearHead, revision: int) -> None:
+        self._ids.fill_(-1)
+        self._table.zero_()  # a product reads unused rows, too
+        bias = None if head.bias is None else head.bias.clone()
+        self._made_by = head.weight.clone(), bias, revision
+
+    def _make_room(self, capacity: int, head: LinearHead, dtype: torch.dtype) -> None:
+        classes, device = len(head.weight), head.weight.device
+        form = capacity, classes, dtype, device
+        if form == self._form:
             return
-        del old
-        self._made_by, self._table = None, torch.empty(0, 0)  # freed before the new one is made
-        width = _row_width(len(weight), weight.device)
+        row = self._finish(torch.zeros(0, classes, dtype=dtype, device=device))
+        # The old table is freed before the new one is made.
+        self._form, self._made_by, self._table = None, None, torch.empty(0, 0)
+        width = _row_width(row.shape[1], device)
         # Zeros, since a product reads every row.
-        rows = torch.zeros(capacity, width, dtype=dtype, device=weight.device)
-        self._table = rows[:, : len(weight)]
-        self._ids = torch.full((capacity + 1,), -1, device=weight.device)
+        rows = torch.zeros(capacity, width, dtype=row.dtype, device=device)
+        self._table = rows[:, : row.shape[1]]
+        self._ids = torch.full((capacity + 1,), -1, device=device)
+        self._form = form
 
     def _is_current(self, head: LinearHead, revision: int) -> Bool[Tensor, ""]:
         """Return whether the table was computed by this head for this revision of the memory."""
@@ -172,7 +209,7 @@ class OutputStore:
         ids: Int[Tensor, "M"],
         slots: Int[Tensor, "M"],
         keys: Float[Tensor, "M D"],
-    ) -> tuple[Int[Tensor, "M"], Float[Tensor, "U C"]]:
+    ) -> tuple[Int[Tensor, "M"], Shaped[Tensor, "U W"]]:
         """Fill in the outputs of these entries and return their rows.
 
         Also return the outputs of entries that are not written to the memory yet. Each output is
@@ -182,7 +219,7 @@ class OutputStore:
         some = torch.empty_like(new_ids)
         some[inverse] = torch.arange(len(inverse), device=some.device)
         new_slots = slots[some]
-        outputs = self._finish(head(keys[some])).to(self._table.dtype)
+        outputs = self._compute(head, keys[some])
         kept = new_slots >= 0
         self._table[new_slots[kept]] = outputs[kept]
         self._ids[new_slots[kept]] = new_ids[kept]
@@ -194,6 +231,12 @@ class OutputStore:
             unwritten = functional.pad(unwritten, (0, width - unwritten.shape[1]))
             unwritten = unwritten[:, : outputs.shape[1]]
         return rows, unwritten
+
+    def _compute(self, head: LinearHead, keys: Float[Tensor, "M D"]) -> Shaped[Tensor, "M W"]:
+        if self._chunk_bytes is None:
+            return self._finish(head(keys))
+        rows = max(1, self._chunk_bytes // (len(head.weight) * keys.itemsize))
+        return torch.cat([self._finish(head(part)) for part in keys.split(rows)])
 
 
 def table_bytes(capacity: int, outputs: Float[Tensor, "B *C"]) -> int:

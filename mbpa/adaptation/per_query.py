@@ -88,8 +88,8 @@ def solve_dense(
     """
     if is_dense_fused(problem) and not want_change:
         return _run_kernel(problem, stored), None
-    head = problem.linear
-    assert head is not None  # the plan guarantees it
+    assert problem.linear is not None  # the plan guarantees it
+    head = problem.linear.widen(problem.dtype)
     loss = str(problem.loss)
     start = {name: getattr(head, name) for name in problem.adapting}
 
@@ -119,8 +119,8 @@ def is_dense_fused(problem: Problem) -> bool:
 def _run_kernel(problem: Problem, stored: StoredOutputs | None) -> Float[Tensor, "B C"]:
     from mbpa.adaptation.fused.rmsprop_adam import adapt_dense_outputs
 
-    head, rule = problem.linear, problem.rule
-    assert head is not None
+    assert problem.linear is not None
+    head, rule = problem.linear.widen(problem.dtype), problem.rule
     assert isinstance(rule, RMSprop | Adam)
     rows = stored or StoredOutputs.make_for_call(head(problem.keys))
     return adapt_dense_outputs(

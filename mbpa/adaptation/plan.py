@@ -1,9 +1,10 @@
 """The choice of a path for a problem, and of the number of queries per chunk.
 
 The time of each applicable path is estimated from its operations, bytes and calls at the speed of
-the device, and the fastest is chosen. All paths give the same result, so a bad estimate costs only
-time. The peak scratch memory of a path is estimated roughly, too, and determines the size of a
-chunk. If it is too low and memory runs out, the engine halves the chunk.
+the device, and the fastest is chosen. All paths give the same result, except for `active`, which is
+used only if an error is tolerated. So a bad estimate costs only time. The peak scratch memory of a
+path is estimated roughly, too, and determines the size of a chunk. If it is too low and memory runs
+out, the engine halves the chunk.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from mbpa.rules import MAP, Adam, Gradient, RMSprop, Rule
 
 FUNCTIONAL, DENSE, SPAN, ONE_STEP, MLP = "functional", "dense", "span", "one step", "mlp"
 PATHS = FUNCTIONAL, DENSE, SPAN, ONE_STEP, MLP
+ACTIVE = "active"  # the only path that is not exact
 OPTIMUM = "optimum"  # the only path of `MAP`, and used by no other rule
 TYPICAL_STEPS = 30  # typical number of steps to the optimum, for estimates
-MAX_CPU_CHUNK_BYTES = dict.fromkeys((SPAN, OPTIMUM), 1 << 23)
+MAX_CPU_CHUNK_BYTES = dict.fromkeys((SPAN, ACTIVE, OPTIMUM), 1 << 23)
 MAX_CPU_CHUNK_BYTES |= dict.fromkeys((DENSE, MLP, FUNCTIONAL), 1 << 26)
 """Bytes of scratch above which larger chunks are slower on a CPU. `span` and `optimum` pass over
 their scratch at each step, and beyond this it does not fit the caches. The other paths allocate
@@ -69,6 +71,7 @@ def make_plan(
     rates: Throughput,
     path: str | None = None,
     want_change: bool = False,
+    width: int | None = None,
 ) -> Plan:
     """Return the fastest path for the problem, in chunks that use at most `max_bytes` of scratch.
 
@@ -80,8 +83,12 @@ def make_plan(
         rates: speed of the device.
         path: use this path; raises `ValueError` if it cannot compute the problem.
         want_change: also compute the norm of the change, for which some paths need more memory.
+        width: most probable classes per neighbour in an active vocabulary; `None` if the result
+            must be exact.
     """
     prices = _price_paths(problem, table_rows, want_change)
+    if width is not None and can_be_active(problem):
+        prices[ACTIVE] = _price_active(problem, width, want_change)
     if path is not None and path not in prices:
         raise ValueError(f"path must be one of {sorted(prices)} for this problem, got {path!r}")
     limits = MAX_CPU_CHUNK_BYTES if problem.queries.device.type == "cpu" else {}
@@ -166,6 +173,26 @@ def _price_span(problem: Problem, is_kept: bool, want_change: bool) -> Price:
     operations = 2 * count**2 * key + 2 * (count + 1) ** 2 * max(classes, MIN_COLUMNS) * full
     operations += 0 if is_kept else 2 * table * key
     return Price(operations, 8 * size * table * rule.steps, 45 + 4 * rule.steps, size * held)
+
+
+def can_be_active(problem: Problem) -> bool:
+    """Return whether an active vocabulary applies to this problem."""
+    rule, has_labels = problem.rule, problem.loss == CROSS_ENTROPY
+    is_plain = type(rule) is Gradient and rule.momentum == 0 and rule.decay <= 1
+    return is_plain and has_labels and problem.linear is not None
+
+
+def _price_active(problem: Problem, width: int, want_change: bool) -> Price:
+    count, classes = problem.weights.shape[1], problem.outputs.shape[1]
+    key, size, steps = problem.queries.shape[1], problem.dtype.itemsize, problem.step_rule.steps
+    # Neighbours share most of their classes: the union grows with the root of their number.
+    active = min(classes, width * math.sqrt(count + 1))
+    table = (count + 1) * active
+    passes = 2 if want_change else 1
+    operations = 2 * count**2 * key + 2 * table * key + 2 * passes * (count + 1) * table * steps
+    moved = size * (4 * classes + 3 * active * key + 4 * passes * table * steps)
+    held = size * (classes + 2 * active * key + (3 + 2 * passes) * table + 8 * count * width)
+    return Price(operations, moved, 80 + (4 + 36 * (passes - 1)) * steps, held)
 
 
 def _price_one_step(problem: Problem, table_rows: int, want_change: bool) -> Price:

@@ -11,6 +11,8 @@ For a single step only that row is needed, and it is a sum over stored rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -64,25 +66,60 @@ def _iterate(
     problem: Problem, stored: StoredOutputs | None, want_change: bool
 ) -> tuple[Tensor, Tensor | None]:
     head, rule = _linear_and_gradient(problem)
-    batch, count = problem.weights.shape
-    # The last row of everything is the query's: it moves, but does not affect the other rows.
     if stored is None:
         outputs = torch.cat([head(problem.keys), problem.at_queries[:, None]], 1)
     else:
         outputs = stored.gather(problem.at_queries)
     gram = compute_adapting_products(head, problem.keys @ problem.keys.mT)
+    reach = multiply_queries(problem, head)
+    return take_steps(
+        outputs, gram, reach, problem.weights, _pad_targets(problem), rule, want_change
+    )
+
+
+def take_steps(
+    outputs: Float[Tensor, "B L C"],
+    gram: Float[Tensor, "B K K"],
+    reach: Float[Tensor, "B K"],
+    weights: Float[Tensor, "B K"],
+    targets: Tensor,
+    rule: Gradient,
+    want_change: bool,
+    *,
+    has_rest: bool = False,
+    watch: Callable[[Tensor, Tensor], None] | None = None,
+) -> tuple[Float[Tensor, "B C"], Float[Tensor, "B"] | None]:
+    """Return the adapted outputs at the queries, and the norm of the change if `want_change`.
+
+    The last row of `outputs` is the query's: it moves, but does not affect the other rows.
+
+    Args:
+        outputs: unadapted outputs of the K neighbours and the query, overwritten.
+        gram: inner products of the neighbours' adapting inputs.
+        reach: inner products of the neighbours' adapting inputs with the query's.
+        weights: weights of the neighbours.
+        targets: labels (B, L, 1) or values (B, L, C); the last row does not matter.
+        rule: the steps.
+        want_change: also compute ‖θˣ − θ‖.
+        has_rest: column 0 does not move; it stands for all classes that do not take part.
+        watch: called before each step with the outputs and their softmax.
+    """
+    batch, count = weights.shape
     pull = outputs.new_zeros(batch, count + 1, count + 1)
-    torch.mul(gram, problem.weights[:, None], out=pull[:, :count, :count])
-    torch.mul(_multiply_queries(problem, head), problem.weights, out=pull[:, count, :count])
-    targets = _pad_targets(problem)
+    torch.mul(gram, weights[:, None], out=pull[:, :count, :count])
+    torch.mul(reach, weights, out=pull[:, count, :count])
     start = outputs.clone() if rule.decay else outputs
     slopes = torch.empty_like(outputs)
     pushed = torch.zeros_like(outputs) if rule.momentum else None
     coefficients = velocity = outputs.new_zeros(()) if want_change else None
     for step in range(rule.steps):
+        if watch is not None:
+            watch(outputs, outputs.softmax(-1))
         _write_residual(outputs, targets, out=slopes)
+        if has_rest:
+            slopes[..., 0] = 0
         if coefficients is not None and velocity is not None:
-            velocity = rule.momentum * velocity + problem.weights[..., None] * slopes[:, :count]
+            velocity = rule.momentum * velocity + weights[..., None] * slopes[:, :count]
             coefficients = (1 - rule.decay) * coefficients - rule.rate * velocity
         if pushed is None and step == rule.steps - 1:  # only the query's row is needed
             outputs, pull = outputs[:, count:].clone(), pull[:, count:]
@@ -137,7 +174,7 @@ def _run_kernel(problem: Problem, stored: StoredOutputs) -> Float[Tensor, "B C"]
 def compute_step_factors(problem: Problem) -> Float[Tensor, "B K"]:
     """Return α w_k u_k, the factor by which a neighbour's residual moves the query's outputs."""
     head, rule = _linear_and_gradient(problem)
-    return rule.rate * problem.weights * _multiply_queries(problem, head)
+    return rule.rate * problem.weights * multiply_queries(problem, head)
 
 
 def _pad_targets(problem: Problem) -> Tensor:
@@ -162,7 +199,8 @@ def _linear_and_gradient(problem: Problem) -> tuple[LinearHead, Gradient]:
     return problem.linear, problem.rule
 
 
-def _multiply_queries(problem: Problem, head: LinearHead) -> Float[Tensor, "B K"]:
+def multiply_queries(problem: Problem, head: LinearHead) -> Float[Tensor, "B K"]:
+    """Return the inner products of the queries' and their neighbours' adapting inputs."""
     return compute_adapting_products(head, _get_dots(problem))
 
 

@@ -49,18 +49,36 @@ def resolve_step_size(problem: Problem, stored: StoredOutputs | None, has_shares
         stored: the head's outputs for the neighbours, if known.
         has_shares: whether these are probabilities.
     """
-    rule = problem.rule
     if not is_rate_open(problem):
         return problem
+    return _set_rates(problem, *_compute_squares_and_shares(problem, stored, has_shares))
+
+
+def resolve_by_shares(problem: Problem, shares: Float[Tensor, "B K"]) -> Problem:
+    """Return the problem of a linear head with a numeric step size.
+
+    Args:
+        problem: the batch of adaptations.
+        shares: the probabilities of the neighbours' labels.
+    """
+    if not is_rate_open(problem):
+        return problem
+    assert problem.linear is not None
+    return _set_rates(problem, problem.linear.compute_squared_lengths(problem.keys), shares)
+
+
+def _set_rates(
+    problem: Problem, squares: Float[Tensor, "B K"], shares: Float[Tensor, "B K"] | None
+) -> Problem:
+    rule = problem.rule
     assert isinstance(rule, Gradient)
-    weights = problem.weights * _compute_rates(problem, stored, has_shares)[:, None]
+    weights = problem.weights * _compute_rates(problem, squares, shares)[:, None]
     return replace(problem, rule=replace(rule, lr=1.0), weights=weights)
 
 
 def _compute_rates(
-    problem: Problem, stored: StoredOutputs | None, has_shares: bool
+    problem: Problem, squares: Float[Tensor, "B K"], shares: Float[Tensor, "B K"] | None
 ) -> Float[Tensor, "B"]:
-    squares, shares = _compute_squares_and_shares(problem, stored, has_shares)
     slope = (problem.weights * squares).sum(1)
     if shares is not None:
         surprise = (problem.weights * (1 - shares)).sum(1)

@@ -163,6 +163,16 @@ class Memory(EntryForm, abc.ABC):
         with self._lock:
             return torch.from_numpy(self._ring.find(validation.parse_ids(ids).numpy()) >= 0)
 
+    @property
+    def revision(self) -> int:
+        """Number that changes whenever entries get other keys under the same ids."""
+        return self._revision
+
+    def get_slots(self, ids: Int[Tensor, "N"] | Sequence[int]) -> Int[Tensor, "N"]:
+        """Return the slots in which entries are stored now; −1 for ids without a live entry."""
+        with self._lock:
+            return self._to_tensor(self._ring.find(validation.parse_ids(ids).numpy()))
+
     def get_keys(self, ids: Int[Tensor, "*N"] | Sequence[int]) -> Float[Tensor, "*N *D"]:
         """Return the keys of live entries, in at least float32.
 

@@ -45,7 +45,7 @@ class Neighbors:
         """Return only the first k neighbours of each query."""
         return self._map(lambda tensor: tensor[:, :k])
 
-    def rows(self, rows: slice) -> Neighbors:
+    def rows(self, rows: slice | Tensor) -> Neighbors:
         """Return the neighbours of some of the queries."""
         return self._map(lambda tensor: tensor[rows])
 

@@ -93,9 +93,14 @@ def merge_softmax(peaks, sums, parts, stride, rows, PARTS: tl.constexpr):
 
 
 @triton.jit
-def scale_residual(outputs, log_sum, weight, label, classes):
-    """Return `w ⊙ (softmax − one-hot)` with neighbours as rows; `w` includes a scale."""
+def scale_residual(outputs, log_sum, weight, label, classes, REST: tl.constexpr = False):
+    """Return `w ⊙ (softmax − one-hot)` with neighbours as rows; `w` includes a scale.
+
+    With REST, class 0 does not move.
+    """
     share = tl.exp2(outputs - log_sum[:, None])
+    if REST:
+        share = tl.where((classes > 0)[None, :], share, 0.0)
     return weight[:, None] * tl.where(label[:, None] == classes[None, :], share - 1.0, share)
 
 

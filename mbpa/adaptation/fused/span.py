@@ -40,6 +40,7 @@ from mbpa.device import is_interpreted
 MOST_ROWS = 128  # rows of the Gram matrix that one program holds
 RESIDENT_CLASSES = 64  # classes per program that waits for others
 PROGRAMS = 1024  # enough to keep a GPU busy
+UNEVEN_PROGRAMS = 4096  # the same if their work differs
 STEEP = tl.constexpr(60.0)  # binary orders by which sums may change per step without a new peak
 
 
@@ -83,6 +84,8 @@ def adapt_span_outputs(
     decay: float,
     weight_adapts: bool,
     bias_adapts: bool,
+    used: Int[Tensor, "B"] | None = None,
+    figures: Float[Tensor, "T 3 B K"] | None = None,
 ) -> Float[Tensor, "B C"]:
     """Return the adapted outputs at the queries for cross-entropy.
 
@@ -100,9 +103,14 @@ def adapt_span_outputs(
         decay: β, the pull back to the start per step.
         weight_adapts: whether the head's weights adapt.
         bias_adapts: whether the head's bias adapts.
+        used: number of classes of each query; the others are ignored, and their results arbitrary.
+            If given, class 0 does not move: it stands for all classes that do not take part.
+        figures: filled with log Σ exp, Σ p² and max p (1 − p) of each neighbour before each step,
+            the latter two without class 0; only if `has_figures`.
     """
     (batch, count), classes, new = index.shape, table.shape[1], weights.new_empty
-    rows, tiles, beside, resident = _lay_out(count, classes, weights.device)
+    has_rest = used is not None
+    rows, tiles, beside, resident = _lay_out(count, classes, weights.device, has_rest)
     padded = tiles * rows
     gram = new(2, batch, padded, padded, dtype=torch.float16)
     factors, products = new(batch, 3), new(batch, padded)
@@ -131,22 +139,43 @@ def adapt_span_outputs(
         return result
     launch = SEVERAL_TILES if tiles > 1 else MANY_ROWS if rows > 64 else FEW_ROWS
     blocks = triton.cdiv(classes, launch.classes)
-    parts = triton.cdiv(blocks, triton.cdiv(blocks, max(1, PROGRAMS // (batch * tiles))))
+    programs = UNEVEN_PROGRAMS if has_rest else PROGRAMS
+    parts = triton.cdiv(blocks, triton.cdiv(blocks, max(1, programs // (batch * tiles))))
     outputs = new(batch, padded, blocks * launch.classes)
     sums, sizes = new(2, 2, batch, parts, padded), (count, classes, blocks)
     shape = {"BESIDE": beside, "ROWS": rows, "CLASSES": launch.classes, "num_warps": launch.warps}
-    _start[(batch, parts, tiles)](*sources, outputs, sums, *sizes, **shape)
+    shape["REST"] = has_rest
+    ends = index if used is None else used
+    assert figures is None or tiles == 1  # by has_figures
+    seen = new(2, batch, parts, padded) if figures is not None else sums
+    _start[(batch, parts, tiles)](*sources, outputs, sums, ends, *sizes, **shape)
     spare = torch.empty_like(outputs) if tiles > 1 else outputs
     result = at_query.clone() if beside else at_query
     for step in range(steps):
         last = beside and step == steps - 1
         _step[(batch, parts, 1 if last else tiles)](
-            *sources, outputs, spare, result, *neighbors, sums, *sizes, step % 2, decay,
+            *sources, outputs, spare, result, *neighbors, sums, ends, seen, *sizes, step % 2, decay,
             PARTS=triton.next_power_of_2(parts), TILES=tiles, DECAY=decay != 0, LAST=last,
-            num_stages=launch.stages, **shape,
+            SEEN=figures is not None, num_stages=launch.stages, **shape,
         )  # fmt: skip
+        if figures is not None:
+            figures[step] = _merge_figures(sums[:, step % 2], seen)[..., :count]
         outputs, spare = spare, outputs
     return result if beside else outputs[:, count, :classes] / LOG2_E.value
+
+
+def has_figures(count: int) -> bool:
+    """Return whether `adapt_span_outputs` can fill `figures` for this number of neighbours."""
+    return count <= MOST_ROWS
+
+
+def _merge_figures(
+    sums: Float[Tensor, "2 B P K"], seen: Float[Tensor, "2 B P K"]
+) -> Float[Tensor, "3 B K"]:
+    """Return log Σ exp, Σ p² and max p (1 − p) of each row from those of its parts."""
+    peaks, totals = sums
+    log_sums = (peaks / LOG2_E.value + totals.log()).logsumexp(1)
+    return torch.stack([log_sums, seen[0].sum(1), seen[1].amax(1)])
 
 
 def scratch_bytes(count: int, classes: int, steps: int, device: torch.device) -> int:
@@ -158,9 +187,14 @@ def scratch_bytes(count: int, classes: int, steps: int, device: torch.device) ->
     return held + 4 * (1 if tiles == 1 else 2) * tiles * rows * classes
 
 
-def _lay_out(count: int, classes: int, device: torch.device) -> Layout:
+def _lay_out(count: int, classes: int, device: torch.device, has_rest: bool = False) -> Layout:
     rows = max(16, triton.next_power_of_2(count + 1))
-    if rows <= MOST_ROWS and triton.cdiv(classes, RESIDENT_CLASSES) <= _count_waiting(device):
+    # Programs that wait for others cannot stop early when a query has fewer classes.
+    if (
+        not has_rest
+        and rows <= MOST_ROWS
+        and triton.cdiv(classes, RESIDENT_CLASSES) <= _count_waiting(device)
+    ):
         return Layout(rows, 1, beside=False, resident=True)
     rows = min(MOST_ROWS, max(16, triton.next_power_of_2(count)))
     tiles = triton.cdiv(count, rows)
@@ -302,9 +336,9 @@ def _resident(
 
 @triton.jit(do_not_specialize=["written"])
 def _start(
-    table, extra, index, at_query, written, stride, outputs, sums,
+    table, extra, index, at_query, written, stride, outputs, sums, ends,
     count, classes, blocks,
-    BESIDE: tl.constexpr, ROWS: tl.constexpr, CLASSES: tl.constexpr,
+    REST: tl.constexpr, BESIDE: tl.constexpr, ROWS: tl.constexpr, CLASSES: tl.constexpr,
 ):  # fmt: skip
     """Gather the neighbours' outputs, and compute peak and sum of exponentials of each part."""
     b, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -316,7 +350,9 @@ def _start(
     peak = tl.full((ROWS,), NO_PEAK, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     each = tl.cdiv(blocks, parts)
-    for block in range(part * each, tl.minimum((part + 1) * each, blocks)):
+    classes_here = tl.load(ends + b).to(tl.int32) if REST else classes
+    end = tl.minimum((part + 1) * each, tl.cdiv(classes_here, CLASSES))
+    for block in range(part * each, end):
         c = block * CLASSES + tl.arange(0, CLASSES)
         here = is_row[:, None] & (c < classes)[None, :]
         output = load_scaled_outputs(starts, c, here)
@@ -330,9 +366,10 @@ def _start(
 @triton.jit(do_not_specialize=["written", "turn"])
 def _step(
     table, extra, index, at_query, written, stride, old, new, result,
-    gram, factors, products, weights, labels, sums, count, classes, blocks, turn, decay,
+    gram, factors, products, weights, labels, sums, ends, seen, count, classes, blocks, turn, decay,
     PARTS: tl.constexpr, TILES: tl.constexpr, DECAY: tl.constexpr, LAST: tl.constexpr,
-    BESIDE: tl.constexpr, ROWS: tl.constexpr, CLASSES: tl.constexpr,
+    REST: tl.constexpr, SEEN: tl.constexpr, BESIDE: tl.constexpr, ROWS: tl.constexpr,
+    CLASSES: tl.constexpr,
 ):  # fmt: skip
     b, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     batch = tl.num_programs(0).to(tl.int64)
@@ -367,7 +404,11 @@ def _step(
         peak = tl.full((ROWS,), NO_PEAK, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     each = tl.cdiv(blocks, parts)
-    for block in range(part * each, tl.minimum((part + 1) * each, blocks)):
+    classes_here = tl.load(ends + b).to(tl.int32) if REST else classes
+    if SEEN:
+        square, steepness = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    end = tl.minimum((part + 1) * each, tl.cdiv(classes_here, CLASSES))
+    for block in range(part * each, end):
         c = block * CLASSES + tl.arange(0, CLASSES)
         moved = tl.zeros((ROWS, CLASSES), tl.float32)
         shift = tl.zeros((CLASSES,), tl.float32)
@@ -385,7 +426,11 @@ def _step(
                     left_high = tl.load(gram + other * ROWS)
                     left_low = tl.load(gram + to_low + other * ROWS)
             output = tl.load(old + j[:, None] * width + c[None, :])
-            residual = scale_residual(output, log_sum, weight, label, c)
+            residual = scale_residual(output, log_sum, weight, label, c, REST)
+            if SEEN:
+                share = tl.where((c > 0)[None, :], tl.exp2(output - log_sum[:, None]), 0.0)
+                square += tl.sum(share * share, 1)
+                steepness = tl.maximum(steepness, tl.max(share * (1.0 - share), 1))
             if BESIDE:
                 shift += tl.sum(product[:, None] * residual, 0)
             if not LAST:
@@ -411,6 +456,10 @@ def _step(
                 peak, total = add_columns(peak, total, changed)
             else:
                 total += tl.sum(tl.exp2(changed - peak[:, None]), 1)
+    if SEEN:
+        at = seen + (b * parts + part) * padded + k
+        tl.store(at, square)
+        tl.store(at + whole, steepness)
     if not LAST:
         at = new_peaks + (b * parts + part) * padded + k
         tl.store(at, peak)
