@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mbpa.memory import Neighbors, validation
+from mbpa.replay import assume
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 
@@ -106,7 +107,7 @@ def neighbor_weights(kernel: Kernel, neighbors: Neighbors) -> Float[Tensor, "B K
             f"a kernel must return log-weights of shape {tuple(neighbors.mask.shape)}, "
             f"got {tuple(logs.shape)}"
         )
-    if (logs.isnan() & neighbors.mask).any():
+    if not assume(~(logs.isnan() & neighbors.mask).any()):
         raise ValueError(f"a kernel must not return NaN, got NaN from {kernel}")
     # After the clamp, infinite log-weights share the weight equally, and finite ones get 0.
     limits = torch.finfo(logs.dtype)

@@ -27,6 +27,7 @@ from mbpa.adaptation import (
 )
 from mbpa.kernels import InverseDistance, Kernel, neighbor_weights
 from mbpa.memory import Memory, Neighbors, validation
+from mbpa.replay import assume
 from mbpa.rules import AUTO, MAP, Gradient, Rule, require_rule
 
 
@@ -97,11 +98,11 @@ class Predictor(abc.ABC):
         if context.neighbors is None:
             return context.parametric
         found = context.neighbors.mask.any(1)
+        if len(found) and assume(found.all()):
+            return self._predict(context)
         if not found.any():
             return context.parametric
         prediction = self._predict(context)
-        if found.all():
-            return prediction
         return torch.where(
             found.reshape(-1, *(1,) * (prediction.ndim - 1)), prediction, context.parametric
         )

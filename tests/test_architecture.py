@@ -11,7 +11,7 @@ ROOT = Path(mbpa.__file__).parent
 # Each row may import from the rows above it, and from its own package.
 LAYERS = [
     {"errors", "files"},
-    {"device"},
+    {"device", "replay"},
     {"memory"},
     {"modules"},
     {"kernels", "rules", "adaptation"},

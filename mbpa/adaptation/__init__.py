@@ -3,13 +3,14 @@
 from mbpa.adaptation.engine import Engine
 from mbpa.adaptation.losses import CROSS_ENTROPY, SQUARED_ERROR, Loss
 from mbpa.adaptation.optimum import require_convex
-from mbpa.adaptation.problem import Adaptation, Problem
+from mbpa.adaptation.problem import Adaptation, LinearHead, Problem
 
 __all__ = [
     "CROSS_ENTROPY",
     "SQUARED_ERROR",
     "Adaptation",
     "Engine",
+    "LinearHead",
     "Loss",
     "Problem",
     "require_convex",

@@ -28,6 +28,7 @@ from mbpa.adaptation.span import (
     take_steps,
 )
 from mbpa.adaptation.step_size import resolve_by_shares
+from mbpa.replay import refuse_recording
 
 ABSENT = -1e30  # output of a class that is not there; finite, so that products with 0 are 0
 REST = -1  # stands for all classes that are not active
@@ -135,6 +136,7 @@ def solve_active(
 
 def _choose_columns(problem: Problem, summary: Summary) -> Columns:
     """Choose the active classes of each query; neighbours without weight are ignored."""
+    refuse_recording()  # their number is needed
     width, (batch, classes) = summary.top.shape[-1], problem.at_queries.shape
     own = problem.at_queries.topk(width).indices
     is_used = (problem.weights != 0)[..., None]

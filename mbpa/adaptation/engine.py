@@ -38,6 +38,7 @@ from mbpa.adaptation.span import compute_step_factors, solve_one_step, solve_spa
 from mbpa.adaptation.step_size import is_rate_open, resolve_step_size
 from mbpa.device import Throughput, free_bytes, measure_throughput, ran_out_of_memory, takes_kernels
 from mbpa.memory import Memory, Neighbors, validation
+from mbpa.replay import assume
 
 MAX_SCRATCH_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}  # by default
 LARGE_SCRATCH_BYTES = 1 << 28  # only above this is it worth asking how much memory is free
@@ -274,6 +275,9 @@ class Engine:
                 rows = slice(start, start + chunk)
                 part, kept = problem.rows(rows), stored and stored.rows(rows)
             try:
+                if plan.path == SPAN and is_rate_open(part) and kept is None:
+                    assert part.linear is not None  # by the plan
+                    kept = StoredOutputs.make_for_call(part.linear(part.keys))  # needed twice
                 if plan.path != ACTIVE:  # which knows the probabilities of labels
                     part = resolve_step_size(part, kept, has_shares=False)
                 solved = solve(part, kept, want_change)
@@ -330,7 +334,7 @@ def _is_sure(problem: Problem, stored: StoredOutputs) -> bool:
     """Return whether the stored rows, which may have half precision, are accurate enough."""
     if stored.table.dtype == problem.dtype:
         return True
-    return float(compute_step_factors(problem).abs().sum(1).max()) * 2.0**-11 <= MAX_HALF_ERROR
+    return assume(compute_step_factors(problem).abs().sum(1).max() * 2.0**-11 <= MAX_HALF_ERROR)
 
 
 def _solve_one_step(problem: Problem, stored: StoredOutputs | None, want_change: bool) -> Solved:

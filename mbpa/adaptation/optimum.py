@@ -22,6 +22,7 @@ from mbpa.adaptation.losses import SQUARED_ERROR, Loss
 from mbpa.adaptation.output_cache import StoredOutputs
 from mbpa.adaptation.problem import LinearHead, Problem, why_not_linear
 from mbpa.adaptation.span import compute_adapting_products
+from mbpa.replay import refuse_recording
 from mbpa.rules import MAP
 
 BUFFERS = 9  # tensors of K × C numbers while cross-entropy is minimised
@@ -46,6 +47,7 @@ def solve_optimum(
 
     `stored` holds raw outputs.
     """
+    refuse_recording()  # it stops when all queries have converged
     head, rule = problem.linear, problem.rule
     assert head is not None  # the plan guarantees it
     assert isinstance(rule, MAP)

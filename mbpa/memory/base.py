@@ -15,7 +15,7 @@ import abc
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -24,18 +24,19 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mbpa.memory import validation
-from mbpa.memory.neighbors import Candidates, Entries, Neighbors
+from mbpa.memory.neighbors import TENSORS, Candidates, Entries, Neighbors
 from mbpa.memory.ranking import (
     SCRATCH_BYTES,
     UnwrittenEntries,
     Windows,
-    find_unsure_rows,
+    find_unsure,
     full_precision,
     measure_candidates,
     order_nearest_first,
 )
 from mbpa.memory.ring import Ints, Ring
 from mbpa.memory.schema import EntryForm
+from mbpa.replay import Replayer, assume, is_replayed
 
 
 class Memory(EntryForm, abc.ABC):
@@ -72,7 +73,7 @@ class Memory(EntryForm, abc.ABC):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(key_dim, value_shape, value_dtype, dtype, device)
-        self._lock = threading.RLock()
+        self._lock, self._replayer = threading.RLock(), Replayer()
         self._ring = Ring(validation.count("capacity", capacity))
         self._reset(self._ring)
 
@@ -296,11 +297,29 @@ class Memory(EntryForm, abc.ABC):
             k: number of neighbours per query.
             keys_for: return the keys of only this many of the nearest (default: all).
         """
-        flat = self._parse_queries(queries)
         k = validation.count("k", k)
         keys_for = None if keys_for is None else validation.count("keys_for", keys_for, least=0)
+
+        def read(queries: Tensor) -> tuple[Tensor, ...]:
+            found = self._read(self._parse_queries(queries), k, keys_for)
+            return tuple(getattr(found, name) for name in TENSORS)
+
         with self._lock, full_precision(self.device):
-            return self._shape_keys(self._read(flat, k, keys_for))
+            layout = self.layout if isinstance(queries, Tensor) else None
+            if layout is None or not is_replayed(queries):
+                return self._shape_keys(self._read(self._parse_queries(queries), k, keys_for))
+            form = queries.shape, queries.dtype, queries.device, k, keys_for, layout
+            tensors = dict(zip(TENSORS, self._replayer.run(form, read, queries), strict=True))
+            found = Neighbors(**tensors, revision=self._revision, capacity=self.capacity)
+            return self._shape_keys(found)
+
+    @property
+    def layout(self) -> Hashable | None:
+        """What a read depends on besides the content of tensors that writes modify in place.
+
+        `None` means that reads cannot be recorded and replayed.
+        """
+        return None
 
     def read_causally(
         self,
@@ -363,8 +382,9 @@ class Memory(EntryForm, abc.ABC):
             return Neighbors.concatenate(parts)
         found, beyond = self._rank(queries, width, keys_for, windows, reach)
         if width and reach < stored:
-            unsure = find_unsure_rows(queries, found.distances, windows and windows.needed, beyond)
-            if len(unsure):
+            is_unsure = find_unsure(queries, found.distances, windows and windows.needed, beyond)
+            if not assume(~is_unsure.any()):
+                unsure = is_unsure.nonzero()[:, 0]
                 theirs = windows and windows.rows(unsure)
                 wider = self._read(queries[unsure], k, keys_for, theirs, 4 * reach)
                 found = found.with_rows(unsure, wider)
@@ -387,7 +407,7 @@ class Memory(EntryForm, abc.ABC):
         hidden = ids < (0 if windows is None else windows.since[:, None])
         # On a CPU looking for hidden entries is cheap, and asking the ring is not.
         if self.device.type != "cpu" or hidden.any():
-            slots = slots.masked_fill(hidden, int(self._ring.oldest(1)[0]))  # to be readable
+            slots = slots.masked_fill(hidden, self._readable_slot)
         in_use = self._slot_ids[: self._ring.used]
         distances, dots = known or measure_candidates(queries, slots, in_use, self._read_keys)
         distances = distances.masked_fill(hidden, math.inf)
@@ -405,6 +425,11 @@ class Memory(EntryForm, abc.ABC):
             revision=self._revision,
             capacity=self.capacity,
         ), beyond
+
+    @property
+    def _readable_slot(self) -> int:
+        """A slot whose key and value can be read."""
+        return int(self._ring.oldest(1)[0])
 
     def _find_candidates(self, queries: Float[Tensor, "B D"], reach: int, width: int) -> Candidates:
         """Return the backend's candidates, padded with −1 up to `width`."""

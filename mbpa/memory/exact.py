@@ -8,6 +8,7 @@ Large memories on a GPU are searched in half precision first (`two_stage.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -42,6 +43,19 @@ class ExactMemory(Memory):
             (self.capacity,), math.inf, dtype=self.distance_dtype, device=self.device
         )
         self._coarse = CoarseKeys(self._keys) if takes_kernels(self._norms) else None
+
+    @property
+    def layout(self) -> Hashable | None:
+        if self._coarse is None:
+            return None
+        tensors = self._keys, self._values, self._norms, self._slot_ids
+        places = tuple(tensor.data_ptr() for tensor in tensors)
+        rounding = self._coarse.scale, self._coarse.lost
+        return places, self._used_slots, len(self), self.revision, rounding
+
+    @property
+    def _readable_slot(self) -> int:
+        return 0
 
     def _put(
         self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]

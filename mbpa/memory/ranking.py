@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mbpa.device import takes_kernels
@@ -114,13 +114,13 @@ def _order_by_distance_and_age(distances: Tensor, ids: Tensor) -> Tensor:
     return newest.gather(1, by_distance)
 
 
-def find_unsure_rows(
+def find_unsure(
     queries: Float[Tensor, "B D"],
     distances: Float[Tensor, "B K"],
     needed: Int[Tensor, "B"] | None,
     beyond: Float[Tensor, "B"] | None,
-) -> Int[Tensor, "R"]:
-    """Return the rows that may lack a neighbour: too few found, or one left out may be as near.
+) -> Bool[Tensor, "B"]:
+    """Return which rows may lack a neighbour: too few found, or one left out may be as near.
 
     An entry left out at distance d ≤ d_K has ‖h‖ ≤ ‖q‖ + √d_K, so the error of its
     ‖h‖² − 2q·h + ‖q‖² was at most γ(2‖q‖ + √d_K)², with γ from `bound_score_error`.
@@ -138,7 +138,7 @@ def find_unsure_rows(
         unsure = farthest + slack >= beyond  # also true where `farthest` is infinite
     if needed is not None:
         unsure &= needed > 0
-    return unsure.nonzero()[:, 0]
+    return unsure
 
 
 def measure_candidates(

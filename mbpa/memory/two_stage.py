@@ -37,19 +37,21 @@ class CoarseKeys:
         self._keys = keys
         self._is_copy = keys.dtype == torch.float32
         self._rounded = torch.empty_like(keys, dtype=torch.float16) if self._is_copy else keys
-        self._scale: float | None = None if self._is_copy else 1.0
-        self._lost = 0.0  # largest norm of a key's rounding error
+        self.scale: float | None = None if self._is_copy else 1.0
+        """Factor by which keys are multiplied before they are rounded."""
+        self.lost = 0.0
+        """The largest norm of a key's rounding error."""
 
     def update(self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"]) -> None:
         """Update the copy after keys were written."""
         if not self._is_copy or not len(keys):
             return
-        if self._scale is None:
-            self._scale = float(_choose_scales(keys.flatten()[None]))
-        rounded = (keys * self._scale).to(torch.float16)
+        if self.scale is None:
+            self.scale = float(_choose_scales(keys.flatten()[None]))
+        rounded = (keys * self.scale).to(torch.float16)
         self._rounded[slots] = rounded
-        lost = (keys - rounded.to(keys.dtype) / self._scale).norm(dim=1).amax()
-        self._lost = max(self._lost, float(lost.nan_to_num(nan=math.inf, posinf=math.inf)))
+        lost = (keys - rounded.to(keys.dtype) / self.scale).norm(dim=1).amax()
+        self.lost = max(self.lost, float(lost.nan_to_num(nan=math.inf, posinf=math.inf)))
 
     def clear(self, slots: Int[Tensor, "N"]) -> None:
         """Clear the keys in these slots."""
@@ -58,7 +60,7 @@ class CoarseKeys:
 
     def can_find(self, k: int, count: int) -> bool:
         """Return whether this is the faster way to find `k` of `count` entries."""
-        return count >= MIN_KEYS and 64 * k <= count and math.isfinite(self._lost)
+        return count >= MIN_KEYS and 64 * k <= count and math.isfinite(self.lost)
 
     def nearest(
         self, norms: Float[Tensor, "N"], queries: Float[Tensor, "B D"], k: int, count: int
@@ -81,9 +83,9 @@ class CoarseKeys:
         scales = _choose_scales(queries)
         rounded = (queries * scales).to(self._rounded.dtype)
         back = rounded.to(queries.dtype) / scales
-        assert self._scale is not None  # there are entries
+        assert self.scale is not None  # there are entries
         minima = group_minima(
-            self._rounded[:count], norms, rounded, 2 / (scales[:, 0] * self._scale)
+            self._rounded[:count], norms, rounded, 2 / (scales[:, 0] * self.scale)
         )
         least, groups = find_smallest(minima, k + k // 2 + 16)
         distances, dots = member_distances(self._keys[:count], norms, queries, groups)
@@ -96,7 +98,7 @@ class CoarseKeys:
         bound, norm = least[:, -1] + squares, squares.sqrt()
         lost = (queries - back).norm(dim=1) + size * torch.finfo(torch.float32).eps * norm
         radius = norm + bound.clamp(0, torch.finfo(bound.dtype).max).sqrt()
-        bound = bound - 2 * (lost * radius + (norm + lost) * self._lost)
+        bound = bound - 2 * (lost * radius + (norm + lost) * self.lost)
         bound = bound.nan_to_num(nan=-math.inf, posinf=math.inf)
         beyond = torch.minimum(bound, distances[:, -1])
         return slots, beyond, distances, dots.gather(1, chosen)
