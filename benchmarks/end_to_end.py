@@ -48,6 +48,46 @@ def measure_prediction(batch: int, device: torch.device, budget: float) -> dict[
     }
 
 
+def measure_query(device: torch.device, budget: float) -> dict[str, Any]:
+    """Measure one query at a time: C 150, D 384, K 50, T 20, in milliseconds."""
+    torch.manual_seed(0)
+    entries, size, classes = 1_000_000 if device.type == "cuda" else 20_000, 384, 150
+    memory = mbpa.ExactMemory(entries, size, device=device)
+    keys = torch.randn(entries, size, device=device)
+    memory.write(keys, torch.randint(classes, (entries,), device=device))
+    model = mbpa.MbPA(
+        head=nn.Linear(size, classes).to(device),
+        memory=memory,
+        predictor=mbpa.Adapted(mbpa.Gradient(0.01, 20), k=50),
+    )
+    queries = torch.randn(16, 1, size, device=device)
+    turn = itertools.count()
+    norms = keys.square().sum(1)
+
+    def next_query() -> Tensor:
+        return queries[next(turn) % len(queries)]
+
+    took = time_in_turns(
+        {
+            "whole": lambda: model(keys=next_query()),
+            "read": lambda: memory.read(next_query(), 50),
+            "addmm and topk": lambda: torch.addmm(norms, next_query(), keys.T, alpha=-2).topk(
+                50, largest=False
+            ),
+        },
+        device,
+        budget,
+    )
+    return {
+        "case": "one query",
+        "sizes": [size, classes],
+        "entries": entries,
+        "k": 50,
+        "steps": 20,
+        "milliseconds": {name: 1e3 * each for name, each in took.items()},
+    }
+
+
 def measure_stream(device: torch.device, block: int) -> dict[str, Any]:
     """Measure all words of the PTB test set, N 5,000, K 256, T 1, states given, in seconds."""
     words, source = _load_words()
