@@ -1,6 +1,6 @@
-"""`python -m benchmarks`: run everything on a device, write JSON, print tables.
+"""`python -m benchmarks`: measure everything on one device, write JSON, print tables.
 
-Every part is written to the file when it is done, so that an interrupted run leaves its results.
+Each result is written as soon as it is known, so an interrupted run leaves the results so far.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ def main() -> int:
     named = "; ".join(names(torch.device(device)))
     parser.add_argument("--device", default=device)
     parser.add_argument(
-        "--only", nargs="*", help=f"those whose name has one of these words in it; here: {named}"
+        "--only", nargs="*", help=f"measure only what has one of these in its name: {named}"
     )
-    parser.add_argument("--seconds", type=float, default=0.5, help="to spend on each timing")
-    parser.add_argument("--curves", action="store_true", help="growth in every size, too")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="seconds to spend on each timing"
+    )
+    parser.add_argument("--curves", action="store_true", help="also measure growth with each size")
     parser.add_argument("--out", type=Path, help="default: results/benchmarks/DEVICE.json")
     arguments = parser.parse_args()
     chosen = torch.device(arguments.device)
     wanted = [name for name in names(chosen) if is_asked_for(name, arguments.only)]
     if not wanted:
         asked, known = " ".join(arguments.only), "\n  ".join(names(chosen))
-        parser.error(f"nothing on {chosen.type} is called {asked!r}; there are\n  {known}")
+        parser.error(
+            f"no measurement on {chosen.type} is called {asked!r}; the names are\n  {known}"
+        )
     # A partial run must not replace the results of a full one.
     name = f"{chosen.type}-part" if arguments.only else chosen.type
     out = arguments.out or Path("results/benchmarks") / f"{name}.json"

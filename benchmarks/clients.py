@@ -25,7 +25,7 @@ from mbpa.serve.run_info import RunInfo, write_run
 
 EXAMPLES, LABELS, DIM = 15_000, 150, 384
 PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=10.0, steps=20), k=20)
-DISTINCT_REQUESTS = 500  # distinct requests
+DISTINCT_REQUESTS = 500
 
 # The run and its server
 
@@ -98,7 +98,7 @@ def start_server(run: Path) -> Iterator[Server]:
 
 
 class Client:
-    """One connection that sends requests one after the other."""
+    """A connection that sends one request after the other."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

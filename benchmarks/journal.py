@@ -37,8 +37,8 @@ DATABASES, ROWS = 20, 3_000  # databases in which rows are deleted, and rows per
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.journal", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds per measurement")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder on the disk to measure")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/journal.json"))
     parser.add_argument("--document", type=Path, default=Path("docs/serving.md"))
     arguments = parser.parse_args()
@@ -120,7 +120,7 @@ def _repeat(call: Any, seconds: float) -> dict[str, float]:
 
 
 def format_journal(report: dict[str, Any]) -> str:
-    rows = [["call", "answered a second", "median"]]
+    rows = [["call", "answered per second", "median"]]
     for name, found in report["calls"].items():
         rows.append([name, f"{found['a_second']:.0f}", f"{found['median_ms']:.1f} ms"])
     note = (

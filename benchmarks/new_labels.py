@@ -122,7 +122,7 @@ def format_new_labels(report: dict[str, Any]) -> str:
         rows.append([name, *cells])
     count = len(next(iter(report["corpora"].values())))
     note = (
-        f"*Right answers in percent, {report['shots']} examples of each new label; "
+        f"*Accuracy in percent, {report['shots']} examples of each new label; "
         f"mean ± standard deviation of {count} splits.*"
     )
     return f"{format_rows(rows)}\n{note}\n"

@@ -1,6 +1,6 @@
 """`python -m benchmarks.serving`: throughput and latency of the service.
 
-Decides: batch and queue sizes, what the model's thread may cost, whether teaching may be noticed.
+Decides the sizes of batches and queues, and shows how much teaching slows predictions down.
 Server and clients share this machine. The server is `mbpa serve` in a process of its own. The
 clients are coroutines here that send prepared bytes, so that they cost as little as possible.
 """
@@ -53,7 +53,7 @@ KEPT = 1000  # examples; if there are more, half as many are forgotten
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds per measurement")
     parser.add_argument(
         "--soak", type=float, default=0.0, help="seconds of teaching and forgetting"
     )
@@ -141,7 +141,7 @@ async def closed_loop(server: Server, bodies: list[bytes], clients: int, seconds
 async def open_loop(server: Server, bodies: list[bytes], rate: float, seconds: float) -> Tally:
     """Send requests at random times, independently of the responses to earlier ones.
 
-    Each waits for a free one of very many connections.
+    Each request waits for one of many connections to be free.
     """
     tally, chance = Tally(), random.Random(0)
     free: asyncio.Queue[Client] = asyncio.Queue()
@@ -260,9 +260,9 @@ def _measure_held(server: Server, run: Path) -> dict[str, float]:
 def show(what: str, tally: Tally) -> None:
     found = tally.summary()
     print(
-        f"{what:34} {found['requests_a_second']:7.0f} a second, median {found['median_ms']:.1f} ms,"
-        f" 99% {found['p99_ms']:.1f} ms, CPU {found['server_cpu_ms_a_request']:.2f} ms,"
-        f" {found['statuses']}",
+        f"{what:34} {found['requests_a_second']:7.0f} per second, "
+        f"median {found['median_ms']:.1f} ms, 99% {found['p99_ms']:.1f} ms, "
+        f"CPU {found['server_cpu_ms_a_request']:.2f} ms, {found['statuses']}",
         flush=True,
     )
 

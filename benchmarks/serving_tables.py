@@ -16,7 +16,7 @@ def format_serving(report: dict[str, Any]) -> str:
 
 
 def _format_rates(report: dict[str, Any]) -> str:
-    rows = [["clients", "a second", "median", "99%", "99%, taught", "ratio", "lessons, median"]]
+    rows = [["clients", "per second", "median", "99%", "99%, taught", "ratio", "lessons, median"]]
     for clients, idle in report["idle"].items():
         taught = report["taught"][clients]
         rows.append([
@@ -31,8 +31,8 @@ def _format_rates(report: dict[str, Any]) -> str:
     machine = report["machine"]
     note = (
         f"*Predictions of one embedding, {machine['memories']:,} memories, {machine['labels']} "
-        f"labels, server and clients on {machine['cores']} cores; taught: "
-        f"{machine['lessons_a_second']} lessons of three examples a second meanwhile.*"
+        f"labels, server and clients on {machine['cores']} cores. Taught: "
+        f"meanwhile, {machine['lessons_a_second']} lessons of three examples per second.*"
     )
     return f"{format_rows(rows)}\n{note}\n"
 
@@ -43,11 +43,11 @@ def _describe_overload(found: dict[str, Any]) -> str:
     total = sum(during["statuses"].values())
     others = total - shed - during["statuses"].get("200", 0)
     return (
-        f"At three times that load ({found['offered_a_second']:.0f} a second offered) "
-        f"{during['requests_a_second']:.0f} a second were answered and {shed / total:.0%} of all "
-        f"requests turned away with 429, {others or 'none'} otherwise; right after it 16 clients "
-        f"had {after['requests_a_second']:.0f} answers a second, 99% within "
-        f"{after['p99_ms']:.0f} ms.\n"
+        f"At three times that load ({found['offered_a_second']:.0f} requests per second), "
+        f"{during['requests_a_second']:.0f} per second were answered, {shed / total:.0%} of all "
+        f"requests were refused with 429, and {others or 'none'} failed otherwise. Right after "
+        f"that, 16 clients got {after['requests_a_second']:.0f} answers per second, 99% of them "
+        f"within {after['p99_ms']:.0f} ms.\n"
     )
 
 

@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--document", type=Path, default=Path("docs") / "tuning.md")
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--steps", nargs="*", type=int, default=[20, 5])
-    parser.add_argument("--queries", type=int, default=1_000, help="of a situation, at most")
+    parser.add_argument("--queries", type=int, default=1_000, help="maximum number per situation")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"torch": str(torch.__version__), "kinds": {}}
     if arguments.out.exists():  # keep results that are not measured this time

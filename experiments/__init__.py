@@ -1,7 +1,7 @@
 """The experiments and the framework they run in. Nothing in `mbpa` imports this package.
 
-Each experiment reads top to bottom. `EXPERIMENTS` says where each one is defined, so that listing
-them imports nothing; `experiment.find` imports one.
+Each experiment can be read from top to bottom. `EXPERIMENTS` says where each one is defined, so
+that listing them imports nothing; `experiment.find` imports one.
 """
 
 EXPERIMENTS: dict[str, str] = {

@@ -56,8 +56,8 @@ class Options:
     """Options shared by all experiments."""
 
     preset: str = "quick"
-    """Named settings, which are the defaults of the options below: smoke, quick, paper, or another
-    that `list` shows."""
+    """Named settings: smoke, quick, paper, or another that `list` shows.
+    They are the defaults of the options below."""
     out: Path = Path("results")
     """Directory of the results: <out>/<experiment>/<preset>-seed<k>.json."""
     data_dir: Path | None = None
@@ -86,7 +86,7 @@ class Run(Command):
     experiment, `list` their names.
     """
 
-    after_interrupt: ClassVar[str] = "run the same command again to go on"
+    after_interrupt: ClassVar[str] = "run the same command again to continue"
     options: ClassVar[type[Options]] = Options
 
     name: tyro.conf.Positional[str]
@@ -103,7 +103,7 @@ class Run(Command):
 
     def _warn_of_smoke(self) -> None:
         if self.general.preset == "smoke":
-            print("\nsmoke is a test of the code: its figures mean nothing")
+            print("\nsmoke only tests the code: its numbers mean nothing")
 
     def _describe_run(self, kind: Literal["run", "tune"]) -> running.Run:
         experiment, name = find(self.name), self.general.preset
@@ -129,7 +129,7 @@ class Run(Command):
 class Tune(Run):
     """Search for the hyper-parameters of an experiment on validation data.
 
-    Prints the chosen settings and the command that runs with them, and writes the search to
+    Prints the chosen settings and the command that runs with them, and writes all trials to a file,
     <out>/<experiment>/tune-<preset>.json.
     """
 
@@ -168,11 +168,11 @@ class Tune(Run):
 class Reproduce(Command):
     """Run all experiments with one preset, and draw the report.
 
-    Presets whose name begins with this one's, such as paper-500, are run as well. An experiment
-    that fails does not keep the others from running.
+    Variants of the preset, such as paper-wikitext-2 of paper, are run as well. An experiment that
+    fails does not keep the others from running.
     """
 
-    after_interrupt: ClassVar[str] = "run the same command again to go on"
+    after_interrupt: ClassVar[str] = "run the same command again to continue"
 
     preset: str = "quick"
     """Preset to run; experiments that do not have it are left out."""
@@ -216,7 +216,7 @@ class Report(Command):
     results: tyro.conf.Positional[Path] = Path("results")
     """Directory of the results."""
     out: Path = Path("report")
-    """Directory for index.html and the figures; made if it does not exist."""
+    """Directory for index.html and the figures; created if it does not exist."""
     presets: tuple[str, ...] = ()
     """Show the results of these presets only."""
     documents: tuple[Path, ...] = ()
@@ -255,7 +255,7 @@ COMMANDS: dict[str, type[Command]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for wrong usage, 130 if interrupted."""
+    """Run one command and return its exit code: 2 for usage errors, 130 if interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     return run_command(
         lambda: parse(arguments or ["--help"]), program="experiments", errors=(ExperimentError,)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 def check_seeds(seeds: tuple[int, ...]) -> None:
     """Require at least one seed, and none twice."""
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must name at least one, none of them twice, got {seeds}")
+        raise ValueError(f"seeds must name at least one, without duplicates, got {seeds}")
 
 
 def check_minima(config: object, minima: Mapping[str, int]) -> None:

@@ -20,7 +20,7 @@ class Spread:
 
     def __post_init__(self) -> None:
         if not self.values:
-            raise ValueError("values must be of at least one seed, got none")
+            raise ValueError("values must have at least one number, got none")
 
     @property
     def mean(self) -> float:

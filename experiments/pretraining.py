@@ -53,16 +53,16 @@ class Pretraining:
     epochs: int = 70
     batch: int = 256
     lr: float = 0.2
-    """Highest learning rate of stochastic gradient descent with momentum 0.9, reached after two
-    epochs; from there it falls as a half cosine.
+    """Highest learning rate of stochastic gradient descent with momentum 0.9.
+    It is reached after two epochs and then falls as a half cosine.
     """
     weight_decay: float = 1e-3
     label_smoothing: float = 0.1
     smallest_crop: float = 0.25
     """Minimum share of a picture's area that a crop shows; 0.08 is usual for ImageNet."""
     crop_side: float = 6 / 7
-    """Side of a crop in pixels, as a share of that of a whole picture. Smaller crops take less
-    time, and objects in them are then as large as in whole pictures (Touvron et al. 2019).
+    """Side of a crop in pixels, as a share of that of a whole picture.
+    Smaller crops take less time, and show objects as large as whole pictures (Touvron et al. 2019).
     """
     early_crop_side: float = 4 / 7
     """The same for the early epochs, in which the network learns what needs no fine detail."""
@@ -75,8 +75,8 @@ class Pretraining:
     cutmix: float = 0.5
     """Probability that the pictures of a batch each contain a rectangle of another one."""
     devices: int = 1
-    """Number of GPUs, or of processes on the CPU, that share every batch. More than one needs
-    Lightning Fabric: pip install 'mbpa[experiments]'.
+    """Number of GPUs, or of processes on the CPU, that share every batch.
+    More than one needs Lightning Fabric: pip install 'mbpa[experiments]'.
     """
 
     def __post_init__(self) -> None:

@@ -138,17 +138,17 @@ def read_result(path: Path) -> Result:
         ExperimentError: it is damaged or not a result.
     """
     kind = "tune" if path.name.startswith(TUNED) else "run"
-    way_out = f"move it away, and write it anew with `mbpa {kind} {path.parent.name}`"
+    way_out = f"move it away, and recompute it with `{PROGRAM} {kind} {path.parent.name}`"
     try:
         result = _parse(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ExperimentError(
-            f"{path} is damaged, or no result of mbpa ({why}): {way_out}"
+            f"{path} is damaged, or not a result of mbpa ({why}): {way_out}"
         ) from error
     if (result.experiment, result.file_name) != (path.parent.name, path.name):
         raise ExperimentError(
-            f"{path} holds what belongs into {result.experiment}/{result.file_name}: "
+            f"{path} holds the result for {result.experiment}/{result.file_name}: "
             "move it there, or away"
         )
     return result

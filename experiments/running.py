@@ -155,16 +155,16 @@ def execute(
     there = {} if again else _present(run)
     if there:
         names = ", ".join(run.path(seed).name for seed in there)
-        say(f"there already in {run.folder}, and computed again only with --again: {names}")
+        say(f"already in {run.folder}, recomputed only with --again: {names}")
     missing = [seed for seed in run.config.seeds if seed not in there]
     if None in there or not missing:
         _clear_away(run.workspace(device))
         return list(there.values())
-    if there and not run.workspace(device).is_begun():  # what began with all seeds goes on so
+    if there and not run.workspace(device).is_begun():  # else continue with all seeds
         run = run.with_seeds(missing)
     with _alone(run, device) as workspace:
         if workspace.is_begun():
-            say("going on where an interrupted run left off")
+            say("continuing where an interrupted run left off")
         context = Context(device, data_dir, workspace, progress, run.out / CACHE)
         found = _check_seeds(work(run.settings, context), run)
         seconds = workspace.seconds / len(found)

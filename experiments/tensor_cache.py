@@ -25,5 +25,5 @@ def read_cached(path: Path, device: torch.device, read: Callable[[Any], Content]
     except FileNotFoundError:
         return None
     except SafetensorError:
-        warnings.warn(f"{path} is damaged and is computed anew", stacklevel=3)
+        warnings.warn(f"{path} is damaged and will be recomputed", stacklevel=3)
         return None

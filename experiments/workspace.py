@@ -54,7 +54,7 @@ class Workspace:
             content = _unpack(checkpoint.description["tree"], checkpoint.tensors["state"])
             seconds, state = content["seconds"], content["state"]
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            print(f"mbpa: kept work is damaged and is done again: {error}", file=sys.stderr)
+            print(f"mbpa: saved work is damaged and will be redone: {error}", file=sys.stderr)
             shutil.rmtree(path, ignore_errors=True)
             return None
         if name not in self._saved_here:
@@ -172,7 +172,7 @@ def _lock_of(folder: Path) -> int:
         except OSError as error:
             os.close(descriptor)
             raise ExperimentError(
-                "another process is at this very run: wait for it, or stop it, "
+                "another process is working on this run: wait for it, or stop it, "
                 "and run the same command again"
             ) from error
         if files.is_at(folder / _LOCK, os.fstat(descriptor)):

@@ -301,7 +301,9 @@ def _check_manifest(path: Path, manifest: Any) -> None:
         )
     for field, kind in _FIELDS.items():
         if not isinstance(manifest.get(field), kind):
-            raise CheckpointError(f"{path}: altered: lacks {field!r}, or it is no {kind.__name__}")
+            raise CheckpointError(
+                f"{path}: altered: lacks {field!r}, or it is not a {kind.__name__}"
+            )
     try:
         digest = files.digest_json(manifest)
     except (ValueError, RecursionError) as error:

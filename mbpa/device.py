@@ -43,7 +43,7 @@ def choose_device(name: str) -> torch.device:
     """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
-        raise ValueError("there is no CUDA device here: pass --device cpu, or leave it out")
+        raise ValueError("there is no CUDA device: pass --device cpu, or leave it out")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and has_cuda) else "cpu")
 
 

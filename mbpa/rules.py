@@ -3,8 +3,8 @@
 A `Rule` takes steps. It is written for ONE query; the library batches it. `MAP` takes none: it
 states an optimum, which the library solves for. `Adapted` accepts either.
 
-Symbols are those of the paper: α is `lr`,
-and β is `decay`, which pulls θˣ back to θ. The pull is applied separately from the gradient step:
+Symbols are those of the paper: α is `lr`, and β is `decay`, which pulls θˣ back to θ. The pull is
+applied separately from the gradient step:
 
     θˣ ← θˣ − α · direction(∇) − β (θˣ − θ)        `steps` times, from θˣ = θ
 

@@ -1,4 +1,4 @@
-"""Damage every file of a run and of a checkpoint: each damage is detected or does no harm.
+"""Damage every file of a run and of a checkpoint: all damage is detected or does no harm.
 
 Detected: reading raises `RunError`, `CheckpointError` or `JournalError` with a message that names
 the file. Harmless: the contents read are equal to the original, to the bit, and the journal assigns
@@ -7,7 +7,7 @@ another file (misnamed), another exception (raised), a crash or hang (died), or 
 twice the file (allocated).
 
 Every file is cut at every length (large files at those chosen by `mutation.list_truncations`) and
-gets `--mutations` random damages, divided equally among the kinds in `mutation.KINDS`. The file's
+gets `--mutations` random mutations, divided equally among the kinds in `mutation.KINDS`. The file's
 own reader checks these. `--whole` more per file are checked by loading the classifier and comparing
 its answers. The damage of case N depends only on the seed, the file's name and size, and N.
 """
@@ -103,7 +103,7 @@ class Tally:
 
     @property
     def broken(self) -> int:
-        """Number of damages that were neither detected nor harmless."""
+        """Number of cases that were neither detected nor harmless."""
         return sum(
             count
             for counts in self.counts.values()
@@ -132,7 +132,7 @@ def is_broken(outcome: str) -> bool:
 
 @dataclass(frozen=True)
 class Cases:
-    """The damages of one subject, by number: first truncations, then mutations.
+    """The cases of one subject, by number: first truncations, then mutations.
 
     Args:
         lengths: lengths to cut the file to.
@@ -531,7 +531,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         shown = json.dumps(figures["files"][each.subject.name])
         print(each.subject.name, shown, file=sys.stderr, flush=True)
         if tally.broken:
-            broken.append(f"{each.subject.name}: {tally.broken} of {len(each)} damages")
+            broken.append(f"{each.subject.name}: {tally.broken} of {len(each)} cases")
     if broken:
         print(json.dumps(figures, indent=1))
         raise BrokenPromiseError("neither detected nor harmless: " + "; ".join(broken))
@@ -566,7 +566,7 @@ def check_one(cases: Cases, number: int) -> dict[str, Any]:
 
 TRIAL = Trial(
     name="damage",
-    summary="damage every file of a run: each damage is detected or harmless",
+    summary="damage every file of a run: all damage is detected or harmless",
     add_arguments=add_arguments,
     run=run,
 )

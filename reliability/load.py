@@ -379,7 +379,7 @@ async def _wait_until_released(server: Server, held: dict[str, int]) -> dict[str
 
 TRIAL = Trial(
     "load",
-    "three times the load that a server holds, and clients that send or read a byte at a time",
+    "three times the load that a server can handle, and clients that send or read byte by byte",
     add_arguments,
     run,
 )

@@ -862,7 +862,9 @@ def _require_equal(what: str, got: Any, expected: Any) -> None:
 
 def _require_refused(status: int, body: Any, expected: int) -> None:
     if status != expected or not isinstance(body, dict) or not isinstance(body.get("error"), str):
-        raise BrokenPromiseError(f"must be refused with {expected} and a line, got {status} {body}")
+        raise BrokenPromiseError(
+            f"must be refused with {expected} and one line of text, got {status} {body}"
+        )
 
 
 @asynccontextmanager

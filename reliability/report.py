@@ -33,7 +33,7 @@ def refresh(page: str, reports: dict[str, Report]) -> str:
     before, found, rest = page.partition(BEGIN)
     if not found or END not in rest:
         raise ValueError(f"the document must have the lines {BEGIN!r} and {END!r}")
-    rows = ["| command | what was seen | minutes |", "| --- | --- | ---: |"]
+    rows = ["| command | result | minutes |", "| --- | --- | ---: |"]
     for name, report in reports.items():
         minutes = f"{report['seconds'] / 60:.0f}"
         rows.append(f"| `{report['command']}` | {DESCRIBE[name](report)} | {minutes} |")
@@ -46,7 +46,7 @@ def _describe_kills(report: Report) -> str:
     if journal:
         parts.append(
             f"{journal['kills']:,} kills of a teaching process, {journal['acknowledged']:,} "
-            f"acknowledged calls, {journal['in_doubt']:,} under way"
+            f"acknowledged calls, {journal['in_doubt']:,} in progress"
         )
     if server:
         parts.append(
@@ -67,7 +67,7 @@ def _describe_power(report: Report) -> str:
             counts["faults"] += count if name.endswith("at a call") else 0
     return (
         f"{counts['cuts']:,} power cuts and {counts['faults']:,} failing system calls "
-        f"({', '.join(tried)}): what was there before or what is new, whole"
+        f"({', '.join(tried)}): each leaves the old state or the new one, complete"
     )
 
 
@@ -79,15 +79,15 @@ def _describe_damage(report: Report) -> str:
             detected += file[kind].get("detected", 0)
             harmless += file[kind].get("harmless", 0)
     return (
-        f"{detected + harmless:,} damages to {len(report['files'])} files and whole runs: "
+        f"{detected + harmless:,} cases of damage to {len(report['files'])} files and whole runs: "
         f"{detected:,} detected, {harmless:,} harmless, none unnoticed"
     )
 
 
 def _describe_operations(report: Report) -> str:
     return (
-        f"{report['operations']:,} random operations: answers as the reference says, bits as a "
-        "fresh classifier has them"
+        f"{report['operations']:,} random operations: every answer agrees with the reference, "
+        "and to the bit with a fresh classifier"
     )
 
 
@@ -107,11 +107,11 @@ def _describe_load(report: Report) -> str:
         for kind, found in report["slow_clients"].items()
     )
     return (
-        f"{report['saturating_clients']} clients are answered {_middle(without)} times per second; "
-        f"with {statistics.median(offered):.0f} requests per second {_middle(under)} are, and the "
-        f"99th percentile of these is {report['median_ratio']} times that before "
+        f"{report['saturating_clients']} clients get {_middle(without)} answers per second; of "
+        f"{statistics.median(offered):.0f} requests per second, {_middle(under)} are answered, "
+        f"with a 99th percentile {report['median_ratio']} times that without load "
         f"({_middle(under, 'p99_ms')} and {_middle(without, 'p99_ms')} ms; "
-        f"{report['one_client']['p99_ms']:.0f} ms for a client alone); {slow}"
+        f"{report['one_client']['p99_ms']:.0f} ms for one client alone); {slow}"
     )
 
 

@@ -44,12 +44,13 @@ class Fetch(Command):
                 got = fetch(SETS[name], self.data_dir, force=self.force, progress=self.progress)
             except KeyboardInterrupt:
                 return _report_failure(
-                    f"interrupted; `python -m experiments data fetch {name}` goes on from here", 130
+                    f"interrupted; `python -m experiments data fetch {name}` continues from here",
+                    130,
                 )
             except OSError as error:
                 code = _report_failure(str(error), 1)
                 continue
-            how = "is there already" if got.was_there else f"fetched in {got.seconds:,.0f} s"
+            how = "already present" if got.was_there else f"fetched in {got.seconds:,.0f} s"
             print(f"{name}: {how}, {got.folder}: {got.detail}")
         return code
 
@@ -81,8 +82,8 @@ class Check(Command):
     """Verify data sets: checksums, sizes, counts, labels."""
 
     names: Names = ()
-    """Names of the data sets to verify; by default all. A missing data set is then an error only if
-    all are missing.
+    """Names of the data sets to verify; by default all.
+    A missing data set is then an error only if all are missing.
     """
     data_dir: Path | None = None
     """Directory of the data sets; by default $MBPA_DATA, or else ~/.cache/mbpa/data."""

@@ -140,7 +140,7 @@ class _Work:
     progress: bool
 
     def run(self, finding: Finding) -> None:
-        """Fetch the files that `finding` lists as lacking, and replace those it lists as wrong."""
+        """Fetch the files that `finding` lists as missing, and replace those it lists as wrong."""
         placed = self._place(finding)
         for path in finding.wrong:
             if path not in placed and path != self.folder:
@@ -231,7 +231,9 @@ class _Work:
                     failures.append(f"{address} ({why})")
                     break
         tried = "; ".join(failures)
-        raise _Unreachable(f"{self.data_set.name}: {file.name} cannot be had from {tried}")
+        raise _Unreachable(
+            f"{self.data_set.name}: {file.name} could not be downloaded from {tried}"
+        )
 
     def _transfer(self, address: str, file: File, part: Path) -> None:
         """Complete `part`, in as many attempts as `patience` allows."""
@@ -245,7 +247,7 @@ class _Work:
                 if failures >= self.patience.attempts:
                     raise _Refused(str(broken)) from broken
                 pause = self.patience.pause * 2 ** (failures - 1)
-                self._say(f"{file.name}: {broken}; again in {pause:g} s")
+                self._say(f"{file.name}: {broken}; retrying in {pause:g} s")
                 time.sleep(pause)
 
     def _attempt(self, address: str, file: File, part: Path) -> None:
@@ -332,7 +334,7 @@ def _extent(response: http.client.HTTPResponse, start: int, part: Path) -> tuple
         told = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
         if told is None or int(told[1]) != start:
             part.unlink()
-            raise _Broken("the server sends another range than was asked for")
+            raise _Broken("the server sent a different range than requested")
         return start, None if told[2] == "*" else int(told[2])
     length = response.headers.get("Content-Length", "")
     return 0, int(length) if length.isdecimal() else None

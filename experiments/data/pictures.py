@@ -135,7 +135,7 @@ def imagenet(directory: Directory = None) -> ImageFolder:
         for part in ("train", "val")
     }
     if different := set(wnids["train"]) ^ set(wnids["val"]):
-        raise damage_error(folder, f"{min(different)} is in one of train/ and val/ alone")
+        raise damage_error(folder, f"{min(different)} is in only one of train/ and val/")
     train, test = (_files(folder / part, wnids["train"]) for part in ("train", "val"))
     return ImageFolder(train, test, tuple(wnids["train"]))
 
@@ -147,7 +147,7 @@ def _files(folder: Path, wnids: Sequence[str]) -> ImageFiles:
         with os.scandir(folder / wnid) as entries:
             found = sorted(e.path for e in entries if e.name.lower().endswith(_ENDINGS))
         if not found:
-            raise damage_error(folder / wnid, "it holds no picture")
+            raise damage_error(folder / wnid, "it contains no pictures")
         paths += found
         counts.append(len(found))
     labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
@@ -306,7 +306,7 @@ def _open(path: Path, content: bytes) -> Any:
     try:
         return pillow().open(io.BytesIO(content))
     except pillow().UnidentifiedImageError as error:
-        raise damage_error(path, "it is no picture") from error
+        raise damage_error(path, "it is not a picture") from error
     except (OSError, SyntaxError) as error:
         raise damage_error(path, error) from error
 

@@ -107,7 +107,7 @@ def pack_tiny_imagenet(
         ) as bar,
     ):
         if (folder / PACKED[-1]).exists() and not force:
-            raise DataError(f"{folder / PACKED[-1]} is there: pass --force to replace it")
+            raise DataError(f"{folder / PACKED[-1]} already exists: pass --force to replace it")
         annotations = lzma.compress(source.content("val/val_annotations.txt"))
         table = "".join(f"{row}\n" for row in (_COLUMNS, *_class_rows(source))).encode()
         return _write_packed(
@@ -130,8 +130,8 @@ def form_in(root: Path, size: int | None = None) -> Form:
     if packed:
         raise DataError(
             f"{folder} has images of {packed.size}x{packed.size}, not of {size}x{size}: "
-            f"for these, `python -m experiments data fetch {TINY_IMAGENET.name}` into another "
-            "--data-dir"
+            f"`python -m experiments data fetch {TINY_IMAGENET.name}` with another --data-dir gets "
+            "the original images"
         )
     raise TINY_IMAGENET.missing(root)
 
@@ -203,7 +203,7 @@ class _Original(Form):
             if not (
                 content.startswith(b"\xff\xd8") and content.rstrip(b"\0").endswith(b"\xff\xd9")
             ):
-                raise damage_error(self._path, f"{name} is not a whole JPEG picture")
+                raise damage_error(self._path, f"{name} is not a complete JPEG picture")
 
     def content(self, name: str) -> bytes:
         """Read a file by its name inside the published folder."""
@@ -219,7 +219,7 @@ class _Original(Form):
 
     def _add(self, split: Split, wnid: str, name: str) -> None:
         if (split, wnid) not in self._files:
-            raise damage_error(self._path, f"{name} is of {wnid}, which wnids.txt has not")
+            raise damage_error(self._path, f"{name} belongs to {wnid}, which is not in wnids.txt")
         self._files[split, wnid].append(name)
 
     def _training_names(self) -> list[str]:
@@ -272,7 +272,7 @@ class _Packed(Form):
     def verify(self) -> None:
         for split, archive in self._zips.items():
             if wrong := archive.testzip():
-                raise self._damage_error(f"{wrong} of {split}.zip fails its check sum")
+                raise self._damage_error(f"{wrong} in {split}.zip has a wrong checksum")
 
     def _webp(self, split: Split, wnid: str) -> tuple[Path, bytes]:
         try:

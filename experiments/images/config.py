@@ -37,9 +37,7 @@ class ImagesConfig:
     size: int = 40
     """Side of the images in pixels. Up to 64, the network's first layer is one for small images."""
     enlarged: int = 56
-    """Side in pixels to which smaller images of Tiny ImageNet are enlarged for the network; 0
-    disables this.
-    """
+    """Side in pixels to which smaller images of Tiny ImageNet are enlarged; 0 disables this."""
     classes: int = 200
     """Number of classes, chosen at random; half of them are known."""
     mirrored: bool = True
@@ -55,13 +53,11 @@ class ImagesConfig:
     """Epochs of all classes after which all methods are tested."""
     batch: int = 64
     lr: float = 0.1
-    """Learning rate of stochastic gradient descent on the last layer; divided by the mean squared
-    length of a key.
-    """
+    """Learning rate of SGD on the last layer; divided by the mean squared length of a key."""
     momentum: float = 0.9
     capacity: int = 100_000
-    """Capacity of the memory; one epoch of Tiny ImageNet, beyond which images would be stored
-    twice.
+    """Capacity of the memory.
+    The default is one epoch of Tiny ImageNet, beyond which images would be stored twice.
     """
     scarce: float = 1.0
     """Share of their images that half of the new classes have."""
@@ -96,11 +92,13 @@ class ImagesConfig:
         if self.dataset == "imagenet":
             return
         if self.held_out > 400:
-            raise ValueError(f"held_out must be at most 400 of a class's 500, got {self.held_out}")
+            raise ValueError(
+                f"held_out must be at most 400 of the 500 per class, got {self.held_out}"
+            )
         trained = self.classes // 2 * (500 - self.spared)
         if self.pretraining.batch > trained:
             raise ValueError(
-                f"pretraining.batch must be at most {trained}, the images there are, "
+                f"pretraining.batch must be at most {trained}, the number of training images, "
                 f"got {self.pretraining.batch}"
             )
         if not 2 <= self.classes <= 200:

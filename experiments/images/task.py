@@ -184,7 +184,7 @@ def _check_counts(counts: Mapping[str, int], config: ImagesConfig) -> None:
     """Refuse settings for which an ImageNet folder has too few classes or images."""
     if not 2 <= config.classes <= len(counts):
         raise ExperimentError(
-            f"classes must be between 2 and {len(counts)}, the folders of ImageNet that there are, "
+            f"classes must be between 2 and {len(counts)}, the number of folders, "
             f"got {config.classes}"
         )
     scarcest = min(counts, key=lambda wnid: counts[wnid])
@@ -199,8 +199,8 @@ def _check_counts(counts: Mapping[str, int], config: ImagesConfig) -> None:
     fewest = sum(scarce) - len(scarce) * config.spared
     if config.pretraining.batch > fewest:
         raise ExperimentError(
-            f"pretraining.batch must be at most {fewest}, the images that half of the classes may "
-            f"come to, got {config.pretraining.batch}"
+            f"pretraining.batch must be at most {fewest}, the number of images in the smaller half "
+            f"of the classes, got {config.pretraining.batch}"
         )
 
 

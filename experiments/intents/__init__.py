@@ -48,8 +48,8 @@ def run(config: IntentsConfig, context: Context) -> BySeed:
 
 EXPERIMENT = Experiment(
     name="new-intents",
-    summary="a text classifier is taught new intents by a few examples each",
-    reproduces="nothing of the paper: the method's everyday use",
+    summary="a text classifier learns new intents from a few examples each",
+    reproduces="nothing in the paper; the method's everyday use",
     presets=PRESETS,
     run=run,
     sections=sections,

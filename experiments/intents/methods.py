@@ -92,8 +92,8 @@ class HeadTraining(ClassifierSettings):
     on: Literal["new", "everything"] = "everything"
     """Examples to train on: only the taught ones, or those of the known intents as well."""
     epochs: int = 5
-    """Number of epochs, in batches of 256; on new examples alone, an epoch is one step on all of
-    them.
+    """Number of epochs, in batches of 256.
+    On new examples alone, an epoch is one step on all of them.
     """
     lr: float = 0.01
     """Learning rate of Adam."""

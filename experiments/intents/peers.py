@@ -153,14 +153,14 @@ class SetFit(Peer):
     module = "setfit"
 
     examples: int = 8
-    """Sentences of each known intent that are used, besides all new ones; the number in SetFit's
-    own introduction.
+    """Sentences of each known intent that are used, besides all new ones.
+    The default is the number in SetFit's own introduction.
     """
     steps: int = 100
     """Training steps of 16 pairs; without a limit SetFit uses every pair, which takes hours."""
     balanced: bool = True
-    """Whether every intent has the same weight in the logistic regression. Otherwise, with so few
-    sentences, it prefers intents with more of them, and three of a new intent are never enough.
+    """Whether every intent has the same weight in the logistic regression.
+    Otherwise it prefers intents with more sentences, and three of a new intent are never enough.
     """
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Language modelling: a train_or_load LSTM reads new text, with and without a memory of that text.
+"""Language modelling: a trained LSTM reads new text, with and without a memory of that text.
 
-After section 4.3, table 2 and the appendix of the paper. The network is train_or_load once for all
+After section 4.3, table 2 and the appendix of the paper. The network is trained once for all
 methods, which differ in how they use its states. Mixture weights and all other settings are chosen
 on the validation text. Differences from the paper are listed in docs/paper.md.
 """
@@ -51,7 +51,7 @@ def run(config: LanguageConfig, context: Context) -> BySeed:
 def curve_records(
     config: LanguageConfig, corpus: Corpus, context: Context, seed: int
 ) -> list[Record]:
-    """Return the learning curve and the training time of a train_or_load network."""
+    """Return the learning curve and the training time of a trained network."""
     curve, seconds = learning_curve(config, corpus, context, seed)
     where: Record = {"method": "LSTM", "corpus": config.corpus}
     records: list[Record] = [{**where, "name": "training_seconds", "value": seconds}]

@@ -50,9 +50,9 @@ class TrainingSettings:
     state_reset: float = 0.01
     """Probability that a sequence's state is reset between two batches."""
     averages: tuple[float, ...] = (0.9995, 0.9999, 0.99999)
-    """Decay rates of averages of the weights. The rate is lower at first, so that no average
-    reaches beyond about the last ninth of the steps. If there are several averages, the one that
-    does best on the validation text is tested.
+    """Decay rates of averages of the weights.
+    The rate is lower at first, so that an average covers at most about the last ninth of the steps.
+    If there are several averages, the one that does best on the validation text is tested.
     """
     decay_from: float = 0.55
     """Share of the training after which the learning rate falls linearly."""
@@ -148,14 +148,14 @@ class Dynamic:
     lr: float = 5e-4
     """Learning rate, a factor of the gradient divided by its root mean square in training."""
     decay: float = 0.02
-    """Strength of the pull back to the trained weights per segment, multiplied by the root mean
-    square of a weight's gradient relative to the mean over all weights.
+    """Strength of the pull back to the trained weights per segment.
+    It is multiplied by the root mean square of a weight's gradient, relative to the mean over all.
     """
     segment: int = 5
     """Number of tokens per step, and through which gradients are propagated back."""
     epsilon: float = 2e-3
-    """Added to the root mean square gradient that divides the gradient. With much smaller values,
-    the weights of words that were rare in training jump.
+    """Added to the root mean square gradient that divides the gradient.
+    With much smaller values, the weights of words that were rare in training jump.
     """
     statistics: int = 5_000
     """Maximum number of steps through the training text that give the mean squares."""
@@ -185,12 +185,12 @@ class SearchBudget:
     dynamic_tokens: int = 40_000
     """Tokens from the beginning of the validation text on which dynamic evaluation is judged."""
     seconds: float = 600.0
-    """Seconds after which nothing more is tried. The trial that has begun is completed; training
-    does not count.
+    """Seconds after which nothing more is tried.
+    A trial that has begun is completed; training does not count.
     """
     max_neighbor_steps: int = 8_192
-    """Maximum number of neighbours times steps of MbPA. It bounds the time of the runs that follow:
-    settings beyond it are not tried.
+    """Maximum number of neighbours times steps of MbPA; settings beyond it are not tried.
+    It bounds the time of the runs that follow.
     """
 
     def __post_init__(self) -> None:
@@ -215,8 +215,8 @@ class LanguageConfig:
     test: Path | None = None
     """Your own test text."""
     vocabulary: int = 30_000
-    """Maximum number of distinct words; all others are mapped to the unknown word. Applies to your
-    own text and to the beginning of a corpus; a whole corpus has its own vocabulary.
+    """Maximum number of distinct words; all others are mapped to the unknown word.
+    Applies to your own text and the beginning of a corpus; a whole corpus has its own vocabulary.
     """
     tokens: int = 0
     """Tokens of the training text to use, from its beginning; 0 uses all."""

@@ -72,25 +72,25 @@ def _number_words(texts: dict[str, list[str]], sources: dict[str, str], most: in
     """
     for name, text in texts.items():
         if all(word == END_OF_LINE for word in text):
-            raise ExperimentError(f"{sources[name]} is empty: it must have words, spaces between")
+            raise ExperimentError(f"{sources[name]} is empty: it must contain words")
         if len(text) < MIN_TOKENS[name]:
             raise ExperimentError(
                 f"{sources[name]} must have at least {MIN_TOKENS[name]} tokens, "
                 f"with one for the end of each line, got {len(text)}"
             )
     if set(texts["train"]) <= {END_OF_LINE, UNKNOWN}:
-        raise ExperimentError(f"{sources['train']} has no word but {UNKNOWN}: it teaches nothing")
+        raise ExperimentError(f"{sources['train']} must contain words other than {UNKNOWN}")
     words = _vocabulary(texts["train"], most)
     if not set(words) - {END_OF_LINE, UNKNOWN}:
         raise ExperimentError(
-            f"{sources['train']} has no word twice: it is too short to learn from"
+            f"{sources['train']} is too short to learn from: no word occurs twice"
         )
     known = set(words) - {END_OF_LINE, UNKNOWN}
     for name, text in texts.items():
         if known.isdisjoint(text):
             raise ExperimentError(
-                f"{sources[name]} has none of the {len(known)} words that {sources['train']} "
-                "teaches: both must be of the same language and spelling"
+                f"{sources[name]} contains none of the {len(known)} words of {sources['train']}: "
+                "both must have the same language and spelling"
             )
     numbers = {word: number for number, word in enumerate(words)}
     unknown = numbers[UNKNOWN]

@@ -31,8 +31,8 @@ class Dropouts:
     words: float = 0.05
     """Share of the vocabulary that is dropped, for a whole batch."""
     input: float = 0.5
-    """Share of a word's embedding that is dropped; like those below, the same throughout a
-    sequence.
+    """Share of a word's embedding that is dropped.
+    Like those below, it is the same throughout a sequence.
     """
     recurrent: float = 0.5
     """Share of the LSTM's recurrent weights that is dropped, for a whole batch."""

@@ -135,7 +135,7 @@ class PermutedMnistConfig:
     def __post_init__(self) -> None:
         check_seeds(self.seeds)
         if not self.memory_per_task:
-            raise ValueError("memory_per_task must name at least one size, got none")
+            raise ValueError("memory_per_task must have at least one value, got none")
         counts = "tasks", "examples", "hidden", "epochs", "batch", "fisher_images", "switch_every"
         check_minima(self, dict.fromkeys(counts, 1))
         for n in self.memory_per_task:
@@ -156,8 +156,8 @@ class PermutedMnistConfig:
             self.switch_every % (self.examples // n) for n in self.memory_per_task
         ):
             raise ValueError(
-                f"one of every examples / memory_per_task is stored, and switch_every must be a "
-                f"multiple of that: {self.switch_every} is not, for {self.memory_per_task}"
+                f"switch_every must be a multiple of examples / memory_per_task, "
+                f"got {self.switch_every}, {self.examples} and {self.memory_per_task}"
             )
         for name in ("test_images", "curve_images"):
             if not 1 <= getattr(self, name) <= SCORED_IMAGES:
@@ -185,7 +185,9 @@ def of_size(values: tuple[Number, ...], size: int) -> Number:
 
 def _check_sizes(name: str, values: tuple[object, ...], sizes: int) -> None:
     if len(values) not in (1, sizes):
-        raise ValueError(f"{name} must have one value, or {sizes}, one a memory size; got {values}")
+        raise ValueError(
+            f"{name} must have one value, or {sizes}, one per memory size; got {values}"
+        )
 
 
 def _with_sizes(config: PermutedMnistConfig, sizes: tuple[int, ...]) -> PermutedMnistConfig:

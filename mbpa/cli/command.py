@@ -2,6 +2,8 @@
 
 A command is a dataclass. Its fields are the options, the docstring under a field is the option's
 help text, and `run` calls the library and prints. Slow imports belong in `run`.
+
+A help text of several lines is printed with its line breaks, so each line holds whole sentences.
 """
 
 from __future__ import annotations

@@ -24,10 +24,11 @@ class Serve(Command):
     port: int = 8000
     """Port to listen on. With 0 a free port is chosen and printed."""
     token: str | None = None
-    """Password of your choice. All requests except those for /health and /docs must then carry the
-    header `Authorization: Bearer TOKEN`, and the page asks for the password. The default is the
-    value of the environment variable MBPA_TOKEN, which does not appear in process lists. If neither
-    is set, no password is required."""
+    """Password of your choice.
+    Requests must then carry the header `Authorization: Bearer TOKEN`, except for /health and /docs.
+    The page asks for the password.
+    The default is the environment variable MBPA_TOKEN, which does not appear in process lists.
+    If neither is set, no password is required."""
     threshold: float | None = None
     """Confidence below which the classifier abstains; by default the one chosen by `mbpa teach`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -25,22 +25,22 @@ class Teach(Command):
     )
 
     data: tyro.conf.Positional[Path]
-    """File of examples: JSONL if its name ends in .jsonl, else CSV with a header. Or a folder with
-    one sub-folder of pictures per label."""
+    """File of examples: JSONL if its name ends in .jsonl, else CSV with a header.
+    Or a folder with one sub-folder of pictures per label."""
     out: Path = Path("run")
     """Directory to write the run to."""
     text: str = "text"
     """Name of the column that holds the texts."""
     label: str = "label"
-    """Name of the column that holds the labels. If there is no column "label" and only one other
-    column, the default is that one."""
+    """Name of the column that holds the labels.
+    If there is no column "label" and only one other column, the default is that one."""
     image: str | None = None
     """Name of a column that holds paths to pictures, which are then taught instead of texts."""
     encoding: str | None = None
     """Encoding of the file, such as cp1252; UTF-8 by default."""
     encoder: str | None = None
-    """Directory or Hugging Face name of an encoder. The default is a packaged MiniLM for texts, and
-    for pictures "edges", a simple encoder that needs no weights."""
+    """Directory or Hugging Face name of an encoder.
+    The default is a packaged MiniLM for texts, and for pictures "edges", without weights."""
     cache: Path = Path("~/.cache/mbpa/embeddings")
     """Directory where embeddings are cached for the next run."""
     again: bool = False

@@ -3,7 +3,6 @@
 Let u_c be the direction of the mean key of label c, and ū, w̄, b̄ the means over the trained labels
 of the directions, weights and biases. Then
 
-
     w_c = w̄ + scale · (u_c − ū),    b_c = b̄ + offset
 """
 

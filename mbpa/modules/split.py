@@ -71,7 +71,7 @@ def split(model: nn.Module, at: str, *, pooled: bool | None = None) -> tuple["Tr
     tree = share(model, memo)
     owner, target = _find(model, at)
     if memo[id(target)] is tree:  # or the module inside a wrapper
-        raise ValueError(f"at must name a submodule, got {at!r}: hand in the model as the head")
+        raise ValueError(f"at must name a submodule, got {at!r}: pass the model itself as the head")
     if pooled is None and at.rsplit(".", 1)[-1] == "score" and _pools_in_transformers(owner):
         raise ValueError(
             f"{type(owner).__name__} runs {at!r} on every position and then picks one: pass "
@@ -169,15 +169,15 @@ class Trunk(nn.Module):
         if not tensors or tensors[0].shape[-1:] != want[-1:] or tensors[0].ndim >= len(want):
             got = tuple(tensors[0].shape) if tensors else type(output).__name__
             raise ValueError(
-                f"with pooled=True the model must pool the output of {self.at!r}: an output with "
-                f"fewer dimensions than {tuple(want)} and as many columns must come, got {got}"
+                f"with pooled=True the model must pool the output of {self.at!r} and return as "
+                f"many columns as {tuple(want)} has, in fewer dimensions, got {got}"
             )
         return tensors[0]
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run the first call: one pass through the whole model gives the embedding and checks it.
 
-        Two passes, of the trunk and of the model, would not do: the first may change its inputs.
+        Two passes, of the trunk and of the model, would be wrong: the first may change its inputs.
         """
         tap, head = self._ends
         memo: dict[int, Any] = {}
@@ -195,7 +195,7 @@ class Trunk(nn.Module):
             raise self._never_reached()
         if len(calls) > 1:
             raise ValueError(
-                f"{self.at!r} must run once in a forward, ran {len(calls)} times: which of its "
+                f"{self.at!r} must run once per forward, ran {len(calls)} times: which of its "
                 "inputs is the embedding? Wrap the tail in a module of its own and name that"
             )
         hidden, result = calls[0]

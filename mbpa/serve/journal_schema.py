@@ -1,7 +1,7 @@
-"""The tables of a journal, and the check sums that reveal damage to them.
+"""The tables of a journal, and the checksums that reveal damage to them.
 
-Every row has a check sum. The table of counters holds the exclusive or of the check sums of all
-rows, so that a row that is lost or reappears is detected, too.
+Every row has a checksum. The table of counters holds the exclusive or of the checksums of all rows,
+so that a row that is lost or reappears is detected, too.
 
 Standard library only.
 """
@@ -16,7 +16,7 @@ from typing import Any, Self
 from mbpa.serve.database import Database, Schema
 from mbpa.serve.journal_errors import DamagedError
 
-JOURNAL_FORMAT = 2  # 1: without check sums
+JOURNAL_FORMAT = 2  # 1: without checksums
 
 Row = tuple[str, str | bytes | None, bytes | None]
 """An example to write: label, text or picture file, key."""
@@ -107,7 +107,7 @@ class VerifiedCounts:
     """Size of the overwritten rows, in bytes."""
 
 
-# Check sums
+# Checksums
 
 
 def compute_checksum(*parts: int | str | bytes | None, size: int = _CHECKSUM_BYTES) -> bytes:
@@ -121,7 +121,7 @@ def compute_checksum(*parts: int | str | bytes | None, size: int = _CHECKSUM_BYT
 
 
 def combine_checksums(checksums: Sequence[bytes]) -> bytes:
-    """Return the exclusive or of check sums, which does not depend on their order."""
+    """Return the exclusive or of checksums, which does not depend on their order."""
     total = 0
     for checksum in checksums:
         total ^= int.from_bytes(checksum, "big")
@@ -158,7 +158,7 @@ def is_same_call(examples: Sequence[Row], content: bytes, keys: bytes) -> bool:
 
 
 def insert_example(database: Database, id: int, restored: bool, example: Row) -> bytes:
-    """Write a live example and return its check sum."""
+    """Write a live example and return its checksum."""
     label, item, key = example
     content = item.encode() if isinstance(item, str) else item
     checksum = compute_checksum(
@@ -170,7 +170,7 @@ def insert_example(database: Database, id: int, restored: bool, example: Row) ->
 
 
 def insert_request(database: Database, *call: int | str | bytes | None) -> bytes:
-    """Write a remembered request and return its check sum."""
+    """Write a remembered request and return its checksum."""
     checksum = compute_checksum(*call)
     database.rows("INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?)", *call, checksum)
     return checksum
@@ -185,10 +185,10 @@ def copy_live_rows(database: Database) -> None:
 
 
 def verify(database: Database) -> VerifiedCounts:
-    """Read every row, compare all check sums, and return the counts.
+    """Read every row, compare all checksums, and return the counts.
 
     Raises:
-        DamagedError: a check sum differs, or rows or acknowledged calls are missing.
+        DamagedError: a checksum differs, or rows or acknowledged calls are missing.
     """
     try:
         found = _verify_rows(database)
@@ -246,7 +246,7 @@ def _fill(database: Database) -> None:
 
 
 def _upgrade(database: Database, format: int) -> None:
-    """Copy the tables of format 1, which had no check sums, to new ones."""
+    """Copy the tables of format 1, which had no checksums, to new ones."""
     rows = database.rows
     found = {name for (name,) in rows("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if format != 1 or not found <= {*_TABLES, "restored"}:

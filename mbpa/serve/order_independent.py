@@ -33,7 +33,7 @@ UNITS_PER_ONE = 2.0**40  # in integer sums of keys; sums up to eight million fit
 class OrderIndependentReader:
     """Entries in an `ExactMemory`, of which `read` returns neighbours by their content alone.
 
-    It is no `Memory` itself: a memory puts the newer of two equally near entries first.
+    It is not a `Memory` itself: a memory puts the newer of two equally near entries first.
 
     Args:
         memory: stores the entries, which are written and deleted there.

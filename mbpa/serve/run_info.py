@@ -29,7 +29,7 @@ from mbpa.serialization import build, describe
 from mbpa.serve.journal import Example, Journal
 
 RUN_FORMAT = 4
-EARLIER_FORMATS = (1, 2, 3)  # texts; pictures; rows for new labels. None has a check sum.
+EARLIER_FORMATS = (1, 2, 3)  # texts; pictures; rows for new labels. None has a checksum.
 MAX_KEY_NORM = 1e15  # upper limit on the norm of a key
 RUN_FILE, MODEL_DIRECTORY, JOURNAL_FILE = "run.json", "model", "journal.sqlite"
 ROWS, ROW_TENSORS = "rows", ("direction", "weight", "bias")  # in the checkpoint
@@ -90,7 +90,7 @@ class RunInfo:
         if format > RUN_FORMAT:
             raise _NewerFormat
         if format not in EARLIER_FORMATS and content.pop("sha256") != files.digest_json(content):
-            raise ValueError("its check sum is wrong")
+            raise ValueError("its checksum is wrong")
         del content["format"], content["mbpa"]
         labels = content.pop("labels")
         if type(labels) is not list:
@@ -100,7 +100,7 @@ class RunInfo:
         return info
 
     def _require_types(self) -> None:
-        """Raise `ValueError` for values that no run has; earlier formats have no check sum."""
+        """Raise `ValueError` for values that no run has; earlier formats have no checksum."""
         is_right = (
             type(self.key_dim) is int
             and self.key_dim > 0

@@ -25,7 +25,7 @@ def _exclude_characters(control: str) -> dict[str, Any]:
     return {"pattern": f"^[^{control}]+$"}
 
 
-# The patterns are documentation only: `answers` checks the text and names the character.
+# The patterns are documentation only: `input_checks` checks the text and names the character.
 Text = Annotated[
     str,
     Field(

@@ -13,7 +13,7 @@ EXAMPLES_PER_PART = 1000
 
 
 def check_run(directory: Path) -> list[tuple[str, str]]:
-    """Verify every check sum of a run, and that its parts fit together; change nothing.
+    """Verify every checksum of a run, and that its parts fit together; change nothing.
 
     Returns:
         The parts that were verified, each as a name and a few words.

@@ -49,7 +49,7 @@ class Twins:
         values = self.values(len(keys))
         given = keys.clone(), values.clone()
         ids = self.memory.write(keys, values).tolist()
-        require_same("write returns ids that go on from the last", self.append(*given), ids)
+        require_same("write returns ids that continue from the last", self.append(*given), ids)
         require_same("write leaves its keys as they are", given[0].tolist(), keys.tolist())
         require_same("write leaves its values as they are", given[1].tolist(), values.tolist())
         self.agree("write")

@@ -32,7 +32,7 @@ def test_help_of_demo_describes_its_options(capsys):
 def test_help_of_serve_says_what_the_token_is_for(capsys):
     assert cli.main(["serve", "--help"]) == 0
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "All requests except those for /health and /docs must then carry" in printed
+    assert "Requests must then carry the header `Authorization: Bearer TOKEN`" in printed
     assert "environment variable MBPA_TOKEN" in printed
 
 

@@ -329,7 +329,7 @@ def test_a_file_of_another_size_is_not_even_read(
 
 def test_a_missing_file_names_the_addresses_tried(server: Server, tmp_path: Path) -> None:
     base = f"http://127.0.0.1:{server.server_port}"
-    with pytest.raises(data.DataError, match=r"numbers\.bin cannot be had") as raised:
+    with pytest.raises(data.DataError, match=r"numbers\.bin could not be downloaded") as raised:
         data.fetch(one(f"{base}/x", f"{base}/y"), tmp_path, patience=SOON)
     assert f"{base}/x (HTTP 404 Not Found); {base}/y (HTTP 404" in str(raised.value)
     assert len(server.requests) == 2, "what is not there is not asked for again"
@@ -346,7 +346,7 @@ def test_no_server_at_all_is_an_error_of_one_line_after_what_was_tried(
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "numbers.bin: asking 127.0.0.1"
     assert len(told) == SOON.attempts, "and why it is asked again"
-    assert all("refused" in line and "; again in " in line for line in told[1:])
+    assert all("refused" in line and "; retrying in " in line for line in told[1:])
 
 
 @pytest.mark.parametrize("size", [True, False])
@@ -434,7 +434,7 @@ def test_force_with_no_server_leaves_the_damaged_file(server: Server, tmp_path: 
     (tmp_path / "numbers").mkdir()
     (tmp_path / "numbers" / "numbers.bin").write_bytes(b"?")
     bad = server.put_bad("/a", CONTENT, Answer(altered=True))
-    with pytest.raises(data.DataError, match="cannot be had"):
+    with pytest.raises(data.DataError, match="could not be downloaded"):
         data.fetch(one(bad), tmp_path, force=True, patience=SOON)
     assert (tmp_path / "numbers" / "numbers.bin").read_bytes() == b"?"
 
@@ -833,7 +833,7 @@ def test_packing_is_the_same_from_the_zip_and_loses_little(
     beside = data.pack_tiny_imagenet(folder / "tiny-imagenet-200", folder)
     for one, other in zip(from_zip, beside, strict=True):
         assert one.read_bytes() == other.read_bytes()
-    with pytest.raises(data.DataError, match=r"train\.zip is there: pass --force"):
+    with pytest.raises(data.DataError, match=r"train\.zip already exists: pass --force"):
         data.pack_tiny_imagenet(folder / "tiny-imagenet-200", folder)
     packed = data.tiny_imagenet(tmp_path)
     assert packed.title == "Tiny ImageNet, 40x40, recompressed"
@@ -853,7 +853,7 @@ def test_a_damaged_picture_is_found_and_fetched_again_by_force(
     with pytest.raises(data.DataError, match="pass --force"):
         data.fetch(tiny, tmp_path, patience=SOON)
     (folder / "SHA256SUMS").unlink()
-    assert "n01_3.JPEG is not a whole JPEG picture" in data.check(tiny, tmp_path).detail
+    assert "n01_3.JPEG is not a complete JPEG picture" in data.check(tiny, tmp_path).detail
     data.fetch(tiny, tmp_path, force=True, patience=SOON)
     assert data.check(tiny, tmp_path).status == "good"
     path.unlink()
@@ -881,7 +881,7 @@ def test_a_damaged_packing_is_found(tiny: data.DataSet, tmp_path: Path) -> None:
     path.write_bytes(sound[:200] + bytes([sound[200] ^ 1]) + sound[201:])
     finding = data.check(tiny, tmp_path)
     assert finding.status == "damaged"
-    assert "of train.zip fails its check sum" in finding.detail
+    assert "in train.zip has a wrong checksum" in finding.detail
     path.write_bytes(sound[:1000])
     assert data.check(tiny, tmp_path).status == "damaged"
     data.fetch(tiny, tmp_path, force=True, patience=SOON)
@@ -915,7 +915,7 @@ def test_a_folder_of_imagenet_is_listed_and_read_in_parts(tmp_path: Path) -> Non
     put(tmp_path, "imagenet/val/n01/0.JPEG", b"")
     assert "0.JPEG is empty" in data.check(data.SETS["imagenet"], tmp_path).detail
     shutil.rmtree(tmp_path / "imagenet" / "val" / "n01")
-    with pytest.raises(data.DamagedDataError, match="n01 is in one of train/ and val/ alone"):
+    with pytest.raises(data.DamagedDataError, match="n01 is in only one of train/ and val/"):
         data.imagenet(tmp_path)
 
 
@@ -997,7 +997,7 @@ def test_fetch_prints_a_line_a_data_set_and_goes_on_after_a_failure(
     assert printed.err.startswith("experiments: imagenet is not in")
     assert printed.out == f"ptb: fetched in 0 s, {tmp_path / 'numbers'}: 1 files\n"
     assert run(*arguments[:1], *arguments[2:]) == 0
-    assert "ptb: is there already" in capsys.readouterr().out
+    assert "ptb: already present" in capsys.readouterr().out
     assert run("fetch") == 2
     assert "name at least one data set" in capsys.readouterr().err
 

@@ -279,7 +279,7 @@ def test_damaged_work_counts_as_none_and_says_so(tmp_path: Path, capsys, part, d
     if (damage, part) != ("gone", "manifest.json"):  # that is how a first save looks when killed
         told = capsys.readouterr().err.splitlines()
         assert len(told) == 1
-        assert "kept work is damaged and is done again" in told[0]
+        assert "saved work is damaged and will be redone" in told[0]
     workspace.save("state", {"x": 2})
     assert workspace.load("state") == {"x": 2}
 
@@ -469,7 +469,7 @@ def test_one_that_was_interrupted_between_its_files_goes_on_with_what_it_had(
     monkeypatch.setattr(Workspace, "save", lambda *_: pytest.fail("nothing is left to compute"))
     results = execute(run, device=CPU, progress=False, say=told.append)
     assert [result.seed for result in results] == [0, 1]
-    assert any("going on where an interrupted run left off" in line for line in told)
+    assert any("continuing where an interrupted run left off" in line for line in told)
     assert sum(line.startswith("wrote") for line in told) == 1
 
 
@@ -478,7 +478,7 @@ def test_damaged_work_is_done_again(tmp_path: Path, monkeypatch, capsys) -> None
     payload = next((tmp_path / "a").rglob("*.safetensors"))
     payload.write_bytes(payload.read_bytes()[:-1])
     assert metrics(counted(tmp_path / "a")) == metrics(counted(tmp_path / "b"))
-    assert "kept work is damaged" in capsys.readouterr().err
+    assert "saved work is damaged" in capsys.readouterr().err
 
 
 def test_work_of_other_settings_seeds_devices_or_code_is_not_gone_on_with(
@@ -548,7 +548,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path:
     done = in_a_process(KILL_RUNS, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert "going on where an interrupted run left off" in done.stdout
+    assert "continuing where an interrupted run left off" in done.stdout
 
 
 def test_the_second_of_two_processes_on_one_run_is_refused(tmp_path: Path) -> None:
@@ -558,7 +558,7 @@ def test_the_second_of_two_processes_on_one_run_is_refused(tmp_path: Path) -> No
         done = mbpa_command("run", "counting", "--preset", "smoke", "--out", tmp_path)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
-        assert "another process is at this very run" in done.stderr
+        assert "another process is working on this run" in done.stderr
         assert len(counted(tmp_path, seeds=(5,))) == 1  # which is another run
     assert len(counted(tmp_path)) == 2
 
@@ -813,7 +813,7 @@ def test_a_run_prints_its_files_and_a_table_and_says_when_it_has_them(tmp_path, 
     assert re.fullmatch(r"wrote .*/counting/custom-\w+-seed0.json", lines[0])
     assert any(line.startswith("done in ") for line in lines)
     assert lines[4:6] == ["Totals", ""]
-    assert lines[-1] == "smoke is a test of the code: its figures mean nothing"
+    assert lines[-1] == "smoke only tests the code: its numbers mean nothing"
     assert "6/6" in done.stderr
     assert cli.main([*words, "--out", str(tmp_path), "--no-progress"]) == 0
     told = capsys.readouterr()
@@ -923,7 +923,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 130, told
-    assert told == "experiments: interrupted; run the same command again to go on\n"
+    assert told == "experiments: interrupted; run the same command again to continue\n"
     assert list(tmp_path.rglob("manifest.json"))
 
 

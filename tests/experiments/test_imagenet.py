@@ -219,7 +219,7 @@ def test_every_picture_that_cannot_be_read_is_named(folder: Path) -> None:
         files.verify(told.append)
     first, second = str(caught.value).split("; ")
     assert re.search(r"n02_5\.JPEG is damaged: .*truncated", first)
-    assert second.endswith("n03_0.JPEG is damaged: it is no picture")
+    assert second.endswith("n03_0.JPEG is damaged: it is not a picture")
     assert sum(told) == 48
     with pytest.raises(data.DamagedDataError, match=r"n03_0\.JPEG is damaged"):
         list(files.stream([(torch.arange(24, 30), None)], 8))
@@ -263,7 +263,7 @@ def test_pictures_that_cannot_be_read_are_refused_before_the_training(
     (folder / "imagenet/val/n04/n04_1.JPEG").write_bytes(b"a page that says 404")
     assert cli.main(asked(folder)) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert re.fullmatch(r"experiments: .*n04_1\.JPEG is damaged: it is no picture", line)
+    assert re.fullmatch(r"experiments: .*n04_1\.JPEG is damaged: it is not a picture", line)
     assert not list((folder.parent / "out").rglob("manifest.json"))
 
 
@@ -313,7 +313,7 @@ def test_features_are_known_by_all_they_depend_on(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"classes": 5}, "classes must be between 2 and 4, the folders of ImageNet that there are"),
+        ({"classes": 5}, "classes must be between 2 and 4, the number of folders"),
         ({"part": "validation", "held_out": 12}, "held_out must be below 12, the training images"),
         (
             {"pretraining": Pretraining(batch=25)},

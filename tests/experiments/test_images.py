@@ -143,7 +143,7 @@ def test_damaged_features_are_computed_anew(context: Context, tmp_path: Path) ->
     before = make_image_task(config, own, 1)
     (path,) = tmp_path.glob("features-*.safetensors")
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.warns(UserWarning, match="is damaged and is computed anew"):
+    with pytest.warns(UserWarning, match="is damaged and will be recomputed"):
         after = make_image_task(config, own, 1)
     assert torch.equal(after.train, before.train)
 

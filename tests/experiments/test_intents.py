@@ -447,7 +447,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         (lambda: IntentsConfig(corpora=("snips",)), "corpora must be among"),
         (lambda: IntentsConfig(seeds=()), "seeds must name at least one"),
         (lambda: IntentsConfig(peers=("fasttext",)), "peers must be among"),
-        (lambda: IntentsConfig(peers=("SetFit", "SetFit")), "none of them twice"),
+        (lambda: IntentsConfig(peers=("SetFit", "SetFit")), "without duplicates"),
         (lambda: SetFit(steps=0), "examples and steps must be at least 1"),
     ):
         with pytest.raises(ValueError, match=words):

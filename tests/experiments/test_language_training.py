@@ -556,7 +556,7 @@ def test_a_damaged_network_is_trained_anew(tmp_path: Path) -> None:
     before = train_or_load(TINY, a_corpus(), a_context(tmp_path), 0)
     (path,) = (tmp_path / "cache").glob("language-*.safetensors")
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.warns(UserWarning, match="is damaged and is computed anew"):
+    with pytest.warns(UserWarning, match="is damaged and will be recomputed"):
         after = train_or_load(TINY, a_corpus(), a_context(tmp_path), 0)
     assert torch.equal(after.decoder.weight, before.decoder.weight)
 
@@ -676,7 +676,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "blank": (lambda path: path.write_text("\n \n\n" * 30), "is empty"),
     "latin": (lambda path: path.write_bytes(GOOD.encode() + b"caf\xe9\n"), "is not UTF-8 text"),
     "binary": (lambda path: path.write_bytes(bytes(range(256)) * 9), "is not UTF-8 text"),
-    "foreign": (lambda path: path.write_text("le chat dort\n" * 9), "has none of the"),
+    "foreign": (lambda path: path.write_text("le chat dort\n" * 9), "contains none of the"),
 }
 
 
@@ -710,8 +710,8 @@ def test_own_text_that_cannot_be_used_is_refused_in_a_line(
     ("text", "message"),
     [
         ("one two\n", "must have at least 20 tokens, with one for the end of each line, got 3"),
-        (" ".join(f"word{i}" for i in range(30)), "has no word twice"),
-        ("<unk> <unk>\n" * 30, "has no word but <unk>"),
+        (" ".join(f"word{i}" for i in range(30)), "no word occurs twice"),
+        ("<unk> <unk>\n" * 30, "must contain words other than <unk>"),
     ],
 )
 def test_a_training_text_that_teaches_nothing_is_refused(

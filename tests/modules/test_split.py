@@ -662,7 +662,7 @@ def test_compiled_models_are_unwrapped() -> None:
     compiled = torch.compile(model, backend="eager")
     for at in ("fc", "_orig_mod.fc"):
         torch.testing.assert_close(CASES[0].got(*split(compiled, at)), expected)
-    with pytest.raises(ValueError, match="got '_orig_mod': hand in the model"):
+    with pytest.raises(ValueError, match="got '_orig_mod': pass the model"):
         split(compiled, "_orig_mod")
     model.fc = torch.compile(model.fc, backend="eager")
     embed, head = split(model, "fc")
@@ -725,7 +725,7 @@ def test_what_is_no_name_or_no_model_is_refused() -> None:
 
 
 def test_the_whole_model_is_no_submodule() -> None:
-    with pytest.raises(ValueError, match="hand in the model as the head"):
+    with pytest.raises(ValueError, match="pass the model itself as the head"):
         split(Cnn(), "")
 
 
@@ -836,7 +836,7 @@ def test_a_layer_that_runs_twice_is_refused() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.fc(x), self.fc(-x)
 
-    with pytest.raises(ValueError, match="'fc' must run once in a forward, ran 2 times"):
+    with pytest.raises(ValueError, match="'fc' must run once per forward, ran 2 times"):
         split(Twice(), "fc")[0](torch.ones(2, 4))
 
 

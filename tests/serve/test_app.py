@@ -1431,7 +1431,7 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
         "a port in use": "(Address already in use): choose another --port",
         "neither": "is not a run",
         "no threshold": "between 0 and 1, got 1.5",
-        "no GPU": "there is no CUDA device here",
+        "no GPU": "there is no CUDA device",
     }[what] in printed
 
 
