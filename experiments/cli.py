@@ -89,7 +89,7 @@ class Run(Command):
     after_interrupt: ClassVar[str] = "run the same command again to continue"
     options: ClassVar[type[Options]] = Options
 
-    name: tyro.conf.Positional[str]
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     """Name of the experiment."""
     general: tyro.conf.OmitArgPrefixes[Options] = Options()
     settings: tyro.conf.Suppress[Any] = None
@@ -129,8 +129,8 @@ class Run(Command):
 class Tune(Run):
     """Search for the hyper-parameters of an experiment on validation data.
 
-    Prints the chosen settings and the command that runs with them, and writes all trials to a file,
-    <out>/<experiment>/tune-<preset>.json.
+    Prints the chosen settings and the command that runs with them, and writes all trials to the
+    file tune-<preset>.json in <out>/<experiment>.
     """
 
     options: ClassVar[type[Options]] = SearchOptions

@@ -47,13 +47,19 @@ class IllustrationConfig:
     training_steps: int = 100
     """Number of training steps, so few that the network explains only some of the points."""
     training_lr: float = 1e-2
+    """Learning rate of the training."""
     attention_k: int = 8
+    """Number of neighbours that attention averages."""
     attention_bandwidth: float = 0.1
-    """Bandwidth of the Gaussian kernel, here and below."""
+    """Bandwidth of the Gaussian kernel of attention."""
     mbpa_k: int = 8
+    """Number of neighbours that MbPA adapts to."""
     mbpa_bandwidth: float = 0.1
+    """Bandwidth of the Gaussian kernel of MbPA."""
     mbpa_lr: float = 0.05
+    """Learning rate of the adaptation."""
     mbpa_steps: int = 100
+    """Number of adaptation steps."""
     queries: int = 200
     """Number of evenly spaced inputs at which errors are measured."""
     figure_seed: int = 0

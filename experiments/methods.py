@@ -55,8 +55,8 @@ class Vote(PredictorSettings):
     k: int = 20
     """Number of neighbours."""
     bandwidth: float = 0.0
-    """Bandwidth of a Gaussian kernel, in units of the keys' scale if they have one.
-    0 selects the paper's inverse distance.
+    """Bandwidth of a Gaussian kernel; 0 selects the paper's inverse distance.
+    It is in units of the keys' scale if they have one.
     """
 
     def __post_init__(self) -> None:

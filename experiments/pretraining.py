@@ -51,13 +51,17 @@ class Pretraining:
     width: int = 64
     """Number of channels of its first stage."""
     epochs: int = 70
+    """Number of passes over the pictures of the known classes."""
     batch: int = 256
+    """Pictures per step, over all devices."""
     lr: float = 0.2
     """Highest learning rate of stochastic gradient descent with momentum 0.9.
     It is reached after two epochs and then falls as a half cosine.
     """
     weight_decay: float = 1e-3
+    """Weight decay of SGD."""
     label_smoothing: float = 0.1
+    """Share of the probability that training targets spread over all classes."""
     smallest_crop: float = 0.25
     """Minimum share of a picture's area that a crop shows; 0.08 is usual for ImageNet."""
     crop_side: float = 6 / 7

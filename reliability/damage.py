@@ -503,7 +503,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--whole", type=int, default=1_000, help="mutations per file that a classifier loads"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the damage")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     parser.add_argument("--only", metavar="FILE", help="damage only files whose name contains this")
     parser.add_argument("--case", type=int, help="with --only: check this case and print details")

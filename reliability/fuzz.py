@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", choices=[*TARGETS, ALL], metavar="TARGET", help=_name_targets())
     parser.add_argument("--minutes", type=float, default=1.0, help="minutes per target")
     parser.add_argument("--cases", type=int, help="cases per process, instead of a time")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first process")
     parser.add_argument(
         "--jobs", type=int, default=1, help="number of processes, each with its own seed"
     )
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--findings", type=Path, default=Path("findings"), help="directory for inputs that fail"
     )
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run one saved input again")
-    parser.add_argument("--engine", choices=["own", "atheris"], default="own")
+    parser.add_argument("--engine", choices=["own", "atheris"], default="own", help="fuzzer to use")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

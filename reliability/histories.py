@@ -491,10 +491,10 @@ def describe_violation(history: Sequence[Event], order: Sequence[int]) -> str:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=100, help="number of histories")
-    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=8, help="number of clients")
     parser.add_argument("--operations", type=int, default=40, help="operations per client")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds to check each history")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
     parser.add_argument(
         "--separate-counts",
         action="store_true",

@@ -30,7 +30,7 @@ JOURNAL_PROGRAM = Path(__file__).with_name("journal_process.py")
 CLIENTS = 3
 LONGEST_ROUND_S = 0.6
 LONGEST_REPLACEMENT_S = 0.25
-RETRAINING_ROUNDS = 5  # every so many rounds, a process that replaces the run is killed, too
+RETRAINING_ROUNDS = 5  # rounds between kills of a process that replaces the run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--journal", type=int, default=10_000, help="number of kills of a process that teaches"
     )
     parser.add_argument("--server", type=int, default=200, help="number of kills of a server")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

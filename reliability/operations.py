@@ -998,7 +998,7 @@ async def run_episodes(seed: int, count: int) -> Tally:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=200_000, help="number of operations")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the operations")
 
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:

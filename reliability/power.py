@@ -52,7 +52,7 @@ class Scenario:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of what survives a cut")
     parser.add_argument(
         "--only", nargs="*", default=[], help="names of the scenarios to run; all by default"
     )

@@ -61,7 +61,7 @@ Samples = list[dict[str, float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--minutes", type=float, default=60.0, help="length of the trial")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the operations and their order"
     )
@@ -374,7 +374,7 @@ def fit_growth(points: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 TRIAL = Trial(
     "soak",
-    "an hour of teaching, forgetting, asking and misbehaving: memory, descriptors and threads",
+    "an hour of all kinds of requests: memory, descriptors and threads must not grow",
     add_arguments,
     run,
 )

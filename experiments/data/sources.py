@@ -90,7 +90,7 @@ class DataSet:
         do.
         """
         way = (
-            f"`python -m experiments data fetch {self.name}`, or"
+            f"run `python -m experiments data fetch {self.name}`, or"
             if self.can_be_fetched
             else f"{self.no_download};"
         )

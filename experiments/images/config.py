@@ -52,9 +52,11 @@ class ImagesConfig:
     points: tuple[float, ...] = EARLY + LATER
     """Epochs of all classes after which all methods are tested."""
     batch: int = 64
+    """Images per step of the last layer."""
     lr: float = 0.1
     """Learning rate of SGD on the last layer; divided by the mean squared length of a key."""
     momentum: float = 0.9
+    """Momentum of SGD on the last layer."""
     capacity: int = 100_000
     """Capacity of the memory.
     The default is one epoch of Tiny ImageNet, beyond which images would be stored twice.

@@ -62,6 +62,7 @@ class ScaledAdaptation(PredictorSettings):
     """An adaptation to the neighbours, in units of the scale of the keys."""
 
     rule: Literal["rmsprop", "gradient"] = "gradient"
+    """Update rule."""
     lr: float = 0.1
     """Learning rate; for the rule `gradient` it is divided by the mean squared length of a key."""
     steps: int = 10

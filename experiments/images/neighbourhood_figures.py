@@ -37,7 +37,7 @@ class Shown:
     neighbours: list[Record]
     probabilities: list[Record]
     near: Record
-    """The record of how many classes there are among the neighbours."""
+    """The record of the number of classes among the neighbours."""
 
     def probability(self, method: str, label: object) -> float:
         return next(
@@ -88,11 +88,11 @@ def neighbourhood_sections(results: Sequence[Result]) -> list[Section]:
     method, epochs = result.config["adapting"], max(result.config["points"])
     rates = {r["name"]: value_of(r) for r in result.metrics if str(r["name"]).endswith("_alone")}
     text = (
-        f"After {epochs:g} epochs {method} alone is right about {rates['right_alone']:.1f}% of the "
-        "images, where the parametric model, the memory alone and their mixture are all wrong; "
-        f"it alone is wrong about {rates['wrong_alone']:.1f}%, where all three are right.",
-        "Chosen by rule: of the former, those whose class gained most in log-probability, one a "
-        "class.",
+        f"After {epochs:g} epochs, {method} alone is right about {rates['right_alone']:.1f}% of "
+        "the images: the parametric model, the memory alone and their mixture are all wrong. It "
+        f"alone is wrong about {rates['wrong_alone']:.1f}%, where all three are right.",
+        "The images shown are chosen by rule: of the former, those whose class gained most in "
+        "log-probability, one per class.",
     )
     figures = []
     if shown:
@@ -100,11 +100,11 @@ def neighbourhood_sections(results: Sequence[Result]) -> list[Section]:
             Figure(
                 "image-neighbourhoods",
                 f"Figure 5, right: images that only {method} gets right after {epochs:g} epochs, "
-                "chosen by rule (largest gain in log-probability of the true class, one a class). "
-                "Left: the image and its class. Middle: the nearest entries of the memory with "
-                "their weights, nearest first, those of the same class framed in green. Right: "
-                "probabilities before (green) and after (blue); the true class first. Where the "
-                "data set is not at hand, names of classes stand for images.",
+                "chosen by rule (largest gain in log-probability of the true class, one per "
+                "class). Left: the image and its class. Middle: the nearest entries of the memory "
+                "with their weights, nearest first, those of the same class framed in green. "
+                "Right: probabilities before (green) and after (blue); the true class first. "
+                "Without the data set, names of classes take the place of images.",
                 lambda canvas: _draw(canvas, shown, result.config),
                 (12, 1.5 * len(shown) + 0.4),
             )
@@ -138,8 +138,8 @@ def _table(shown: Sequence[Shown], method: str) -> Table:
         "Probability of the true class, percent",
         columns,
         rows,
-        "Classes near: how many different ones are among the neighbours. Weight of the class: what "
-        f"the true class has of the weight, among the {count} nearest, in percent.",
+        "Classes near: number of different classes among the neighbours. Weight of the class: "
+        f"share of the weight that the true class has among the {count} nearest, in percent.",
     )
 
 

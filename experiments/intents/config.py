@@ -38,8 +38,9 @@ class IntentsConfig:
     Seed 0 is reserved for choosing settings.
     """
     part: Literal["test", "validation"] = "test"
-    """Sentences to score."""
+    """Sentences to score: the published test sentences, or those for choosing settings."""
     corpora: tuple[str, ...] = tuple(CORPORA)
+    """Corpora to run on: clinc150, banking77."""
     shots: tuple[int, ...] = (1, 3, 5, 10)
     """Numbers of examples per new intent after which all methods are tested."""
     encoder: str = text.DEFAULT_ENCODER
@@ -48,6 +49,7 @@ class IntentsConfig:
     head_epochs: int = 20
     """Epochs of Adam on the known intents, before anything new."""
     head_lr: float = 0.03
+    """Learning rate of this training."""
     finetuned: HeadTraining = field(default_factory=lambda: HeadTraining("new"))
     retrained: HeadTraining = field(default_factory=HeadTraining)
     logistic: LogisticRegression = field(default_factory=lambda: LogisticRegression(penalty=0.01))

@@ -310,7 +310,9 @@ class GradientAdaptation(Vote):
     """Gradient steps of adaptation to the neighbours."""
 
     lr: float = 10.0
+    """Learning rate of the adaptation."""
     steps: int = 20
+    """Number of adaptation steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -345,6 +347,7 @@ class OptimalAdaptation(Vote):
     """The optimum of the adaptation, `mbpa.MAP`."""
 
     prior: float = 1e-3
+    """Cost of moving the parameters."""
 
     def predictor(self, scale: Scale = UNSCALED) -> mbpa.Predictor:
         rule = mbpa.MAP(self.prior, tolerance=1e-3)  # accuracies are the same with less

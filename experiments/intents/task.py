@@ -90,6 +90,7 @@ class Size:
     """Maximum amount of a corpus to use."""
 
     intents: int = 1000
+    """Number of intents."""
     sentences: int = 1000
     """Training sentences per intent."""
     scored: int = 1000

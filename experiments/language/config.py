@@ -243,7 +243,7 @@ class LanguageConfig:
         if 0 < len(lacking) < len(files) or (lacking and self.corpus == "own"):
             raise ValueError(
                 "your own text needs the three files --train, --valid and --test, "
-                f"got no {' and no '.join(lacking)}"
+                f"missing: {', '.join(lacking)}"
             )
         if not lacking:
             object.__setattr__(self, "corpus", "own")

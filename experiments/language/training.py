@@ -426,7 +426,7 @@ def _cache_path(config: LanguageConfig, corpus: Corpus, context: Context, seed: 
 
 @functools.cache
 def _code() -> list[str]:
-    """Return the sources as they were at the first call, since somebody may edit them meanwhile."""
+    """Return the sources as they were at the first call, since they may be edited meanwhile."""
     return [inspect.getsource(module) for module in (network, recording, sys.modules[__name__])]
 
 

@@ -65,7 +65,7 @@ def embed_items(
         cache: directory of the cache, created if needed; `None` for no cache.
         tick: called with the number of further items that are done.
         items_per_write: number of items embedded between writes to the cache; an interrupted
-            call has to embed at most so many again.
+            call has to embed at most this many again.
     """
     digests = [hashlib.sha256(_to_bytes(item)).digest() for item in items]
     content = dict(zip(digests, items, strict=True))

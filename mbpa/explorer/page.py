@@ -42,7 +42,7 @@ except ImportError as error:
     raise MissingExtraError("the page", extra="explore") from error
 
 PATH = "/explore"
-UPLOAD_LIFETIME_S = 86_400  # a dropped picture can be used again for so long
+UPLOAD_LIFETIME_S = 86_400  # how long a dropped picture can be used again
 
 PAGE_CSS = (
     rendering.CSS

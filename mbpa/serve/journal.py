@@ -75,7 +75,7 @@ class Journal:
         create: create the journal if it is missing.
         writable: if false, open the journal for reading only and change nothing.
         remembered_requests: number of names of calls that are remembered.
-        waste_bytes: overwritten rows of more than so many bytes are removed if they also take up
+        waste_bytes: overwritten rows of more than this many bytes are removed if they also take up
             a third of the file; `WASTE_BYTES` by default.
 
     Raises:
