@@ -31,7 +31,7 @@ DISTINCT_REQUESTS = 500
 
 
 def make_run(directory: Path) -> None:
-    """Write a run: places on the sphere, examples around them, and a head that knows the places."""
+    """Write a run: centres on the sphere, examples around them, and a head that fits them."""
     generator = torch.Generator().manual_seed(0)
     places = torch.nn.functional.normalize(torch.randn(LABELS, DIM, generator=generator), dim=1)
     numbers = torch.arange(EXAMPLES) % LABELS
@@ -51,7 +51,7 @@ def make_run(directory: Path) -> None:
 
 
 def near(places: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw keys about as far from their place as a sentence is from its intent."""
+    """Draw keys about as far from their centres as sentences are from their intents."""
     noise = torch.randn(places.shape, generator=generator) / DIM**0.5
     return torch.nn.functional.normalize(places + noise, dim=1)
 

@@ -96,7 +96,7 @@ KINDS: dict[str, Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]] = 
 }
 
 
-# Methods that doubt labels
+# Methods that find doubtful labels
 
 
 def compare_methods(

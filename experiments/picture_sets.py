@@ -297,7 +297,7 @@ def paste_patches(
     inputs: Float[Tensor, "b 3 H W"], draws: torch.Generator
 ) -> tuple[Float[Tensor, "b 3 H W"], float]:
     """Paste into each picture a rectangle from the one before it (CutMix, Yun et al. 2019), the
-    same for all. Return also the share of a picture that remains its own.
+    same for all. Also return the share of a picture that remains its own.
     """
     height, width = inputs.shape[2:]
     side, down, right = torch.rand(3, generator=draws).tolist()

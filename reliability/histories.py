@@ -442,7 +442,7 @@ def read_start(port: int) -> ServiceState:
     connection.ask("/forget", {"ids": [id]})
     counts = connection.ask("/stats")[1]
     if counts["examples"] != TRAINED_EXAMPLES:
-        raise BrokenPromiseError(f"an idle server must hold its run alone, got {counts}")
+        raise BrokenPromiseError(f"an idle server must hold nothing but its run, got {counts}")
     connection.disconnect()
     live = ((number + 1, TRAINED_LABELS[number % 2]) for number in range(TRAINED_EXAMPLES))
     return ServiceState(frozenset(live), id + 1, counts["change"])
@@ -455,7 +455,7 @@ def clean(port: int, labels: Sequence[str]) -> None:
     give_up = time.monotonic() + ANSWER_LIMIT_S
     while idle < IDLE_LOOKS:
         if time.monotonic() > give_up:
-            raise BrokenPromiseError("requests must end, and some are still under way")
+            raise BrokenPromiseError("all requests must end, but some are still in progress")
         time.sleep(IDLE_PAUSE_S)
         inside = _read_metric(connection, "mbpa_in_flight")
         change = connection.ask("/stats")[1]["change"]

@@ -47,7 +47,7 @@ def set_limits(*, log: int, waste: int) -> None:
         (database, "_MAX_LOG_BYTES", log),
         (journal, "WASTE_BYTES", waste),
     ):
-        assert limit < getattr(module, name), "it must be the one that is looked at"
+        assert limit < getattr(module, name), "the limit must be one that the module uses"
         setattr(module, name, limit)
 
 
@@ -146,7 +146,7 @@ def check_against_what_was_said(path: Path, said: list[list[Any]], live: set[int
             number = int(example.text.split()[0])
             parts.setdefault(number, []).append((example.label, example.text, example.key))
         for number, found in parts.items():
-            assert found == make_examples(number), f"call {number} is torn, or there twice"
+            assert found == make_examples(number), f"call {number} is torn, or present twice"
         assert live - doubtful <= set(parts) <= live | doubtful
         if said and said[-1][0] == "learning":  # the client repeats its request
             taught.learn(make_examples(said[-1][1]), request=str(said[-1][1]))

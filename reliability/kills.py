@@ -222,15 +222,15 @@ def _check(directory: Path, told: Told) -> None:
         found.setdefault(name, []).append(each.id)
         call = told.calls.get(name)
         if call is None or each.label != call.label or texts[each.text] != 1:
-            raise BrokenPromiseError(f"{each} was never taught so, or is there twice")
+            raise BrokenPromiseError(f"{each} was never taught like this, or is present twice")
     for name, call in list(told.calls.items()):
         ids = found.get(name)
         if ids is not None and (len(ids) != 3 or (call.ids is not None and ids != call.ids)):
             raise BrokenPromiseError(f"call {name} is torn: {ids}, acknowledged {call.ids}")
         if ids is None and call.ids is not None and call.is_forgotten is False:
-            raise BrokenPromiseError(f"call {name} was acknowledged with {call.ids}, and is lost")
+            raise BrokenPromiseError(f"call {name} was acknowledged with {call.ids}, but is lost")
         if ids is not None and call.is_forgotten:
-            raise BrokenPromiseError(f"call {name} was forgotten, and is there")
+            raise BrokenPromiseError(f"call {name} was forgotten, but is present")
         told.counts["in doubt"] += call.ids is None or call.is_forgotten is None
         if ids is None:
             del told.calls[name]

@@ -82,17 +82,19 @@ async def _measure(server: Server, arguments: argparse.Namespace) -> dict[str, A
     ratios = [found["ratio"] for found in rounds]
     broken = []
     if statistics.median(ratios) > MAX_RATIO:
-        broken.append(f"under load the 99th percentile is {ratios} times that without")
+        broken.append(f"under load the 99th percentile is {ratios} times that without load")
     for kind, found in slow.items():
         if found["ratio"] > MAX_RATIO:
-            broken.append(f"beside slow {kind} the 99th percentile is {found['ratio']} times that")
+            broken.append(
+                f"beside slow {kind} the 99th percentile is {found['ratio']} times as long"
+            )
         if found["statuses"].keys() - {"200"}:
             broken.append(f"beside slow {kind} there were {found['statuses']}")
         if found["left_descriptors"] > 0 or found["left_threads"] > 0:
             broken.append(f"slow {kind} left descriptors or threads: {found}")
     return {
-        "definition": f"without load: {clients} clients that each ask again when they are "
-        f"answered, the most of {CLIENT_COUNTS} of which (nearly) none is refused",
+        "definition": f"without load: {clients} clients, each of which asks again when it is "
+        f"answered; the largest of {CLIENT_COUNTS} of which (nearly) none is refused",
         "one_client": alone.summary(),
         "saturating_clients": clients,
         "rounds": rounds,

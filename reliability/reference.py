@@ -354,7 +354,7 @@ def explain_misplaced(reference: Reference, query: Key, found: Sequence[int], k:
     if len(found) != min(k, len(examples)) or len(set(found)) != len(found):
         return f"there must be {min(k, len(examples))} distinct neighbours, got {list(found)}"
     if missing := [id for id in found if id not in examples]:
-        return f"neighbours {missing} are not there"
+        return f"neighbours {missing} do not exist"
     ids = list(examples)
     keys = np.array([examples[id].key for id in ids], dtype=np.float64)
     squares = ((keys - query.astype(np.float64)) ** 2).sum(1).tolist()

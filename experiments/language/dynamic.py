@@ -46,7 +46,7 @@ class Update(abc.ABC):
         """Return what the rule carries from step to step, besides the parameters."""
         return {}
 
-    def resume(self, state: dict[str, Any]) -> None:  # noqa: B027 (most have nothing to take up)
+    def resume(self, state: dict[str, Any]) -> None:  # noqa: B027 (most have no state)
         """Continue from a state returned by `state`."""
 
 

@@ -246,8 +246,8 @@ class LanguageSearch:
                 self._record_choices("dynamic.", _describe_dynamic(trials.name, trials.find_best()))
 
     def compare(self) -> None:
-        """Try what is not chosen from: the optimum, and several steps with the paper's numbers of
-        neighbours and rates.
+        """Try settings for comparison only: the optimum, and several steps with the paper's numbers
+        of neighbours and rates.
         """
         grids = self.grids
         if not self.mbpa.tried:

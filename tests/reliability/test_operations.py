@@ -181,4 +181,4 @@ def test_neighbours_are_checked_for_order_copies_and_what_was_left_out(reference
     assert "neighbour 4 is farther than 2" in explain(3, 1, 4, 2)
     assert "example 2 is nearer than neighbour 4" in explain(3, 1, 4, k=3)
     assert "must be 3 distinct neighbours" in explain(3, 3, 1, k=3)
-    assert "neighbours [9] are not there" in explain(3, 9, k=2)
+    assert "neighbours [9] do not exist" in explain(3, 9, k=2)
