@@ -105,7 +105,7 @@ def draw_curves(curves: dict[str, dict[str, Any]], path: Path) -> None:
         panel.set_xlabel(axis)
         panel.grid(alpha=0.3)
     for panel in panels[:, 0]:
-        panel.set_ylabel("µs a query")
+        panel.set_ylabel("µs per query")
     panels[0, 0].legend(fontsize=8)
     figure.suptitle("Linear head, gradient steps; D 512, C 1000, K 50, T 10 unless on the axis")
     figure.tight_layout()

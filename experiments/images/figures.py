@@ -110,9 +110,9 @@ def incremental_sections(results: Sequence[Result]) -> list[Section]:
     text = (
         f"{data_in_words(scores.config)} A ResNet knows a random half of the classes "
         f"({told(known, 1)}% right on those); then all classes arrive and only the last layer "
-        "learns. All methods remember the same images, and have the same layer but for the last "
-        "two: `retrained` is a logistic regression on square roots of all that the memory holds, "
-        "`MbPA (kept)` adapts such a layer and asks a new class to be surer than an old one.",
+        "learns. All methods store the same images. All but the last two use the same layer: "
+        "`retrained` is a logistic regression on square roots of everything in the memory, and "
+        "`MbPA (kept)` adapts such a layer and requires more confidence of a new class.",
     )
     figure = Figure(
         "incremental-images",

@@ -48,8 +48,8 @@ def _capacities(scores: Scores) -> Section:
     return Section(
         title="Size of the memory",
         text=(
-            "A memory of n entries holds the last n images of the stream. The paper: it saturates "
-            "after 400,000 entries, a third of ImageNet. " + data_in_words(scores.config),
+            "A memory of n entries holds the last n images of the stream. In the paper, accuracy "
+            "saturates after 400,000 entries, a third of ImageNet. " + data_in_words(scores.config),
         ),
         tables=[_enough(scores, "capacity", "entries")],
         figures=[
@@ -68,8 +68,8 @@ def _counts(scores: Scores) -> Section:
     return Section(
         title="Number of neighbours",
         text=(
-            "All other settings stay as they were chosen. The paper: more are better, and it "
-            "saturates after 50.",
+            "All other settings stay as they were chosen. In the paper, more are better, up "
+            "to about 50.",
         ),
         tables=[_enough(scores, "k", "neighbours")],
         figures=[
@@ -151,8 +151,8 @@ def _enough(scores: Scores, axis: str, what: str) -> Table:
         f"How many {what} are enough",
         ["epochs", "method", *columns],
         rows,
-        f"Enough: the least number of {what} that comes within {ENOUGH} points of the best. Best: "
-        "the top-1 accuracy of the best number. "
+        f"Enough: the smallest number of {what} that comes within {ENOUGH} points of the best. "
+        "Best: the top-1 accuracy of the best number. "
         f"{sentence(scores.splits)}.",
     )
 
@@ -186,7 +186,7 @@ def _rates(scores: Scores) -> Section:
     return Section(
         title="Learning rate of the last layer",
         text=(
-            "The paper: MbPA learns new classes almost equally fast whatever the rate of the "
+            "In the paper, MbPA learns new classes almost equally fast whatever the rate of the "
             "parametric model. Rates are divided by the mean square of a key's length.",
         ),
         tables=[
@@ -240,7 +240,7 @@ def _long_run(scores: Scores) -> Section:
     return Section(
         title="The long run",
         text=(
-            "The paper: after around 30 epochs the parametric model matches MbPA. As it catches "
+            "In the paper, the parametric model matches MbPA after around 30 epochs. As it catches "
             "up there should be less to correct: below, how far an adaptation moves the layer, how "
             "far the prediction, and how many answers it changes.",
         ),
@@ -276,7 +276,7 @@ def _caught_up(scores: Scores, last: float) -> Table:
         "Epochs after which the parametric model is as good, and stays so",
         ["method", *SUBSETS.values()],
         rows,
-        f"Of the points that were tested, by the means of {len(scores.results)} "
+        f"Among the points that were tested, by the means of {len(scores.results)} "
         f"{'splits' if scores.results[1:] else 'split'}. In the paper about 30, for MbPA.",
     )
 

@@ -91,15 +91,15 @@ def sections(results: Sequence[Result]) -> list[Section]:
     part = results[0].config["part"]
     text = [
         "A linear head over frozen sentence embeddings "
-        f"(`{results[0].config['encoder']}`) knows two thirds of the intents; the others are "
-        f"taught by a few examples each, and all are asked about ({part} sentences). One setting a "
-        "method serves both corpora and any number of examples; it was chosen with another split, "
-        "on validation sentences.",
+        f"(`{results[0].config['encoder']}`) knows two thirds of the intents. The others are "
+        f"taught with a few examples each, and all are tested ({part} sentences). Each method has "
+        "one setting for both corpora and any number of examples, chosen with another split, on "
+        "validation sentences.",
         "`rows alone` puts the means of the taught examples into the head as rows of the new "
-        "intents, `MbPA (rows)` adapts that head per query; the other MbPA begin with rows of "
-        "zeros. `MbPA (auto)` is told no setting at all, `MbPA (auto step)` all but the step. The "
-        "optimum of logistic regression on everything is what training could give; balanced, every "
-        "intent counts the same in it.",
+        "intents, and `MbPA (rows)` adapts that head per query; the other variants of MbPA start "
+        "from rows of zeros. `MbPA (auto)` has no settings at all, `MbPA (auto step)` all except "
+        "the step size. The optimum of a logistic regression on everything is what training could "
+        "reach; if it is balanced, every intent has the same weight.",
     ]
     if scores.peers:
         text.append(_of_peers(results[0]))
@@ -124,11 +124,11 @@ def _of_peers(result: Result) -> str:
     limits = result.config["setfit"]
     return (
         "`adaptive-classifier`, `semantic-router` and `SetFit` are those libraries, with the same "
-        "encoder and at their defaults, but for the work and the head of SetFit: it sees "
-        f"{limits['examples']} sentences of each known intent beside all new ones, and fine-tunes "
+        "encoder and at their defaults, except for the work and the head of SetFit: it gets "
+        f"{limits['examples']} sentences of each known intent besides all new ones, and fine-tunes "
         f"the encoder for {limits['steps']} steps of 16 pairs"
         f"{'; its head is balanced' if limits['balanced'] else ''}. The confidence of the router "
-        "is its score, a cosine; no threshold is set, the AUROC judges all."
+        "is its score, a cosine; no threshold is set, since the AUROC covers all."
     )
 
 
@@ -201,15 +201,15 @@ def _trust(scores: Scores, corpus: str) -> Table:
             "method",
             "calibration error",
             "out-of-scope AUROC",
-            "ms to take an example",
-            "µs a prediction, alone",
+            "ms to learn an example",
+            "µs per prediction, alone",
             "µs, in batches of 256",
         ],
         rows,
         f"Calibration error (15 bins of equal mass) and AUROC of the confidence, in percent, at "
-        f"{shots} examples. Costs after {last}, keys given, {_where(scores.results)}: from being "
-        "given one more example to an answer that knows it, and of a prediction; the least of all "
-        "splits. "
+        f"{shots} examples. Costs after {last}, keys given, {_where(scores.results)}: the time "
+        "from receiving one more example to an answer that uses it, and that of a prediction; the "
+        "minimum over all splits. "
         f"{_embedding(scores, corpus)}{sentence(scores.splits)}.{scores.missing(corpus, last)}",
     )
 

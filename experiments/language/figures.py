@@ -129,8 +129,8 @@ def sections(results: Sequence[Result]) -> list[Section]:
             Section(
                 title=f"Which words gain, {title}",
                 text=[
-                    f"`{BOTH}` against `{CACHE}`, word by word. In the paper's figure, which is of "
-                    "WikiText-2, the improvement rises towards the least frequent words."
+                    f"`{BOTH}` against `{CACHE}`, word by word. In the paper's figure, which is "
+                    "for WikiText-2, the improvement rises towards the least frequent words."
                 ],
                 tables=[_frequencies(scores), _examples(scores)],
                 figures=[_frequency_figure(scores)],
@@ -144,10 +144,10 @@ def _text(scores: Scores) -> list[str]:
     smoothing = scores.values("weight", method=MEMORY, part="uniform")
     adam = scores.values("has_moments_of_training")
     told = [
-        f"An LSTM of {config['network']['hidden']} units reads the text once, its states are what "
-        f"the memory of the last {config['memory']:,} tokens holds, and every method predicts each "
-        "token before it is remembered. Perplexity is over all tokens, the ends of lines among "
-        "them. Weights of mixtures are solved for on the validation text."
+        f"An LSTM of {config['network']['hidden']} units reads the text once. The memory holds its "
+        f"states for the last {config['memory']:,} tokens, and every method predicts each token "
+        "before it is stored. Perplexity is over all tokens, including the ends of lines. "
+        "Weights of mixtures are solved for on the validation text."
     ]
     if config["cache"]["window"] not in (0, config["memory"]):
         told.append(f"The cache has a window of its own: {config['cache']['window']:,} tokens.")
@@ -157,12 +157,12 @@ def _text(scores: Scores) -> list[str]:
     if smoothing:
         told.append(
             f"`{MEMORY}` is the neighbours' vote; {100 * statistics.fmean(smoothing):.1f}% of it "
-            "is spread evenly over all words (solved for likewise); without that a word which no "
+            "is spread evenly over all words (also solved for); otherwise a word that no "
             "neighbour has would make the perplexity infinite."
         )
     if adam:
-        kept = "goes on with the moments of training" if adam[0] else "starts with fresh moments"
-        told.append(f"In `{ADAM}`, the way the paper tried it, Adam {kept}.")
+        kept = "continues with the moments of training" if adam[0] else "starts with fresh moments"
+        told.append(f"In `{ADAM}`, as tried in the paper, Adam {kept}.")
     return told
 
 
@@ -171,7 +171,7 @@ def _text(scores: Scores) -> list[str]:
 
 def _perplexities(scores: Scores) -> Table:
     paper, cited, rows = PAPER.get(scores.corpus, {}), CITED.get(scores.corpus, {}), []
-    networks, note = scores.networks.capitalize(), "Δ: against the network that is improved on."
+    networks, note = scores.networks.capitalize(), "Δ: change relative to the network alone."
     if scores.is_of_a_whole_corpus:
         networks = f"Ours: {scores.networks}"
     elif paper:
@@ -245,7 +245,7 @@ def _frequencies(scores: Scores) -> Table:
         ["bucket", "times in training", "words", "tokens", "mean over words", "over all tokens"],
         rows,
         f"From `{CACHE}` to `{BOTH}`; negative where it rises. Words of the test text in five "
-        "buckets of equally many; ± is the deviation among words.",
+        "buckets of equal size; ± is the standard deviation over words.",
     )
 
 
@@ -262,14 +262,18 @@ def _examples(scores: Scores) -> Table:
         for record in examples
     ]
     sorted_by_word = any("with_the_word" in record for record in examples)
-    shown = "the heaviest, those of the word first" if sorted_by_word else "the heaviest"
+    shown = (
+        "those with the largest weight, the word itself first"
+        if sorted_by_word
+        else "those with the largest weight"
+    )
     return Table(
         "The tokens that gained most",
         ["context", "word", "% before", "% after", "what was remembered (weight)"],
         rows,
-        f"By the factor by which their probability rose. Before: `{CACHE}`; after: `{BOTH}`. Of "
-        f"the first network; each word once. Memories: {shown}, the words before the arrow and the "
-        "one that came then.",
+        f"Sorted by the factor by which the probability rose. Before: `{CACHE}`; after: `{BOTH}`. "
+        f"First network; each word once. Memories: {shown}; the words before the arrow, and the "
+        "one that followed.",
     )
 
 
@@ -280,9 +284,9 @@ def _curves(scores: Scores) -> list[Figure]:
     if not scores.found("training_valid_perplexity"):
         return []
     caption = (
-        f"Training the network, {TITLES[scores.corpus]}: perplexity of the training text, with all "
-        "that is dropped, and of the validation text, by the averaged weights, read in several "
-        "places side by side."
+        f"Training the network, {TITLES[scores.corpus]}: perplexity of the training text, with "
+        "dropout, and of the validation text, with averaged weights, read at several positions in "
+        "parallel."
     )
     return [
         Figure(

@@ -26,8 +26,8 @@ def search_sections(results: Sequence[Result]) -> list[Section]:
     section = Section(
         title=f"The search, {TITLES[scores.corpus]}",
         text=[
-            "Perplexity of the validation text, weights solved for. Most settings are judged by "
-            "tokens spread over the text, dynamic evaluation by its beginning."
+            "Perplexity of the validation text, weights solved for. Most settings are judged on "
+            "tokens spread over the text, dynamic evaluation on its beginning."
         ],
         tables=[_make_trials_table(scores)],
         figures=[
@@ -56,7 +56,7 @@ def _make_trials_table(scores: Scores) -> Table:
         shown = [f"{alone[0]:.2f}" if alone else "", f"{best:.2f}"]
         rows.append([method, str(len(settings)), f"{most:,}", *shown])
     columns = ["method", "settings", "tokens", f"{LSTM} alone", "best"]
-    note = "By the most tokens that settings of a method were judged by."
+    note = "Perplexities are those on the largest number of tokens that a method was judged on."
     cut = [
         f"{r['stage']} ({r['value']})" for r in scores.found("settings_left_out") if "stage" in r
     ]
@@ -75,7 +75,7 @@ def _describe_common_settings(scores: Scores) -> str:
         [r for r in scores.found("perplexity", method=MBPA) if "steps" in r]
     )
     if not drawn:
-        return "other settings alike"
+        return "with all other settings equal"
     one = drawn[0]
     kernel = str(one["kernel"]).replace("_", " ")
     return f"{one['k']} neighbours of the last {one['window']:,} tokens, weighted by {kernel}"

@@ -99,9 +99,9 @@ def sections(results: Sequence[Result]) -> list[Section]:
     scores = Scores(results)
     text = (
         f"{scores.tasks} tasks of {scores.config['examples']:,} examples each, one after the "
-        "other; every task is MNIST under a permutation of the pixels of its own. After each task "
-        "the methods are tested on all tasks so far. Methods with a memory keep the same examples "
-        "of the stream, n of every task's; nobody but EWC is told where a task ends.",
+        "other; every task is MNIST with its own permutation of the pixels. After each task the "
+        "methods are tested on all tasks so far. Methods with a memory store the same examples of "
+        "the stream, n per task; only EWC is told where a task ends.",
     )
     sequence = Section(
         title="Tasks in sequence",
@@ -117,8 +117,8 @@ def sections(results: Sequence[Result]) -> list[Section]:
         title="What is stored",
         text=(
             "EWC as published keeps the parameters and a Fisher value of each for every task. The "
-            "sum of its penalties is a parabola again, so two numbers a parameter suffice, however "
-            "many tasks there are; that is what ours keeps.",
+            "sum of its penalties is a parabola again, so two numbers per parameter suffice, "
+            "however many tasks there are; that is what ours keeps.",
         ),
         tables=[_bytes(scores)],
     )
@@ -148,7 +148,7 @@ def _final(scores: Scores) -> Table:
         ["method", *(f"n = {size:,}" for size in scores.sizes)],
         rows,
         f"{sentence(scores.seeds)}, {scores.config['test_images']:,} test "
-        "images a task. MLP and EWC store no examples. The paper shows this as a figure without "
+        "images per task. MLP and EWC store no examples. The paper shows this as a figure without "
         "numbers.",
     )
 
@@ -241,8 +241,8 @@ def _bytes(scores: Scores) -> Table:
         f"Bytes kept after {scores.tasks} tasks",
         ["", "megabytes"],
         rows,
-        "Images a byte a pixel, as they come; searched in float32 they take four times as much "
-        "while in use.",
+        "Images take one byte per pixel, as published; in float32, in which they are searched, "
+        "they take four times as much while in use.",
     )
 
 
@@ -266,9 +266,9 @@ def _switching(scores: Scores) -> Section:
     return Section(
         title=f"A stream that changes its task every {every} examples",
         text=(
-            "The same examples in another order: in every round each task has "
-            f"{every} of them. MbPA does what it did before. EWC wants to know when a task ends: "
-            f"it guesses, every {examples:,} examples, or is told at every change.",
+            f"The same examples in another order: in every round, each task has {every} of them. "
+            "MbPA works as before. EWC has to know when a task ends: it assumes an end every "
+            f"{examples:,} examples, or is told of every change.",
         ),
         tables=[
             Table(
@@ -293,7 +293,7 @@ def _drawing(
 def _left_caption(scores: Scores) -> str:
     return (
         "Figure 3, left: mean accuracy on the tasks seen so far. MbPA on the plain MLP with "
-        f"memories of n examples a task, and the baselines; {scores.seeds}."
+        f"memories of n examples per task, and the baselines; {scores.seeds}."
     )
 
 
@@ -306,9 +306,9 @@ def _right_caption(scores: Scores) -> str:
 
 def _sizes_caption(scores: Scores) -> str:
     return (
-        "Left: error after the last task against the examples stored of each task, all methods. "
-        "Right: the same against what a prediction costs, retrieval included, on the device of the "
-        f"run; a point a memory size, larger for larger; {scores.seeds}."
+        "Left: error after the last task against the examples stored per task, all methods. Right: "
+        "the same against the cost of a prediction, including retrieval, on the device of the run; "
+        f"one point per memory size, larger points for larger memories; {scores.seeds}."
     )
 
 
@@ -378,8 +378,8 @@ def _draw_sizes(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
     by_size.set_xticks([], minor=True)
     by_cost.set_xscale("log")
     by_size.set_yscale("log")
-    _finish(by_size, "examples stored of each task", legend=False)
-    _finish(by_cost, "microseconds a prediction", legend=False)
+    _finish(by_size, "examples stored per task", legend=False)
+    _finish(by_cost, "microseconds per prediction", legend=False)
     by_size.set_yticks(ERRORS, [str(error) for error in ERRORS])
     by_size.set_yticks([], minor=True)
     by_size.set_ylabel("error on all tasks (%)")
