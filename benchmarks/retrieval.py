@@ -88,19 +88,19 @@ def recall_lost(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> float:
 
 def measure_repeats(memory: mbpa.Memory, queries: Tensor, k: int) -> float:
     """Return the share of queries for which the first search was not certain."""
-    again, find_unsure_rows = 0, base.find_unsure_rows
+    again, find_unsure = 0, base.find_unsure
 
     def count(*arguments: Any) -> Tensor:
         nonlocal again
-        rows = find_unsure_rows(*arguments)
-        again += len(rows)
-        return rows
+        is_unsure = find_unsure(*arguments)
+        again += int(is_unsure.sum())
+        return is_unsure
 
-    base.find_unsure_rows = count
+    base.find_unsure = count
     try:
         memory.read(queries, k, keys_for=0)
     finally:
-        base.find_unsure_rows = find_unsure_rows
+        base.find_unsure = find_unsure
     return min(1.0, again / len(queries))
 
 

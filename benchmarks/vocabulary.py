@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import mbpa
 from benchmarks.timing import time_in_turns
-from mbpa.adaptation import Engine
+from mbpa import Engine
 
 WINDOW, STRIDE = 1024, 512  # tokens that the model sees; of each window the last are used
 LR = 5.0  # divided by the mean squared norm of states

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
-from mbpa.adaptation import Engine, Problem
+from mbpa import Engine
+from mbpa.adaptation import Problem
 from mbpa.adaptation.active import pack_summary, solve_active, unpack_summary
 from mbpa.adaptation.active_bound import ErrorBound
 from mbpa.adaptation.span import is_span_fused
