@@ -9,11 +9,12 @@ slowly.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -71,6 +72,17 @@ def measure_throughput(device: torch.device) -> Throughput:
     moved = 2 * row.nbytes / _seconds(lambda: row.add_(1), device)
     call = _seconds(lambda: [few.add_(1) for _ in range(100)], device) / 100
     return Throughput(*(2.0 ** round(math.log2(rate)) for rate in (operations, moved, call)))
+
+
+def have_same_bits(some: Tensor, others: Tensor) -> Tensor:
+    """Return whether two tensors of the same shape and dtype hold the same numbers.
+
+    On a CPU this takes as long as reading them once, an eighth of the time of `eq` and `all`.
+    """
+    is_plain = some.is_contiguous() and others.is_contiguous() and some.device.type == "cpu"
+    if _MEMCMP is None or not is_plain:
+        return some.eq(others).all()
+    return torch.tensor(_MEMCMP(some.data_ptr(), others.data_ptr(), some.nbytes) == 0)
 
 
 def takes_kernels(tensor: Tensor) -> bool:
@@ -136,3 +148,15 @@ def _seconds(work: object, device: torch.device) -> float:
             torch.cuda.synchronize(device)
         took.append(time.perf_counter() - start)
     return min(took)
+
+
+def _find_memcmp() -> Callable[[int, int, int], int] | None:
+    try:
+        memcmp = ctypes.CDLL(None).memcmp
+    except (AttributeError, OSError, TypeError):  # not every system offers it in this way
+        return None
+    memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    return memcmp
+
+
+_MEMCMP = _find_memcmp()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mbpa.adaptation.problem import LinearHead
+from mbpa.device import have_same_bits
 from mbpa.memory import Neighbors
 from mbpa.replay import assume, assume_later
 
@@ -196,11 +197,12 @@ class OutputStore:
         """Return whether the table was computed by this head for this revision of the memory."""
         if self._made_by is not None:
             weight, bias, made_at = self._made_by
-            alike = weight.shape == head.weight.shape and (bias is None) == (head.bias is None)
+            alike = (weight.shape, weight.dtype) == (head.weight.shape, head.weight.dtype)
+            alike &= (bias is None) == (head.bias is None)
             if alike and revision == made_at:
-                same = weight.eq(head.weight).all()
+                same = have_same_bits(weight, head.weight)
                 if bias is not None and head.bias is not None:
-                    same &= bias.eq(head.bias).all()
+                    same &= have_same_bits(bias, head.bias)
                 return same
         return torch.zeros((), dtype=torch.bool, device=head.weight.device)
 

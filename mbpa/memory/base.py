@@ -38,6 +38,10 @@ from mbpa.memory.ring import Ints, Ring
 from mbpa.memory.schema import EntryForm
 from mbpa.replay import Replayer, assume, is_replayed
 
+SPARE = 7
+"""Candidates beyond an eighth more than the neighbours wanted. For 50 neighbours and keys of 512
+numbers, torch then measures them in one thread; waking up others would take longer."""
+
 
 class Memory(EntryForm, abc.ABC):
     """Pairs of keys and values in a ring of fixed capacity; safe to use from several threads.
@@ -370,7 +374,7 @@ class Memory(EntryForm, abc.ABC):
         """Rank `reach` candidates per query, in chunks; retry with more where these are too few."""
         width = min(k, len(self))
         stored = len(self) if self._drops_entries else self._ring.used
-        reach = min(stored, max(reach, k + k // 8 + 8))
+        reach = min(stored, max(reach, k + k // 8 + SPARE))
         numbers = 16 * max(reach, self.key_size)  # roughly; `measure_candidates` has its own limit
         rows = max(1, SCRATCH_BYTES // (numbers * self.distance_dtype.itemsize))
         if len(queries) > rows:
