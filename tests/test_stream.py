@@ -65,7 +65,6 @@ def one_by_one(model: mbpa.MbPA, inputs: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(scores)
 
 
-@settings(max_examples=40)
 @given(
     name=st.sampled_from(sorted(PREDICTORS)),
     length=st.integers(1, 30),
@@ -75,7 +74,7 @@ def one_by_one(model: mbpa.MbPA, inputs: Tensor, labels: Tensor) -> Tensor:
     deleted=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_blocks_of_any_size_agree_with_one_by_one(
+def check_blocks_against_one_by_one(
     name: str, length: int, block: int, capacity: int, before: int, deleted: bool, seed: int
 ) -> None:
     models = [make_model(PREDICTORS[name], capacity) for _ in range(2)]
@@ -92,7 +91,11 @@ def test_blocks_of_any_size_agree_with_one_by_one(
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@settings(max_examples=25)
+@pytest.mark.parametrize("examples", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_blocks_of_any_size_agree_with_one_by_one(examples: int) -> None:
+    settings(max_examples=examples)(check_blocks_against_one_by_one)()
+
+
 @given(
     name=st.sampled_from(sorted(PREDICTORS)),
     moment=st.integers(0, 29),
@@ -100,9 +103,7 @@ def test_blocks_of_any_size_agree_with_one_by_one(
     capacity=st.integers(1, 40),
     seed=st.integers(0, 1000),
 )
-def test_shuffling_the_future_leaves_past_scores_unchanged(
-    name: str, moment: int, block: int, capacity: int, seed: int
-) -> None:
+def check_shuffled_future(name: str, moment: int, block: int, capacity: int, seed: int) -> None:
     inputs, labels = stream(30, seed)
     order = torch.cat(
         [
@@ -117,6 +118,11 @@ def test_shuffling_the_future_leaves_past_scores_unchanged(
         make_model(PREDICTORS[name], capacity), inputs[order], other, block=block
     )
     assert torch.equal(scores[:moment], shuffled[:moment])
+
+
+@pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.slow)])
+def test_shuffling_the_future_leaves_past_scores_unchanged(examples: int) -> None:
+    settings(max_examples=examples)(check_shuffled_future)()
 
 
 def test_the_first_item_of_an_empty_memory_gets_the_parametric_score() -> None:

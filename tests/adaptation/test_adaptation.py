@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import oracle
 import pytest
 import torch
+from matrix import combine
 from torch import Tensor, nn
 
 import mbpa
@@ -90,10 +91,16 @@ def paths_for(head: str, rule: mbpa.Rule) -> list[str | None]:
     return paths
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("rule_name", RULES)
-@pytest.mark.parametrize("head_name", HEADS)
+def is_unlike_the_others(head: str, rule: str, loss: str, steps: int) -> bool:
+    if steps == 1:  # where linear heads have one path more, and others none
+        return head == "linear" and rule in ("gradient", "gradient with decay", "momentum")
+    return head in ("linear", "mlp") or loss == "cross_entropy"
+
+
+@pytest.mark.parametrize(
+    ("head_name", "rule_name", "loss", "steps"),
+    combine(HEADS, RULES, LOSSES, (1, 4), keep=is_unlike_the_others),
+)
 def test_every_path_equals_the_loop_in_float64(
     head_name: str, rule_name: str, loss: str, steps: int
 ) -> None:
@@ -113,10 +120,16 @@ def test_every_path_equals_the_loop_in_float64(
         assert (why.change - changes).abs().max() <= 1e-9, path
 
 
-@pytest.mark.parametrize("steps", [1, 7])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("rule_name", ["momentum", "rmsprop", "adam", "user's rule"])
-@pytest.mark.parametrize("head_name", ["linear", "mlp", "conv"])
+@pytest.mark.parametrize(
+    ("head_name", "rule_name", "loss", "steps"),
+    combine(
+        ("linear", "mlp", "conv"),
+        ("momentum", "rmsprop", "adam", "user's rule"),
+        LOSSES,
+        (1, 7),
+        keep=is_unlike_the_others,
+    ),
+)
 def test_float32_is_as_close_to_the_float64_loop_as_a_float32_loop_is(
     head_name: str, rule_name: str, loss: str, steps: int
 ) -> None:

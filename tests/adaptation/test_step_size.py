@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import combine
+from oracle import adapt_one, loss_of_each, nearest
 from torch import Tensor, nn
 
 import mbpa
@@ -19,7 +21,6 @@ from mbpa.adaptation import Problem
 from mbpa.adaptation.engine import SOLVERS
 from mbpa.adaptation.step_size import resolve_step_size
 from mbpa.kernels import neighbor_weights
-from tests.oracle import adapt_one, loss_of_each, nearest
 
 CLASSES, SIZE, ENTRIES, K = 4, 5, 30, 7
 
@@ -116,8 +117,11 @@ def make_model(
 RULES = [mbpa.Gradient("auto", 5), mbpa.Gradient("auto", 3, decay=0.1, momentum=0.5)]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("has_labels", [True, False])
+@pytest.mark.parametrize(
+    ("has_labels", "rule"),
+    combine((True, False), RULES, keep=lambda labels, rule: labels == (rule == RULES[0])),
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("name", "params", "path"),
     [

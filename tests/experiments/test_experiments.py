@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -49,12 +50,6 @@ def in_a_process(code: str, *arguments: object) -> subprocess.CompletedProcess[s
     """Run Python that can import the tests' own experiment."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
-
-
-def mbpa_command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return in_a_process(
-        "import sys, counting; from experiments.cli import main; sys.exit(main())", *arguments
-    )
 
 
 def counted(out: Path, key: str = "smoke", again: bool = False, **changes: object) -> list[Result]:
@@ -319,13 +314,13 @@ workspace = Workspace(Path(sys.argv[1]))
 pause = random.Random(0)
 last, seen = 0, set()
 for kills in range(1000):
-    if kills >= 60 and len(seen) > 20:  # a busy machine saves less between two kills
+    if kills >= 25 and len(seen) > 10:  # a busy machine saves less between two kills
         break
     child = os.fork()
     if child == 0:
         for number in range(last + 1, 10**6):
             workspace.save("state", {"number": number, "x": torch.full((1000,), float(number))})
-    time.sleep(pause.uniform(0, 0.03 * (1 + kills / 60)))
+    time.sleep(pause.uniform(0, 0.03 * (1 + kills / 25)))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     state = workspace.load("state")
@@ -336,7 +331,7 @@ for kills in range(1000):
     assert state["number"] >= last, "older than what was there"
     last = state["number"]
     seen.add(last)
-assert len(seen) > 20, seen
+assert len(seen) > 10, seen
 """
 
 
@@ -439,7 +434,7 @@ def interrupted(out: Path, after: int, monkeypatch, **changes: object) -> None:
             counted(out, **changes)
 
 
-@pytest.mark.parametrize("after", range(8))
+@pytest.mark.parametrize("after", [0, 1, 4, 5, 7])  # of four saves for each of two seeds
 def test_a_run_goes_on_after_any_unit(tmp_path: Path, monkeypatch, after: int) -> None:
     interrupted(tmp_path / "a", after, monkeypatch)
     assert read_results(tmp_path / "a", "counting") == []
@@ -551,14 +546,15 @@ def test_a_run_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path:
     assert "continuing where an interrupted run left off" in done.stdout
 
 
-def test_the_second_of_two_processes_on_one_run_is_refused(tmp_path: Path) -> None:
+def test_the_second_of_two_at_one_run_is_refused(tmp_path: Path, capsys) -> None:
     run = Run(counting.EXPERIMENT, "smoke", counting.CountingConfig(), tmp_path)
     workspace = run.workspace(CPU)
     with workspace.alone():
-        done = mbpa_command("run", "counting", "--preset", "smoke", "--out", tmp_path)
-        assert done.returncode == 2
-        assert len(done.stderr.splitlines()) == 1
-        assert "another process is working on this run" in done.stderr
+        words = ["run", "counting", "--preset", "smoke", "--out", str(tmp_path)]
+        assert cli.main(words) == 2
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) == 1
+        assert "another process is working on this run" in told
         assert len(counted(tmp_path, seeds=(5,))) == 1  # which is another run
     assert len(counted(tmp_path)) == 2
 
@@ -622,14 +618,13 @@ def test_every_preset_can_be_parsed_and_typed_again(name: str, key: str) -> None
     parsed = cli.parse(["run", name, "--preset", key])
     assert isinstance(parsed, cli.Run)
     assert parsed.settings == experiment.presets[key]
-    for other, config in experiment.presets.items():
-        for kind in ("run", "tune"):
-            changed = dataclasses.replace(config, seeds=(3, 5))
-            command = Run(experiment, key, changed, Path("results"), kind).command
-            words = shlex.split(command)[3:]
-            typed = cli.parse(words)
-            assert isinstance(typed, cli.Run)
-            assert typed.settings == changed, (other, command)
+    kinds = dict.fromkeys(experiment.presets, "run") | {key: "tune"}
+    for other, kind in kinds.items():
+        changed = dataclasses.replace(experiment.presets[other], seeds=(3, 5))
+        command = Run(experiment, key, changed, Path("results"), kind).command
+        typed = cli.parse(shlex.split(command)[3:])
+        assert isinstance(typed, cli.Run)
+        assert typed.settings == changed, (other, command)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -807,14 +802,14 @@ def test_errors_are_one_line_that_says_what_to_do(arguments, tmp_path, monkeypat
 
 def test_a_run_prints_its_files_and_a_table_and_says_when_it_has_them(tmp_path, capsys) -> None:
     words = ["run", "counting", "--preset", "smoke", "--units", "3", "--inner.rate", "0.1"]
-    done = mbpa_command(*words, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert cli.main([*words, "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    lines = told.out.splitlines()
     assert re.fullmatch(r"wrote .*/counting/custom-\w+-seed0.json", lines[0])
     assert any(line.startswith("done in ") for line in lines)
     assert lines[4:6] == ["Totals", ""]
     assert lines[-1] == "smoke only tests the code: its numbers mean nothing"
-    assert "6/6" in done.stderr
+    assert "6/6" in told.err
     assert cli.main([*words, "--out", str(tmp_path), "--no-progress"]) == 0
     told = capsys.readouterr()
     assert "--again" in told.out
@@ -902,16 +897,14 @@ def test_a_damaged_result_stops_the_report_and_writes_nothing(tmp_path: Path, ca
     assert files(tmp_path) == before
 
 
-def test_a_report_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
+def test_a_report_without_matplotlib_names_the_extra(tmp_path, monkeypatch, capsys) -> None:
     counted(tmp_path / "results")
-    hide = "import sys; sys.modules['matplotlib'] = None; import counting; "
-    hide += "from experiments.cli import main; "
-    words = ("report", tmp_path / "results", "--no-progress")
-    done = in_a_process(f"{hide} sys.exit(main())", *words)
-    assert done.returncode == 1
-    assert (
-        done.stderr == "experiments: matplotlib is not installed: pip install 'mbpa[experiments]'\n"
-    )
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["report", str(tmp_path / "results"), "--no-progress"]) == 1
+    told = capsys.readouterr().err
+    assert told == "experiments: matplotlib is not installed: pip install 'mbpa[experiments]'\n"
 
 
 def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
@@ -920,6 +913,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.rglob("manifest.json")):
         assert process.poll() is None
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 130, told

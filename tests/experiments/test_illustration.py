@@ -18,6 +18,7 @@ from experiments.workspace import Workspace
 
 METHODS = ("parametric", "attention", "MbPA")
 SMOKE = EXPERIMENT.presets["smoke"]
+TINY = replace(SMOKE, mbpa_steps=5, queries=20, figure_points=11)
 
 
 def context(folder: Path) -> Context:
@@ -40,7 +41,7 @@ def points(records: list[Record], method: str, name: str) -> dict[float, float]:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[int | None, list[Record]]:
-    config = replace(EXPERIMENT.presets["quick"], seeds=(0, 1, 2, 3, 4))
+    config = replace(EXPERIMENT.presets["quick"], seeds=(0, 1, 2))
     return illustration.run(config, context(tmp_path_factory.mktemp("work")))
 
 
@@ -96,18 +97,18 @@ def test_far_from_the_query_its_adapted_network_is_not_what_others_get(records) 
 
 def test_the_same_seed_gives_the_same_records_and_disturbs_no_random_numbers(tmp_path) -> None:
     torch.manual_seed(5)
-    first = illustration.run(SMOKE, context(tmp_path / "a"))
+    first = illustration.run(TINY, context(tmp_path / "a"))
     drawn = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(torch.rand(3), drawn)
-    assert illustration.run(SMOKE, context(tmp_path / "b")) == first
-    other = illustration.run(replace(SMOKE, seeds=(1, 0)), context(tmp_path / "c"))
+    assert illustration.run(TINY, context(tmp_path / "b")) == first
+    other = illustration.run(replace(TINY, seeds=(1, 0)), context(tmp_path / "c"))
     assert other[0] == first[0]
     assert error(other[1], "MbPA") != error(first[0], "MbPA")
 
 
 def test_seeds_that_are_done_are_not_done_again(tmp_path, monkeypatch) -> None:
-    config = replace(SMOKE, seeds=(0, 1))
+    config = replace(TINY, seeds=(0, 1))
     first = illustration.run(config, context(tmp_path))
     monkeypatch.setattr(illustration, "_measure_seed", lambda *_: pytest.fail("it was done"))
     assert illustration.run(config, context(tmp_path)) == first
@@ -167,7 +168,7 @@ def test_the_report_is_drawn_from_results_alone(tmp_path, monkeypatch, capsys) -
 
 
 def test_without_the_seed_of_the_figure_there_is_a_table_alone(tmp_path) -> None:
-    found = illustration.run(replace(SMOKE, seeds=(7,)), context(tmp_path))
+    found = illustration.run(replace(TINY, seeds=(7,)), context(tmp_path))
     result = Result("illustration", "smoke", 7, {"queries": 50}, {}, 1.0, "mbpa", found[7])
     (section,) = EXPERIMENT.sections([result])
     assert not section.figures

@@ -50,7 +50,7 @@ from experiments.results import Record, Result
 from experiments.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
-SMOKE = PRESETS["smoke"]
+SMOKE = replace(PRESETS["smoke"], pretraining=replace(PRESETS["smoke"].pretraining, width=2))
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def test_other_experiments_have_the_same_features(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(task_module, "pretrain", None)
-    config = experiment.presets["smoke"]
+    config = replace(experiment.presets["smoke"], pretraining=SMOKE.pretraining)
     (records,) = experiment.run(config, replace(context, workspace=Workspace(tmp_path))).values()
     assert {r["split"] for r in records} == {1}
     if experiment is NEIGHBOURHOODS:

@@ -354,8 +354,8 @@ def _system_calls_can_fail() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("full", "flush", "kill", "short"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("once", "dead")),
+        *("full", "flush", "kill"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("short", "once", "dead")),
     ],
 )
 def test_any_system_call_may_fail(place: Path, kind: str) -> None:
