@@ -30,6 +30,19 @@ LOWEST_INPUT, HIGHEST_INPUT = -2.0, 2.0
 """Range of points and queries."""
 TUNING_SEEDS = 1_000
 """Added to the seeds when hyper-parameters are chosen, for other points and other networks."""
+GRIDS: dict[str, Grid] = {
+    "attention": {
+        "attention_k": (1, 2, 3, 5, 8),
+        "attention_bandwidth": (0.03, 0.05, 0.1, 0.2, 0.4),
+    },
+    "MbPA": {
+        "mbpa_k": (3, 5, 8),
+        "mbpa_bandwidth": (0.05, 0.1, 0.2),
+        "mbpa_lr": (0.02, 0.05, 0.1),
+        "mbpa_steps": (10, 100),  # three times as many gain one percent
+    },
+}
+"""Values that `tune` tries, by field of the config."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +128,15 @@ def run(config: IllustrationConfig, context: Context) -> BySeed:
 
 
 @use_one_thread()
-def tune(config: IllustrationConfig, context: Context) -> BySeed:
+def tune(
+    config: IllustrationConfig, context: Context, *, grids: Mapping[str, Grid] = GRIDS
+) -> BySeed:
     """Score every setting of the grids at other points than those of `run`, and choose the best."""
     seeds = tuple(seed + TUNING_SEEDS for seed in config.seeds)
     scenes = [_Scene.draw(config, seed, context.device) for seed in seeds]
     kept = context.workspace.load("errors")
     errors: list[float] = kept["errors"] if kept else []
-    tried = [(method, setting) for method in GRIDS for setting in expand_grid(GRIDS[method])]
+    tried = [(method, setting) for method in grids for setting in expand_grid(grids[method])]
     with context.bar(len(tried), "searching", "settings", initial=len(errors)) as bar:
         for method, setting in tried[len(errors) :]:
             predictor = replace(config, **setting).predictors()[method]
@@ -129,7 +144,7 @@ def tune(config: IllustrationConfig, context: Context) -> BySeed:
             context.workspace.save("errors", {"errors": errors})
             bar.update()
     records: list[Record] = []
-    for method in GRIDS:
+    for method in grids:
         found = [(e, s) for e, (m, s) in zip(errors, tried, strict=True) if m == method]
         records += [
             {
@@ -146,21 +161,6 @@ def tune(config: IllustrationConfig, context: Context) -> BySeed:
             for name, value in best.items()
         ]
     return {None: records}
-
-
-GRIDS: dict[str, Grid] = {
-    "attention": {
-        "attention_k": (1, 2, 3, 5, 8),
-        "attention_bandwidth": (0.03, 0.05, 0.1, 0.2, 0.4),
-    },
-    "MbPA": {
-        "mbpa_k": (3, 5, 8),
-        "mbpa_bandwidth": (0.05, 0.1, 0.2),
-        "mbpa_lr": (0.02, 0.05, 0.1),
-        "mbpa_steps": (10, 100),  # three times as many gain one percent
-    },
-}
-"""Values that `tune` tries, by field of the config."""
 
 
 # One repetition

@@ -79,14 +79,17 @@ def evaluate(
     context: Context,
     seed: int,
     moments: dict[str, Any] | None = None,
+    *,
+    tokens_per_save: int = TOKENS_PER_SAVE,
 ) -> list[Record]:
     """Return the perplexities of all methods on both texts, and the other records of the report.
 
     Args:
         moments: the `state_dict()` of the Adam that trained the model, if it was kept.
+        tokens_per_save: tokens of dynamic evaluation between two saves.
     """
     texts = {
-        split: Text(model, corpus, config, context, seed, split, moments)
+        split: Text(model, corpus, config, context, seed, split, moments, tokens_per_save)
         for split in ("valid", "test")
     }
     tried = {ALL: config.dynamic.on_top, ADAM: config.dynamic.adam_lr > 0}
@@ -167,6 +170,7 @@ class Text:
     seed: int
     split: str
     moments: dict[str, Any] | None = None
+    tokens_per_save: int = TOKENS_PER_SAVE
 
     @cached_property
     def tokens(self) -> Int[Tensor, "T"]:
@@ -302,7 +306,7 @@ class Text:
             read = {each: tensor.to(device) for each, tensor in kept["read"].items()}
             done = len(read["own"])
             network.resume(kept["network"], Passage(read["keys"], self.tokens[:done], read["own"]))
-        piece = max(1, TOKENS_PER_SAVE // config.dynamic.segment) * config.dynamic.segment
+        piece = max(1, self.tokens_per_save // config.dynamic.segment) * config.dynamic.segment
         for start in range(len(read["own"]), len(inputs), piece):
             part = slice(start, start + piece)
             found = network.read(inputs[part], self.tokens[part])

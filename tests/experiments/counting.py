@@ -1,15 +1,16 @@
-"""An experiment for the tests of the frame: several units of work, each depends on all before."""
+"""An experiment for the tests of running: units of work, each of which depends on those before."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from experiments import EXPERIMENTS
+from experiments.errors import ExperimentError
 from experiments.experiment import BySeed, Context, Experiment
 from experiments.results import Result
 from experiments.sections import Figure, Section, Table
@@ -28,14 +29,14 @@ class Inner:
 
 @dataclass(frozen=True)
 class CountingConfig:
-    """What the tests change."""
+    """Settings that the tests change."""
 
     seeds: tuple[int, ...] = (0, 1)
     """One count each."""
     units: int = 4
-    """Of work."""
+    """Number of units of work."""
     pause: float = 0.0
-    """In each unit."""
+    """Seconds of sleep per unit."""
     loud: bool = False
     inner: Inner = field(default_factory=Inner)
 
@@ -95,3 +96,10 @@ EXPERIMENT = Experiment(
     sections=sections,
     tune=tune,
 )
+
+
+def fail(config: CountingConfig, context: Context) -> BySeed:
+    raise ExperimentError("it cannot be")
+
+
+FAILING = replace(EXPERIMENT, name="failing", run=fail)

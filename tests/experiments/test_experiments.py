@@ -22,7 +22,7 @@ import torch
 from experiments import EXPERIMENTS, cli, running
 from experiments.data import SETS
 from experiments.errors import ExperimentError
-from experiments.experiment import BySeed, Context, find, preset
+from experiments.experiment import Context, find, preset
 from experiments.report import write_report
 from experiments.results import (
     Result,
@@ -936,11 +936,6 @@ def test_the_name_of_an_experiment_may_follow_the_general_options() -> None:
 def test_all_experiments_of_a_preset_are_reproduced_though_one_fails(
     tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    def fail(config: object, context: object) -> BySeed:
-        raise ExperimentError("it cannot be")
-
-    failing = dataclasses.replace(counting.EXPERIMENT, name="failing", run=fail)
-    monkeypatch.setattr(counting, "FAILING", failing, raising=False)
     places = {"failing": "counting:FAILING", "counting": "counting:EXPERIMENT"}
     for name in list(EXPERIMENTS):
         monkeypatch.delitem(EXPERIMENTS, name)

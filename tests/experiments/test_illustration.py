@@ -119,10 +119,9 @@ def test_the_search_tries_every_setting_and_goes_on_where_it_was(tmp_path, monke
         "attention": {"attention_k": (1, 5)},
         "MbPA": {"mbpa_lr": (0.05, 5.0), "mbpa_steps": (1, 5)},
     }
-    monkeypatch.setattr(illustration, "GRIDS", grids)
-    found = illustration.tune(SMOKE, context(tmp_path))[None]
+    found = illustration.tune(SMOKE, context(tmp_path), grids=grids)[None]
     monkeypatch.setattr(illustration._Scene, "error", lambda *_: pytest.fail("it was done"))
-    assert illustration.tune(SMOKE, context(tmp_path))[None] == found
+    assert illustration.tune(SMOKE, context(tmp_path), grids=grids)[None] == found
     tried = [r for r in found if r["name"] == "mean_squared_error"]
     assert len(tried) == 6
     chosen = {r["setting"]: r["value"] for r in found if r["name"] == "chosen"}

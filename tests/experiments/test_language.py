@@ -553,14 +553,11 @@ def test_an_evaluation_that_is_killed_again_and_again_ends_with_the_same(
     corpus: Corpus,
     records: list[Record],
     folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluation, "TOKENS_PER_SAVE", 45)
-
     def work() -> list[Record]:
         context = context_in(folder, "killed", Fragile)
         with context.workspace.alone():
-            return evaluate(model, corpus, CONFIG, context, 0)
+            return evaluate(model, corpus, CONFIG, context, 0, tokens_per_save=45)
 
     found, deaths = until_it_ends(work)
     assert deaths > 5
