@@ -24,7 +24,11 @@ from beartype import BeartypeConf, FrozenDict, beartype
 
 # As mypy reads them: an int will do for a float. `Self` is beyond beartype in a decorated method.
 with_beartype = beartype(
-    conf=BeartypeConf(is_pep484_tower=True, hint_overrides=FrozenDict({Self: Any}))
+    conf=BeartypeConf(
+        is_pep484_tower=True,
+        hint_overrides=FrozenDict({Self: Any}),
+        violation_type=jaxtyping.TypeCheckError,
+    )
 )
 checkers: dict[tuple[object, ...], Callable[..., Any]] = {}
 

@@ -18,7 +18,7 @@ METHODS = ["parametric", "kernel vote", "mixture", "MbPA"]
 @pytest.fixture(scope="module")
 def default_result() -> DigitsResult:
     """The result of fewer repetitions than `mbpa demo` makes, which would take a minute here."""
-    return digits.run(DigitsConfig(seeds=tuple(range(4))), progress=False)
+    return digits.run(DigitsConfig(seeds=tuple(range(3))), progress=False)
 
 
 @pytest.fixture(scope="module")

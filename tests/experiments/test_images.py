@@ -158,9 +158,9 @@ def test_where_it_is_tested_does_not_change_what_is_learnt(task: ImageTask) -> N
 
 def test_other_splits_know_other_classes(context: Context, tmp_path: Path) -> None:
     context = replace(context, workspace=Workspace(tmp_path))  # with other networks
-    config = replace(SMOKE, classes=4, pretraining=replace(SMOKE.pretraining, epochs=0))
+    config = replace(SMOKE, classes=2, pretraining=replace(SMOKE.pretraining, epochs=0, batch=50))
     splits = [make_image_task(config, context, seed).classes for seed in range(3)]
-    assert len({tuple(sorted(split[:2].tolist())) for split in splits}) > 1
+    assert len({tuple(sorted(split[:1].tolist())) for split in splits}) > 1
     assert len({tuple(sorted(split.tolist())) for split in splits}) == 1
 
 

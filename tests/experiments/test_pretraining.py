@@ -310,7 +310,7 @@ def test_it_learns_on_a_gpu_in_half_precision_and_goes_on(tmp_path: Path) -> Non
 def whole(tmp_path_factory: pytest.TempPathFactory) -> ResNet:
     """A network whose training was never interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    return pretrain(FIVE_EPOCHS, pictures(), 2, 3, context(folder), "split")
+    return pretrain(FIVE_EPOCHS, pictures(48), 2, 3, context(folder), "split")
 
 
 @pytest.mark.parametrize(
@@ -335,8 +335,8 @@ def test_training_goes_on_where_it_was_last_saved(
 
     monkeypatch.setattr(pretraining, "_epoch", watched)
     with pytest.raises(KeyboardInterrupt):
-        pretrain(FIVE_EPOCHS, pictures(), 2, 3, context(tmp_path / "cut"), "split", seconds)
-    resumed = pretrain(FIVE_EPOCHS, pictures(), 2, 3, context(tmp_path / "cut"), "split", seconds)
+        pretrain(FIVE_EPOCHS, pictures(48), 2, 3, context(tmp_path / "cut"), "split", seconds)
+    resumed = pretrain(FIVE_EPOCHS, pictures(48), 2, 3, context(tmp_path / "cut"), "split", seconds)
     assert epochs == expected
     for mine, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, theirs)
