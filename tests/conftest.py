@@ -127,7 +127,7 @@ hypothesis.settings.load_profile("mbpa")
 
 @pytest.fixture(autouse=True)
 def _one_seed_for_every_test() -> None:
-    """What a test draws must not depend on the tests that ran before it in the same worker."""
+    """Keep random numbers of a test independent of the tests before it in the same worker."""
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
@@ -135,7 +135,7 @@ def _one_seed_for_every_test() -> None:
 
 @pytest.fixture
 def unchecked_annotations() -> Iterator[None]:
-    """For arguments that break an annotation: the library itself must refuse them."""
+    """Switch the checks off, for arguments that the library itself must refuse."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

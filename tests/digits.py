@@ -16,7 +16,7 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 
 def write_digits(folder: Path, each: int, first: int = 0) -> dict[str, list[Path]]:
-    """Some of each digit, in a folder of its name; skips where there is no MNIST."""
+    """Write some images of each digit to a folder of its name; skip the test without MNIST."""
     from PIL import Image
 
     images, labels = _array("images", 16).reshape(-1, 28, 28), _array("labels", 8)

@@ -24,7 +24,7 @@ LONG = os.environ.get("MBPA_LONG") == "1"
 def draw_cases(
     schema: schemathesis.BaseSchema, skipped: Container[str] = ()
 ) -> Counter[tuple[str, int]]:
-    """Sends them, checks what comes back, and counts them by path and status."""
+    """Sends requests, checks the answers, and counts them by path and status."""
     settings = hypothesis.settings(
         max_examples=300 if LONG else 10,
         derandomize=not LONG,  # so few need not hold a good one of every kind

@@ -90,7 +90,7 @@ def assert_same(left, right):
 
 
 def leftovers(directory):
-    """Files in ``directory`` that belong to no whole checkpoint."""
+    """Return the files in ``directory`` that belong to no complete checkpoint."""
     expected = {"manifest.json", ".lock"}
     with contextlib.suppress(FileNotFoundError):
         manifest = json.loads((directory / "manifest.json").read_text())
@@ -103,7 +103,7 @@ def payloads(directory):
 
 
 def rewrite(directory, edit):
-    """Edit the manifest and give it a right checksum again: what a forger would do."""
+    """Edit the manifest and correct its checksum, as a forger would."""
     path = directory / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
@@ -114,7 +114,7 @@ def rewrite(directory, edit):
 
 
 def replace_payload(directory, group, data):
-    """Put ``data`` in the place of a payload, with every name and checksum right."""
+    """Replace a payload by ``data``, with the right name and checksum."""
     digest = hashlib.sha256(data).hexdigest()
     name = f"{group}-{digest[:16]}.safetensors"
     (directory / name).write_bytes(data)

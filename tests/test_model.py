@@ -58,7 +58,7 @@ def test_inputs_and_keys_give_the_same_answer() -> None:
     assert torch.equal(model(inputs), model(keys=model.embed(inputs)))
 
 
-def test_any_leading_dimensions() -> None:
+def test_queries_may_have_any_leading_dimensions() -> None:
     model = mbpa.MbPA(
         head=nn.Linear(D, CLASSES),
         memory=mbpa.ExactMemory(100, D),

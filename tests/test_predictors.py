@@ -27,7 +27,7 @@ def model_with(
 
 
 def votes(model: mbpa.MbPA, queries: Tensor, k: int, kernel: object) -> Tensor:
-    """Vote by vote, entry by entry."""
+    """Count the votes entry by entry."""
     entries = model.memory.entries()
     shares = torch.zeros(len(queries), CLASSES).double()
     for row, query in enumerate(queries):

@@ -1,4 +1,4 @@
-"""What the documents show is run: every Python block, and every path and command they name."""
+"""Everything in the documents works: each Python block, path and command."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_blocks_see_what_a_memory_of_half_precision_would_have_stored(dtype: tor
 
 
 def one_by_one(model: mbpa.MbPA, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Predict, then write, through the plain interface."""
+    """Predict and then write each item through the public interface."""
     scores = []
     for x, y in zip(inputs, labels, strict=True):
         scores.append(model(x[None])[0, y])

@@ -1,4 +1,4 @@
-"""What the paper proves or claims about the method, held against the implementation."""
+"""What the paper proves or claims about the method holds for the implementation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def heads() -> dict[str, nn.Module]:
 
 
 class Constant(nn.Module):
-    """A head that says the same of every key."""
+    """A head with the same output for every key."""
 
     def __init__(self, outputs: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tuning: what it says of a predictor is what the predictor does, and no entry sees itself."""
+"""Tuning scores a predictor as it will perform, and no entry sees itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_model(
 
 
 def predictions_without(model: mbpa.MbPA, predictor: mbpa.Predictor) -> Tensor:
-    """For each entry: a memory that never had it."""
+    """Predict each entry with a memory that never held it."""
     ids, keys, values = model.memory.entries()
     found = []
     for place in range(len(ids)):
@@ -156,8 +156,8 @@ def test_bandwidths_are_in_units_of_the_distance_to_the_nearest_entry() -> None:
     assert kernel.bandwidth == pytest.approx(0.5 * float(distances.amin(1).mean()), rel=1e-9)
 
 
-def test_that_unit_is_of_all_queries_however_many_there_are() -> None:
-    """In the order in which they were written: near ones first, or far ones."""
+def test_that_unit_is_measured_on_all_queries_however_many_there_are() -> None:
+    """Entries are written near ones first, or far ones first."""
     draws = torch.Generator().manual_seed(0)
     near, far = (s * torch.randn(300, 4, generator=draws).double() for s in (0.01, 10.0))
     found = []
@@ -217,7 +217,7 @@ def test_some_entries_are_drawn_by_the_seed() -> None:
     assert mbpa.tune(model, candidates=grid, queries=10).queries == 10
 
 
-def test_labels_count_the_same_where_they_are_to() -> None:
+def test_labels_count_equally_if_asked_for() -> None:
     model = make_model(30)
     model.write(torch.randn(3, 4).double(), torch.tensor([0, 0, 0]))
     found = leave_one_out(model)
@@ -242,7 +242,7 @@ def test_a_balanced_draw_takes_of_each_label_as_many_as_it_can() -> None:
 
 
 def test_wrong_labels_are_the_least_probable() -> None:
-    """What the list of probably mislabelled examples lives on."""
+    """The list of probably mislabelled examples depends on this."""
     torch.manual_seed(0)
     centers = 6 * torch.eye(3)
     labels = torch.arange(3).repeat(20)

@@ -437,7 +437,7 @@ def test_all_paths_of_a_half_precision_head_agree() -> None:
     assert all((answer - answers[0]).abs().max() <= 1e-5 for answer in answers)
 
 
-def test_what_a_broken_head_once_said_does_not_linger() -> None:
+def test_outputs_of_a_broken_head_do_not_linger() -> None:
     head, _ = make_head("linear")
     keys, values, queries = data((6,), "cross_entropy", torch.float32)
     model = make_model(head, keys, values, mbpa.Gradient(0.1), engine=mbpa.Engine(path="one step"))

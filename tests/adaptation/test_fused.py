@@ -1,4 +1,4 @@
-"""The Triton kernels give what the torch forms give; on a GPU, or else in Triton's interpreter."""
+"""The Triton kernels agree with plain torch; on a GPU, or otherwise in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mbpa.modules.head import own_precision
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A device on which kernels run."""
+    """The name of a device on which kernels run."""
     if not torch.cuda.is_available():
         pytest.importorskip("triton")
         monkeypatch.setenv("MBPA_TRITON", "1")
@@ -72,7 +72,7 @@ def make_problem(
 
 
 def in_tables(problem: Problem) -> StoredOutputs:
-    """The neighbours' outputs in a table with room to spare, some of them not written yet."""
+    """Return the neighbours' outputs as a padded table, with two rows that are not written yet."""
     assert problem.linear is not None
     outputs = problem.linear(problem.keys).flatten(0, 1)
     table = torch.zeros(len(outputs) - 2, 16 * math.ceil(outputs.shape[1] / 16)).to(outputs)
@@ -84,7 +84,7 @@ def in_tables(problem: Problem) -> StoredOutputs:
 
 
 def wide(problem: Problem) -> Problem:
-    """The same in float64, which no kernel takes."""
+    """Return the same problem in float64, which no kernel takes."""
     tensors = {
         name: getattr(problem, name).double() for name in ("queries", "outputs", "keys", "weights")
     }
@@ -114,7 +114,9 @@ def difference(outputs: Tensor, expected: Tensor) -> float:
         ),
     ],
 )
-def test_the_span_step(device: str, k: int, classes: int, steps: int, decay: float) -> None:
+def test_span_steps_equal_torch(
+    device: str, k: int, classes: int, steps: int, decay: float
+) -> None:
     problem = make_problem(device, mbpa.Gradient(0.5, steps, decay), k=k, classes=classes)
     assert is_span_fused(problem)
     expected = solve_span(wide(problem), None, False)[0]
@@ -125,7 +127,7 @@ def test_the_span_step(device: str, k: int, classes: int, steps: int, decay: flo
 
 @pytest.mark.parametrize("adapting", [("weight",), ("bias",)])
 @pytest.mark.parametrize("classes", [20, 130])
-def test_the_span_step_of_some_parameters(
+def test_span_steps_of_some_parameters_equal_torch(
     device: str, adapting: tuple[str, ...], classes: int
 ) -> None:
     rule = mbpa.Gradient(0.5, 3)
@@ -138,8 +140,8 @@ def test_the_span_step_of_some_parameters(
 
 @pytest.mark.parametrize("classes", [20, 130])
 @pytest.mark.parametrize("scale", [1e-3, 6.0, 30.0])
-def test_steep_and_flat_steps(device: str, scale: float, classes: int) -> None:
-    """Outputs that move by hundreds in a step need new peaks, tiny keys a scale of their own."""
+def test_steep_and_flat_steps_equal_torch(device: str, scale: float, classes: int) -> None:
+    """Outputs may move by hundreds in a step, so peaks are found anew; tiny keys are rescaled."""
     rule = mbpa.Gradient(1.0, 3, 0.1)
     problem = make_problem(device, rule, k=6, classes=classes, scale=scale)
     expected = solve_span(wide(problem), None, False)[0]
@@ -148,7 +150,7 @@ def test_steep_and_flat_steps(device: str, scale: float, classes: int) -> None:
 
 
 @pytest.mark.parametrize("k", [6, 150])
-def test_queries_far_longer_than_their_neighbours(device: str, k: int) -> None:
+def test_queries_far_longer_than_their_neighbours_lose_no_precision(device: str, k: int) -> None:
     problem = make_problem(device, mbpa.Gradient(0.01, 3), k=k, classes=20)
     problem = replace(problem, queries=30 * problem.queries)
     problem = replace(problem, outputs=problem.head(problem.queries))
@@ -157,7 +159,7 @@ def test_queries_far_longer_than_their_neighbours(device: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("classes", [20, 130])
-def test_nothing_to_multiply(device: str, classes: int) -> None:
+def test_keys_of_zero_change_nothing(device: str, classes: int) -> None:
     rule = mbpa.Gradient(0.5, 3)
     problem = make_problem(device, rule, k=6, classes=classes, adapting=("weight",), scale=0.0)
     assert difference(solve_span(problem, None, False)[0], problem.outputs.double()) < 1e-6
@@ -177,7 +179,9 @@ def test_classes_that_are_ruled_out_stay_so(device: str, decay: float) -> None:
 
 @pytest.mark.parametrize("classes", [20, 600])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_one_step_from_kept_rows(device: str, classes: int, dtype: torch.dtype) -> None:
+def test_one_step_from_stored_rows_equals_torch(
+    device: str, classes: int, dtype: torch.dtype
+) -> None:
     problem = make_problem(device, mbpa.Gradient(0.5), k=7, classes=classes)
     rows = in_tables(problem)
     tables = [part.softmax(-1).to(dtype) for part in (rows.table, rows.unwritten)]
@@ -187,7 +191,7 @@ def test_one_step_from_kept_rows(device: str, classes: int, dtype: torch.dtype) 
 
 
 def begun_with(problem: Problem, first: int) -> Problem:
-    """The same with another order of the neighbours, and so of all sums over them."""
+    """Return the problem with its neighbours rotated, which changes the order of all sums."""
     names = "keys", "values", "weights", "dots"
     given = {name: getattr(problem, name) for name in names}
     return replace(
@@ -212,7 +216,7 @@ RULES = {
         keep=lambda sizes, rule: sizes == (5, 9, 20, True) or rule in ("rmsprop", "adam"),
     ),
 )
-def test_elementwise_rules(
+def test_elementwise_rules_equal_torch(
     device: str, sizes: tuple[int, int, int, bool], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     k, size, classes, bias = sizes
@@ -248,7 +252,7 @@ def test_elementwise_rules(
         keep=lambda shape, adapting: shape[1] == 7 or adapting in ("all", "biases"),
     ),
 )
-def test_an_mlp(
+def test_mlp_steps_equal_torch(
     device: str,
     shape: tuple[tuple[int, ...], int, int],
     adapting: str,
@@ -370,7 +374,7 @@ def test_a_large_memory_is_searched_coarsely(device: str, monkeypatch: pytest.Mo
     assert torch.allclose(found.distances, distances.flip(1).gather(1, newest_first), rtol=1e-5)
 
 
-def test_coarse_search_steps_aside_for_keys_beyond_the_scale_of_the_first(device: str) -> None:
+def test_coarse_search_is_not_used_for_keys_beyond_the_scale_of_the_first(device: str) -> None:
     keys = torch.cat([1e-4 * torch.randn(300, 5), 1e4 * torch.randn(300, 5)]).to(device)
     keys[0] = 0
     coarse, slots = CoarseKeys(keys), torch.arange(600, device=device)
@@ -379,7 +383,7 @@ def test_coarse_search_steps_aside_for_keys_beyond_the_scale_of_the_first(device
         assert coarse.can_find(4, two_stage.MIN_KEYS) == can_find
 
 
-def test_kernels_are_forgone_on_request(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_kernels_can_be_disabled(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     assert runs_kernels(torch.device(device))
     monkeypatch.setenv("MBPA_TRITON", "0")
     assert not runs_kernels(torch.device(device))

@@ -169,7 +169,7 @@ def test_many_more_neighbours_than_dimensions_lose_no_precision(prior: float) ->
 
 
 @pytest.mark.parametrize("prior", [1e-6, 1e-4])
-def test_what_is_almost_certain_is_still_told_apart_in_single_precision(prior: float) -> None:
+def test_nearly_certain_outputs_are_still_distinguished_in_single_precision(prior: float) -> None:
     """One class all around: the weaker the prior, the nearer 1 comes its probability."""
     task = Task(queries=3, dtype=SINGLE)
     task.values = torch.zeros_like(task.values)
@@ -388,7 +388,7 @@ def test_it_takes_no_steps_so_it_is_no_rule() -> None:
         mbpa.testing.check_rule(mbpa.MAP(0.1))
 
 
-def test_too_few_steps_are_told() -> None:
+def test_too_few_steps_are_reported() -> None:
     task = Task(scale=5.0)
     with pytest.warns(UserWarning, match=r"after 2 steps \d of 5 queries are not certain"):
         task.model(mbpa.MAP(1e-3, most_steps=2))(task.queries)

@@ -19,7 +19,7 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return benchmarks.main()
 
 
-def test_a_name_that_there_is_not_is_an_error_that_names_those_there_are(
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -46,7 +46,7 @@ def test_only_what_is_asked_for_is_measured(
     assert "random keys" in (tmp_path / "out.json").read_text()
 
 
-def test_the_document_uses_names_that_there_are() -> None:
+def test_the_document_uses_existing_names() -> None:
     page = (ROOT / "docs" / "engine.md").read_text("utf-8")
     asked = re.findall(r'`--only (?:"(.+?)"|(\w+))`', page)
     assert len(asked) == 2

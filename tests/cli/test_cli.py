@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in a process of its own, or `main` where that suffices."""
+"""The command line as users see it: through `main`, or in a process of its own where it matters."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ def test_an_empty_token_is_refused(command, tmp_path, capsys):
     assert "--token must not be empty" in capsys.readouterr().err
 
 
-def test_a_file_is_no_run(tmp_path, capsys):
+def test_a_file_is_refused_as_a_run(tmp_path, capsys):
     (tmp_path / "intents.csv").write_text("text,label\n")
     assert cli.main(["serve", str(tmp_path / "intents.csv")]) == 2
     assert "intents.csv is not a run" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_demo_prints_a_table_and_says_where_its_files_are(tmp_path, capsys):
     assert "400/400" in printed.err
 
 
-def test_an_out_that_is_a_file_is_one_clear_line(tmp_path, capsys):
+def test_an_out_that_is_a_file_gives_a_one_line_error(tmp_path, capsys):
     (tmp_path / "demo").write_text("mine")
     assert cli.main(["demo", "--out", str(tmp_path / "demo")]) == 2
     printed = capsys.readouterr()
@@ -111,7 +111,7 @@ def test_an_out_that_is_a_file_is_one_clear_line(tmp_path, capsys):
     assert (tmp_path / "demo").read_text() == "mine"
 
 
-def test_an_out_below_a_file_is_one_clear_line(tmp_path, capsys):
+def test_an_out_below_a_file_gives_a_one_line_error(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "demo")]) == 2
     printed = capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_an_out_below_a_file_is_one_clear_line(tmp_path, capsys):
     ("module", "package"),
     [("sklearn.datasets", "scikit-learn"), ("matplotlib.figure", "matplotlib")],
 )
-def test_a_missing_package_is_one_line_that_names_the_extra(
+def test_a_missing_package_gives_one_line_that_names_the_extra(
     module, package, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, module, None)
@@ -145,12 +145,12 @@ class Resumable(Interrupted):
     ("command", "said"),
     [(Interrupted(), "interrupted"), (Resumable(), "interrupted; run it again")],
 )
-def test_an_interrupt_is_one_line(command, said, capsys):
+def test_an_interrupt_prints_one_line(command, said, capsys):
     assert run_command(lambda: command, program="mbpa") == 130
     assert capsys.readouterr().err == f"mbpa: {said}\n"
 
 
-def test_a_reader_that_has_had_enough_is_no_error() -> None:
+def test_closing_the_output_early_is_no_error() -> None:
     command = [sys.executable, "-m", "mbpa.cli", "--help"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()

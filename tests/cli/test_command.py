@@ -1,4 +1,4 @@
-"""The command before the package is there."""
+"""The command while the package is still being imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STARTED = "import mbpa_command, sys; print('here', flush=True); sys.exit(mbpa_co
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.4])
-def test_an_interrupt_is_one_line_even_while_torch_is_imported(seconds: float) -> None:
+def test_an_interrupt_prints_one_line_even_while_torch_is_imported(seconds: float) -> None:
     command = [sys.executable, "-c", STARTED, "serve", "nowhere"]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout is not None

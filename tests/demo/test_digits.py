@@ -1,4 +1,4 @@
-"""The demo's experiment, small and as it is by default; its claims hold on the test images."""
+"""The demo's experiment: a small one, and the default one, whose claims hold on test images."""
 
 import json
 import statistics
@@ -17,7 +17,7 @@ METHODS = ["parametric", "kernel vote", "mixture", "MbPA"]
 
 @pytest.fixture(scope="module")
 def default_result() -> DigitsResult:
-    """The result of fewer repetitions than `mbpa demo` makes, which would take a minute here."""
+    """The result of fewer repetitions than `mbpa demo` makes, which would take too long here."""
     return digits.run(DigitsConfig(seeds=tuple(range(3))), progress=False)
 
 

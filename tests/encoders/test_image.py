@@ -42,7 +42,7 @@ def noise(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(28, 28), (5, 9, 3), (128, 128, 3), (1, 1)])
-def test_of_a_small_picture_nothing_is_lost(shape):
+def test_a_small_picture_is_stored_without_loss(shape):
     pixels = noise(*shape)
     first = standardize(file_of(Image.fromarray(pixels)))
     assert np.array_equal(np.asarray(open_picture(first)), pixels)
@@ -153,7 +153,7 @@ def test_a_transparent_colour_becomes_white_at_any_depth(bits, colours, row, col
     assert [found.getpixel((0, 0)), found.getpixel((1, 0))] == [255, 0]
 
 
-def test_of_a_moving_picture_the_first_counts():
+def test_the_first_frame_of_an_animation_counts():
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     data = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert open_picture(standardize(data)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
@@ -189,7 +189,7 @@ def test_a_bomb_is_refused_before_it_bursts(side, why):
     ],
     ids=["nothing", "text", "SVG", "PDF", "TIFF"],
 )
-def test_what_is_no_picture_is_refused_in_a_line(data):
+def test_files_that_are_no_pictures_are_refused_in_one_line(data):
     with pytest.raises(PictureError, match="must be a PNG, JPEG, WEBP, GIF or BMP file"):
         standardize(data)
     assert pictures.count_pixels(data) == 0
@@ -218,7 +218,7 @@ def test_damage_is_refused_or_survived_and_nothing_else(format):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_is_kept_is_as_it_is_kept(seed):
+def test_standardized_pictures_are_in_the_stored_form(seed):
     chance = np.random.default_rng(seed)
     width, height = chance.choice([1, 2, 7, 31, 100, 128, 129, 300, 512, 700], 2).tolist()
     mode = chance.choice(["1", "L", "P", "RGB", "RGBA", "LA", "CMYK"]).item()
@@ -316,7 +316,7 @@ def make_tampered_files() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("what", list(make_tampered_files()))
-def test_what_is_not_as_it_is_kept_is_refused_in_a_line(what, monkeypatch):
+def test_pictures_not_in_the_stored_form_are_refused_in_one_line(what, monkeypatch):
     from PIL import ImageFile
 
     file = make_tampered_files()[what]
@@ -329,7 +329,7 @@ def test_what_is_not_as_it_is_kept_is_refused_in_a_line(what, monkeypatch):
             require_standard_form(file)
 
 
-def test_a_picture_that_is_kept_is_so_whatever_pillow_is_set_to(monkeypatch):
+def test_the_stored_form_does_not_depend_on_pillows_settings(monkeypatch):
     from PIL import ImageFile
 
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
@@ -509,7 +509,7 @@ def test_a_slim_picture_costs_a_model_no_more_than_others(shape, tmp_path):
     torch.testing.assert_close(key, expected)
 
 
-def test_of_three_rows_none_is_taken_for_a_colour(tmp_path):
+def test_three_rows_of_pixels_are_not_taken_for_colour_channels(tmp_path):
     model = tiny_model("vit", tmp_path)
     for shape in ((3, 9, 3), (9, 3, 3), (3, 3, 3)):
         picture = Image.fromarray(noise(*shape))
@@ -521,7 +521,7 @@ def test_of_three_rows_none_is_taken_for_a_colour(tmp_path):
 
 
 def drop_cropping(folder: Path) -> None:
-    """Pictures of two shapes become no batch."""
+    """Pictures of two shapes cannot be batched."""
     tiny_model("resnet", folder)
     set_preparation(folder, **SHORTEST, do_center_crop=False)
 
@@ -551,7 +551,7 @@ def test_a_model_that_cannot_be_used_is_refused_in_a_line(make, tmp_path):
 
 @pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
 def test_what_a_model_lacks_is_told_in_a_line(error, tmp_path, monkeypatch):
-    """As one whose way of preparing pictures wants a library that is not there."""
+    """The model's preprocessing needs a library that is not installed."""
     transformers = pytest.importorskip("transformers")
     tiny_model("vit", tmp_path)
 

@@ -39,7 +39,7 @@ def minilm() -> TextEncoder:
 
 
 class Counting(TextEncoder):
-    """Letters of a text, and how often it was asked."""
+    """Counts the letters of a text, and its own calls."""
 
     name, key_dim = "counting", 26
 
@@ -118,7 +118,7 @@ def test_an_encoder_in_a_directory_is_read_with_its_own_pooling_and_length(tmp_p
 
 
 def test_a_text_is_cut_where_the_tokenizer_says_the_model_ends(tmp_path: Path) -> None:
-    """Models like RoBERTa keep some of their positions free."""
+    """Models like RoBERTa reserve some of their positions."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(

@@ -55,7 +55,7 @@ def example(number: int) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """How to answer one request; the default is as one should."""
+    """How to answer one request; correctly by default."""
 
     status: int | None = None
     cut: int | None = None
@@ -150,7 +150,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def only_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test may reach further, and no setting of the user may change one."""
+    """Only local servers are reachable, and the user's settings are ignored."""
     look_up = socket.getaddrinfo
 
     def local(host: str, *rest: object, **more: object) -> object:
@@ -183,7 +183,7 @@ def fetched(data_set: data.DataSet, root: Path) -> bytes:
 
 
 def left(root: Path) -> set[str]:
-    """What is in the data set's folder, besides its lock."""
+    """Return the files in the data set's folder, except for its lock."""
     return {path.name for path in (root / "numbers").iterdir()} - {".lock"}
 
 
@@ -557,7 +557,7 @@ print(data.fetch(made, root).was_there)
 
 
 def child(data_set: data.DataSet, root: Path, slow: float = 0.0) -> subprocess.Popen[str]:
-    """A process that fetches this; `slow` is a pause before every file that it unpacks."""
+    """Start a process that fetches this; `slow` is a pause before every unpacked file."""
     archive = asdict(data_set.archive.file) if data_set.archive else None
     told = json.dumps([[asdict(each) for each in data_set.files], archive, slow, str(root)])
     command = [sys.executable, "-c", CHILD, told]
@@ -983,7 +983,7 @@ def test_check_fails_on_what_is_damaged_or_asked_for_and_missing(
     assert "mnist          damaged" in capsys.readouterr().out
 
 
-def test_fetch_prints_a_line_a_data_set_and_goes_on_after_a_failure(
+def test_fetch_prints_one_line_per_data_set_and_continues_after_a_failure(
     server: Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

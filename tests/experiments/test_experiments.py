@@ -1,4 +1,4 @@
-"""The frame of the experiments: results, kept work, runs that are killed, and the report."""
+"""Running experiments: results, saved work, killed runs, and the report."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
     assert read_results(tmp_path, "counting") == [a_result(seconds=1.23)]
 
 
-def test_a_result_has_one_record_a_line_and_the_same_bytes_every_time(tmp_path: Path) -> None:
+def test_a_result_has_one_record_per_line_and_the_same_bytes_every_time(tmp_path: Path) -> None:
     first = written(tmp_path, a_result()).read_text()
     assert first == written(tmp_path, a_result()).read_text()
     records = [line.strip().rstrip(",") for line in first.splitlines() if '"method"' in line]
@@ -115,19 +115,19 @@ def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", [{"name": "x"}, {"value": 1}, {"name": "x", "value": [1]}])
-def test_a_record_that_is_not_one_is_refused(tmp_path: Path, record: dict[str, object]) -> None:
+def test_a_malformed_record_is_refused(tmp_path: Path, record: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"metrics\[0\] must"):
         written(tmp_path, a_result(metrics=[record]))
     assert list((tmp_path / "counting").iterdir()) == []
 
 
-def test_seeds_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_seeds_are_sorted_by_number(tmp_path: Path) -> None:
     for seed in (10, 9, 100):
         written(tmp_path, a_result(seed=seed))
     assert [result.seed for result in read_results(tmp_path, "counting")] == [9, 10, 100]
 
 
-def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_unrelated_folders_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "cpu.json").write_text("[]")
     assert read_results(tmp_path) == []
@@ -253,7 +253,7 @@ def test_what_cannot_be_stored_is_refused_and_the_old_state_stays(tmp_path: Path
 
 @pytest.mark.parametrize("part", ["manifest.json", "*.safetensors"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "gone", "null"])
-def test_damaged_work_counts_as_none_and_says_so(tmp_path: Path, capsys, part, damage) -> None:
+def test_damaged_work_is_reported_and_ignored(tmp_path: Path, capsys, part, damage) -> None:
     workspace = Workspace(tmp_path)
     workspace.save("state", {"x": torch.arange(10.0), "y": "text"})
     (path,) = (tmp_path / "state").glob(part)
@@ -344,7 +344,7 @@ def test_a_save_that_is_killed_leaves_the_old_state_or_the_new(tmp_path: Path) -
 # Runs
 
 
-def test_a_run_writes_a_file_a_seed_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_a_run_writes_one_file_per_seed_and_leaves_nothing_else(tmp_path: Path) -> None:
     results = counted(tmp_path)
     assert sorted(files(tmp_path)) == [f"counting/smoke-seed{seed}.json" for seed in (0, 1)]
     assert read_results(tmp_path, "counting") == [
@@ -354,7 +354,7 @@ def test_a_run_writes_a_file_a_seed_and_leaves_nothing_else(tmp_path: Path) -> N
     assert results[0].command == "python -m experiments run counting --preset smoke"
 
 
-def test_what_is_there_is_not_computed_again(tmp_path: Path, monkeypatch) -> None:
+def test_existing_results_are_not_computed_again(tmp_path: Path, monkeypatch) -> None:
     first = counted(tmp_path, seeds=(1,))
     before = files(tmp_path)
     asked: list[tuple[int, ...]] = []
@@ -375,7 +375,7 @@ def test_what_is_there_is_not_computed_again(tmp_path: Path, monkeypatch) -> Non
     assert asked == [(0,), (0, 1)]
 
 
-def test_a_seed_gives_the_same_alone_and_among_others(tmp_path: Path) -> None:
+def test_a_seed_gives_the_same_result_alone_and_among_others(tmp_path: Path) -> None:
     assert (
         metrics(counted(tmp_path / "a", seeds=(0, 1, 2)))[2]
         == metrics(counted(tmp_path / "b", seeds=(2,)))[2]
@@ -393,7 +393,7 @@ def test_other_settings_go_into_other_files(tmp_path: Path) -> None:
     assert before.items() < files(tmp_path).items()
 
 
-def test_a_file_made_with_what_the_preset_was_once_is_not_replaced(tmp_path: Path) -> None:
+def test_a_file_made_with_earlier_settings_of_the_preset_is_not_replaced(tmp_path: Path) -> None:
     counted(tmp_path)
     path = tmp_path / "counting" / "smoke-seed0.json"
     path.write_text(path.read_text().replace('"units": 4', '"units": 3'))
@@ -415,11 +415,11 @@ def test_a_damaged_result_stops_the_run_and_stays(tmp_path: Path) -> None:
 
 
 class Stopped(BaseException):
-    """Ends a run in the middle."""
+    """Stops a run halfway."""
 
 
 def interrupted(out: Path, after: int, monkeypatch, **changes: object) -> None:
-    """Stop a run in the save after so many saves."""
+    """Run until this many states are saved, and stop in the next save."""
     original, saves = Workspace.save, []
 
     def save(self: Workspace, name: str, state: dict[str, object]) -> None:
@@ -435,7 +435,7 @@ def interrupted(out: Path, after: int, monkeypatch, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 5, 7])  # of four saves for each of two seeds
-def test_a_run_goes_on_after_any_unit(tmp_path: Path, monkeypatch, after: int) -> None:
+def test_a_run_resumes_after_any_unit(tmp_path: Path, monkeypatch, after: int) -> None:
     interrupted(tmp_path / "a", after, monkeypatch)
     assert read_results(tmp_path / "a", "counting") == []
     left = list((tmp_path / "a").rglob("manifest.json"))
@@ -445,7 +445,7 @@ def test_a_run_goes_on_after_any_unit(tmp_path: Path, monkeypatch, after: int) -
     assert sorted(files(tmp_path / "a")) == sorted(files(tmp_path / "b"))
 
 
-def test_one_that_was_interrupted_between_its_files_goes_on_with_what_it_had(
+def test_a_run_interrupted_between_its_files_resumes_with_its_kept_work(
     tmp_path: Path, monkeypatch
 ) -> None:
     original, calls = running.write_result, []
@@ -476,7 +476,7 @@ def test_damaged_work_is_done_again(tmp_path: Path, monkeypatch, capsys) -> None
     assert "saved work is damaged" in capsys.readouterr().err
 
 
-def test_work_of_other_settings_seeds_devices_or_code_is_not_gone_on_with(
+def test_work_of_other_settings_seeds_devices_or_code_is_not_resumed(
     tmp_path: Path, monkeypatch
 ) -> None:
     def folder(device: str = "cpu", kind: str = "run", **changes: object) -> Path:
@@ -559,7 +559,7 @@ def test_the_second_of_two_at_one_run_is_refused(tmp_path: Path, capsys) -> None
     assert len(counted(tmp_path)) == 2
 
 
-def test_a_lock_that_was_removed_with_its_folder_is_none(tmp_path: Path) -> None:
+def test_a_lock_removed_with_its_folder_no_longer_counts(tmp_path: Path) -> None:
     first, second = Workspace(tmp_path / "run"), Workspace(tmp_path / "run")
     with first.alone():
         first.discard()
@@ -824,7 +824,7 @@ def test_help_of_an_experiment_shows_both_kinds_of_options(capsys) -> None:
         assert wanted in printed
 
 
-def test_settings_that_cannot_be_are_refused(tmp_path: Path, capsys) -> None:
+def test_impossible_settings_are_refused(tmp_path: Path, capsys) -> None:
     assert cli.main(["run", "counting", "--units", "0", "--out", str(tmp_path)]) == 2
     assert "units must be at least 1, got 0" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -862,7 +862,9 @@ def test_an_experiment_without_a_search_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["run", "report"])
 @pytest.mark.parametrize("out", ["file", "file/below"])
-def test_an_out_that_cannot_be_written_to_is_one_line(tmp_path, capsys, command, out) -> None:
+def test_an_out_that_cannot_be_written_to_gives_a_one_line_error(
+    tmp_path, capsys, command, out
+) -> None:
     (tmp_path / "file").write_text("mine")
     counted(tmp_path / "results")
     before = files(tmp_path)
@@ -879,7 +881,7 @@ def test_an_out_that_cannot_be_written_to_is_one_line(tmp_path, capsys, command,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a place where nothing can be made")
-def test_a_folder_that_can_never_be_made_is_one_line(capsys) -> None:
+def test_a_folder_that_cannot_be_created_gives_a_one_line_error(capsys) -> None:
     assert cli.main(["run", "counting", "--no-progress", "--out", "/proc/none"]) == 2
     assert "cannot write to /proc/none" in capsys.readouterr().err
 
@@ -907,7 +909,7 @@ def test_a_report_without_matplotlib_names_the_extra(tmp_path, monkeypatch, caps
     assert told == "experiments: matplotlib is not installed: pip install 'mbpa[experiments]'\n"
 
 
-def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
+def test_an_interrupt_says_how_to_resume(tmp_path: Path) -> None:
     words = ["run", "counting", "--preset", "smoke", "--no-progress", "--pause", "5"]
     command = [sys.executable, "-c", f"import counting; {MAIN}", *words, "--out", str(tmp_path)]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
@@ -959,7 +961,7 @@ def test_the_list_names_every_experiment_and_its_commands(capsys) -> None:
         assert find(name).reproduces in printed
 
 
-def test_data_that_is_missing_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_missing_data_gives_a_one_line_error(tmp_path: Path, monkeypatch, capsys) -> None:
     words = ["run", "permuted-mnist", "--preset", "quick", "--no-progress"]
     assert (
         cli.main([*words, "--data-dir", str(tmp_path / "data"), "--out", str(tmp_path / "out")])
@@ -977,7 +979,7 @@ def test_commands_on_data_are_mounted(tmp_path: Path, capsys) -> None:
     assert cli.main(["data", "check", "mnist", "--data-dir", str(tmp_path)]) == 1
 
 
-def test_data_that_is_not_what_it_should_be_is_one_line(tmp_path: Path, capsys) -> None:
+def test_wrong_data_gives_a_one_line_error(tmp_path: Path, capsys) -> None:
     folder = tmp_path / "data" / "mnist"
     folder.mkdir(parents=True)
     for file in SETS["mnist"].files:

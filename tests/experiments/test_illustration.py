@@ -114,7 +114,7 @@ def test_seeds_that_are_done_are_not_done_again(tmp_path, monkeypatch) -> None:
     assert illustration.run(config, context(tmp_path)) == first
 
 
-def test_the_search_tries_every_setting_and_goes_on_where_it_was(tmp_path, monkeypatch) -> None:
+def test_the_search_tries_every_setting_and_resumes_where_it_was(tmp_path, monkeypatch) -> None:
     grids = {
         "attention": {"attention_k": (1, 5)},
         "MbPA": {"mbpa_lr": (0.05, 5.0), "mbpa_steps": (1, 5)},
@@ -146,7 +146,7 @@ def test_the_settings_are_what_the_search_chose() -> None:
         ({"figure_query": 3.0}, "figure_query must be between"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(changes, message) -> None:
+def test_impossible_settings_are_refused(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         IllustrationConfig(**changes)
 

@@ -1,4 +1,4 @@
-"""A folder of ImageNet: reading it in a stream, and the whole experiment on a small one."""
+"""A folder of ImageNet: streaming it, and the whole experiment on a small one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CONFIG = replace(
 
 
 def picture(wnid: str, number: int) -> bytes:
-    """Its class's colour with noise, of some odd size; a few are grey, CMYK, or really a PNG."""
+    """Return a noisy picture in its class's colour and of any size; a few are grey, CMYK or PNG."""
     draws = np.random.default_rng(number)
     height, width = draws.integers(20, 90, 2)
     noise = draws.integers(-30, 31, (height, width, 3))
@@ -70,7 +70,7 @@ def picture(wnid: str, number: int) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A data directory with a small ImageNet, and a file in it that is no picture's."""
+    """A data directory with a small ImageNet and one file that is no picture."""
     for part, count in (("train", TRAIN), ("val", VAL)):
         for wnid in WNIDS:
             place = tmp_path / "data" / "imagenet" / part / wnid

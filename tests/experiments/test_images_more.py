@@ -86,7 +86,7 @@ def context(tmp_path: Path) -> Context:
 
 @pytest.fixture
 def _given(task: ImageTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a network would be trained, there is the task."""
+    """Use the given task instead of training a network."""
     for module in (sensitivity, neighbourhoods):
         monkeypatch.setattr(module, "make_image_task", lambda config, context, seed: task)
 

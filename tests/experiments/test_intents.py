@@ -1,4 +1,4 @@
-"""New intents: who sees which sentences, what each method does, what is measured, the search."""
+"""New intents: splits of the sentences, methods, measures, and the search."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SMALL = replace(PRESETS["smoke"], corpora=("clinc150",))
 
 
 class Bag(text.TextEncoder):
-    """Words of made-up sentences, each a direction of its own."""
+    """Encodes made-up sentences; each word has a direction of its own."""
 
     name, key_dim = "bag", 24
 
@@ -70,7 +70,7 @@ class Bag(text.TextEncoder):
 
 
 def made_up(test_seed: int = 1, has_valid: bool = True) -> data.IntentSet:
-    """Nine intents; a sentence is some of its intent's words, and one of any."""
+    """Return nine intents; a sentence has some of its intent's words and one random word."""
 
     def sentences(seed: int, each: int) -> data.LabelledTexts:
         draws = torch.Generator().manual_seed(seed)
@@ -584,10 +584,10 @@ def of(records: Sequence[Record], **fields: object) -> list[Record]:
 
 
 @pytest.mark.parametrize("work", [run, tuning.tune], ids=["run", "tune"])
-def test_a_corpus_that_is_missing_is_told_before_anything_takes_long(
+def test_a_missing_corpus_is_reported_before_any_long_work(
     data_dir: Path, tmp_path: Path, work: Callable[..., Any]
 ) -> None:
-    """Of two, the second: before the encoder is loaded, which is not there either."""
+    """The second of two corpora is missing, and so is the encoder, which is loaded later."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "clinc150").symlink_to(data_dir / "clinc150")
     config = replace(PRESETS["smoke"], corpora=("clinc150", "banking77"), encoder="nobody/has-it")
@@ -650,7 +650,7 @@ def test_tables_say_who_embeds_and_what_was_not_run_in_every_split() -> None:
     assert len(EXPERIMENT.sections([result(1, "MbPA")])[0].text) == 2
 
 
-def test_an_interrupted_run_goes_on_where_it_was(
+def test_an_interrupted_run_resumes_where_it_was(
     corpus_of_our_own: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from experiments import intents

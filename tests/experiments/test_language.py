@@ -270,7 +270,7 @@ def test_solved_weights_are_a_share_each_and_beat_a_grid() -> None:
         weights = weights * pulls
 
 
-def test_what_blows_up_is_infinitely_bad_and_nothing_worse(
+def test_diverged_scores_count_as_infinitely_bad(
     model: LanguageModel, corpus: Corpus, text: Passage, folder: Path
 ) -> None:
     assert perplexity(torch.tensor([math.nan, -1.0])) == math.inf
@@ -476,7 +476,7 @@ class Killed(BaseException):
 
 
 class Fragile(Workspace):
-    """Dies at every third save or so, once it is done."""
+    """Dies after about every third save."""
 
     saves, every = 0, 3
 
@@ -488,7 +488,7 @@ class Fragile(Workspace):
 
 
 def until_it_ends(work: Any) -> tuple[Any, int]:
-    """What comes of it, and how often it was killed."""
+    """Repeat work until it ends; return its result and how often it was killed."""
     for deaths in itertools.count():
         try:
             return work(), deaths
@@ -692,7 +692,7 @@ def choices(records: list[Record]) -> dict[str, Any]:
     return {str(r["setting"]): r["value"] for r in records if r["name"] == "chosen"}
 
 
-def test_an_interrupted_search_goes_on_and_ends_with_the_same_records(
+def test_an_interrupted_search_resumes_and_ends_with_the_same_records(
     corpus: Corpus, folder: Path, whole: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context, computed = context_in(folder, "interrupted search"), [0]
@@ -845,7 +845,7 @@ def test_a_search_looks_at_nothing_that_it_is_to_choose() -> None:
 
 
 def told_of(config: LanguageConfig) -> dict[str, Any]:
-    """A config as a file of results has it."""
+    """Return a config as it is written to result files."""
     told: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     return told
 

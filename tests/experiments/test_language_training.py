@@ -1,4 +1,4 @@
-"""The language model: what it computes, how it is trained, kept and resumed, and own text."""
+"""The language model: its computation, training, caching, resuming, and the user's own text."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def a_model(words: int = 11, hidden: int = 5, embedding: int = 3) -> LanguageMod
 def by_hand(
     model: LanguageModel, tokens: Tensor, state: State, drawn: Drawn | None = None
 ) -> tuple[Tensor, Tensor, State]:
-    """The network, one token of one sequence after the other, from the equations of an LSTM."""
+    """Compute the network token by token from the equations of an LSTM."""
     lstm, units = model.lstm, model.lstm.hidden_size
     recurrent = lstm.weight_hh_l0
     if drawn is not None and drawn.recurrent is not None:
@@ -336,7 +336,7 @@ def test_an_average_keeps_a_share_of_itself_at_every_step(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("better", [0, 1])
-def test_of_several_averages_the_one_that_does_best_is_kept(
+def test_the_best_of_several_averages_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, better: int
 ) -> None:
     run = TrainingRun(TINY, a_corpus(), a_context(tmp_path), 0, "x")
@@ -503,7 +503,7 @@ def test_recorded_steps_are_the_steps_that_were_recorded(
         assert (untrained.get_parameter(name) - parameter).abs().max() > 0.01  # which is not near
 
 
-def test_kept_work_of_another_text_is_not_gone_on_with(
+def test_kept_work_of_another_text_is_not_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "TrainingRun", Interrupted)
@@ -778,7 +778,7 @@ def test_own_text_of_one_line_runs_from_the_command_line(
         (lambda: LanguageConfig(scored_tokens=1), "scored_tokens must be 0, for all, or at least"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(make: Callable[[], object], message: str) -> None:
+def test_impossible_settings_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

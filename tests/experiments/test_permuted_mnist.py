@@ -77,14 +77,14 @@ def context(data_dir: Path, tmp_path: Path) -> Context:
 
 @pytest.fixture(scope="module")
 def records(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
-    """Of one tiny run."""
+    """The records of one tiny run."""
     workspace = Workspace(tmp_path_factory.mktemp("run") / "work")
     return run(TINY, Context(torch.device("cpu"), data_dir, workspace, progress=False))[0]
 
 
 @pytest.fixture(scope="module")
 def training(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A training on all tasks, which has ended."""
+    """A finished training on all tasks."""
     workspace = Workspace(tmp_path_factory.mktemp("training") / "work")
     training = Training(TINY, Context(torch.device("cpu"), data_dir, workspace, progress=False))
     while not training.is_over:
@@ -227,11 +227,11 @@ def test_every_method_is_scored_after_every_task(records: list[Record]) -> None:
 
 
 class Stopped(Exception):
-    """What ends a run in the middle."""
+    """Stops a run halfway."""
 
 
 class StoppingWorkspace(Workspace):
-    """A workspace in which a run ends after some saves."""
+    """A workspace that stops the run after two saves."""
 
     saves_left = 2
 
@@ -252,7 +252,7 @@ def test_a_stopped_run_ends_with_the_records_of_a_whole_one(
 
 
 def test_scores_are_those_of_each_method_on_its_own(training: Training) -> None:
-    """One retrieval for all, several tasks at once: against one model after the other."""
+    """Sharing one retrieval between methods and tasks changes no score."""
     scores = score_methods(training, 0, 60)
     networks, memory = copy_networks(training, 0), memory_of(training, 0, 1)
     assert len(memory) == 3 * 40
@@ -287,7 +287,7 @@ def test_memories_at_random_are_entries_of_the_memory(training: Training) -> Non
 
 
 def kept_states(out: Path) -> set[tuple[str, int]]:
-    """Every state that a run has kept, as it is now."""
+    """Return every state that a run has saved, with the time of its last change."""
     manifests = list(out.glob("permuted-mnist/.unfinished/*/*/manifest.json"))
     found = set()
     for manifest in manifests:
@@ -298,7 +298,7 @@ def kept_states(out: Path) -> set[tuple[str, int]]:
 
 @pytest.mark.slow
 def test_a_killed_run_ends_with_what_it_would_have_found(data_dir: Path, tmp_path: Path) -> None:
-    """SIGKILL at random moments, the same command again, until it is done."""
+    """The run is killed at random moments and started again until it finishes."""
     settings = {"tasks": 3, "examples": 200, "hidden": 24, "batch": 20, "test-images": 60}
     settings |= {"curve-images": 30, "switch-every": 40, "fisher-images": 50}
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
@@ -361,7 +361,7 @@ GRIDS = tuning.Grids(
 )
 
 
-def test_the_search_chooses_on_images_of_its_own_and_goes_on_where_it_was(
+def test_the_search_chooses_on_images_of_its_own_and_resumes_where_it_was(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = tune(TINY, context, GRIDS)[None]

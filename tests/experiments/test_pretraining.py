@@ -40,7 +40,7 @@ def context(folder: Path) -> Context:
 
 
 def pictures(count: int = 96, seed: int = 0) -> Held:
-    """Two kinds: bright on the left, or bright above."""
+    """Return pictures of two classes: bright on the left, or bright at the top."""
     draws = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % 2
     images = torch.randint(0, 120, (count, 3, 16, 16), generator=draws, dtype=torch.uint8)
@@ -94,7 +94,7 @@ def test_it_computes_what_another_implementation_does(layers: int) -> None:
 
 
 def renamed(name: str) -> str:
-    """From the other's names to the common ones."""
+    """Translate the other implementation's parameter names."""
     parts = name.split(".")
     if parts[0] == "classifier":
         return f"fc.{parts[-1]}"
@@ -153,7 +153,7 @@ def test_each_image_is_a_crop_of_its_mirrored_surroundings() -> None:
 
 
 def test_a_crop_is_a_part_of_its_picture_enlarged() -> None:
-    """Of pictures that rise evenly to the right and downwards the part can be told from a crop."""
+    """In pictures whose brightness is a ramp, the pixels of a crop show where it was taken."""
     across, along = torch.meshgrid(torch.arange(20.0), torch.arange(20.0), indexing="ij")
     picture = torch.stack((10 * along, 10 * across, torch.full((20, 20), 7.0))).byte()
     images = picture.expand(400, 3, 20, 20)
@@ -308,7 +308,7 @@ def test_it_learns_on_a_gpu_in_half_precision_and_goes_on(tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> ResNet:
-    """A network whose training was never interrupted."""
+    """A network trained without interruption."""
     folder = tmp_path_factory.mktemp("whole")
     return pretrain(FIVE_EPOCHS, pictures(48), 2, 3, context(folder), "split")
 
@@ -316,7 +316,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> ResNet:
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(-1.0, [0, 1, 2, 3, 3, 4]), (1e9, [0, 1, 2, 3, 0, 1, 2, 3, 4])]
 )
-def test_training_goes_on_where_it_was_last_saved(
+def test_training_resumes_where_it_was_last_saved(
     seconds: float,
     expected: list[int],
     whole: ResNet,
@@ -348,7 +348,7 @@ def test_training_goes_on_where_it_was_last_saved(
 def trained_by_two(
     settings: Pretraining, pictures: Held, seed: int
 ) -> Iterator[tuple[ResNet, torch.optim.Optimizer]]:
-    """The slow way, epoch by epoch: two halves of every batch, and the mean gradient."""
+    """Train with the mean gradient of the two halves of every batch, epoch by epoch."""
     network = make_resnet(settings, 2, pictures.size, seed)
     optimizer = torch.optim.SGD(
         network.parameters(), momentum=0.9, weight_decay=settings.weight_decay, nesterov=True

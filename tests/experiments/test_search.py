@@ -112,7 +112,7 @@ def test_a_search_that_was_interrupted_computes_only_the_rest(
 
 
 def test_judgements_are_saved_from_time_to_time(context: Context, tmp_path: Path) -> None:
-    """So that little is lost if the process is killed, and nothing is saved at its end."""
+    """Little is lost if the process is killed, and nothing needs saving at its end."""
     clock = Clock()
     search = Search(context, clock=clock)
     search.judge("first", lambda: 1.0)

@@ -1,4 +1,4 @@
-"""The page, in a real browser; and what it is made of, by itself."""
+"""The page in a real browser, and its parts on their own."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def classifier(tmp_path: Path) -> Iterator[Classifier]:
 
 @pytest.fixture
 def visited(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Addresses that this process speaks to, other than itself."""
+    """Record the addresses other than its own that this process connects to."""
     seen: list[object] = []
     connect, resolve = socket.socket.connect, socket.getaddrinfo
 
@@ -273,8 +273,8 @@ async def mount_page(classifier: Classifier, **settings):
     )
 
 
-def test_without_the_extra_its_own_name_is_told(monkeypatch):
-    """Not that of another, whatever of it is missing."""
+def test_without_the_extra_its_name_is_reported(monkeypatch):
+    """The extra that is named is the explorer's own, whichever package is missing."""
     for missing in ("gradio", "fastapi"):
         with monkeypatch.context() as patch:
             for name in list(sys.modules):
@@ -451,7 +451,7 @@ def test_average_precision_is_the_mean_precision_at_what_is_found():
 
 
 def test_an_opinion_that_came_to_nothing_is_settled_all_the_same():
-    """Between a click and what comes of it the list may have been made anew."""
+    """The list may be rebuilt between a click and its effect."""
     from mbpa.explorer.sessions import Session
 
     first, second = (
@@ -608,7 +608,7 @@ def test_the_map_is_that_of_the_memory(classifier):
 
 
 def test_a_map_drawn_while_something_is_taught_is_not_kept(classifier):
-    """Between journal and memory there is a moment at which only the former has it."""
+    """For a moment a new example is in the journal but not in the memory."""
     shown, journal = memory_map.MemoryMap(classifier), classifier.journal
     shown.draw()
     learn = journal.learn

@@ -53,7 +53,7 @@ def snapshot(memory: Memory) -> tuple[Any, ...]:
 
 
 def rows_of(found: Neighbors) -> list[list[tuple[Any, ...]]]:
-    """What was found, without padding: (id, slot, distance, dot, value) of each neighbour."""
+    """Return (id, slot, distance, dot, value) of each neighbour, without padding."""
     columns = (found.ids, found.slots, found.distances, found.dots, found.values, found.mask)
     return [
         [entry[:-1] for entry in zip(*row, strict=True) if entry[-1]]
@@ -91,7 +91,7 @@ def test_the_contract_holds_for_values_of_any_shape(
 
 
 class AgainstAList(RuleBasedStateMachine):
-    """Any sequence of calls leaves the memory with what the list has."""
+    """After any sequence of calls the memory holds what the list holds."""
 
     @initialize(capacity=st.integers(1, 6))
     def start(self, capacity: int) -> None:
@@ -220,7 +220,7 @@ def test_causal_reads_are_those_of_one_entry_at_a_time(
 
 @pytest.fixture(params=["highest", "high", "medium", "bf16 of one backend"])
 def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every way to ask for coarser products of float32; on some CPUs they are nothing but asked."""
+    """Every way to ask for coarser float32 products; some CPUs ignore the request."""
     before = torch.get_float32_matmul_precision()
     if request.param in ("highest", "high", "medium"):
         torch.set_float32_matmul_precision(request.param)
@@ -296,7 +296,7 @@ def test_an_exact_match_has_distance_zero_however_long_the_keys() -> None:
 
 
 class Counting(ExactMemory):
-    """Notes how often, and for how many candidates, it was searched."""
+    """Records the number of candidates of every search."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         self.reaches: list[int] = []
@@ -404,7 +404,7 @@ def test_the_smallest_scores_are_those_of_a_sort(count: int) -> None:
 
 
 class Lending(ExactMemory):
-    """A backend without a way of its own to the keys, that hands out what it stores."""
+    """A backend without `_get_keys`, which returns its own storage."""
 
     _get_keys, _get_values = Memory._get_keys, Memory._get_values
 
@@ -877,7 +877,7 @@ def test_bad_calls_are_refused_and_change_nothing(
         ({"value_dtype": torch.complex64}, "value_dtype must be one of"),
     ],
 )
-def test_a_memory_that_cannot_be_is_refused(arguments: dict[str, Any], text: str) -> None:
+def test_an_impossible_memory_is_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ExactMemory(**{"capacity": 3, "key_dim": 2, **arguments})
 

@@ -1,4 +1,4 @@
-"""Rows in closed form, against one label at a time."""
+"""Rows in closed form agree with a loop over labels."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_keys_of_another_norm_are_refused():
 @pytest.mark.parametrize(
     ("scale", "offset"), [(-1.0, 0.0), (float("inf"), 0.0), (1.0, float("nan"))]
 )
-def test_settings_that_cannot_be_are_refused(scale, offset):
+def test_impossible_settings_are_refused(scale, offset):
     head = known_head()
     with pytest.raises(ValueError, match=f"offset finite, got {scale} and {offset}"):
         NewRows.around(head.weight, head.bias, head.weight, scale=scale, offset=offset)

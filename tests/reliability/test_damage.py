@@ -145,7 +145,7 @@ def test_damaged_checkpoints_are_detected(subjects, tmp_path):
 
 
 def test_the_journal_of_a_killed_process_has_a_log_that_counts(subjects, tmp_path):
-    """Else damage to that log could do no harm."""
+    """Otherwise damage to that log could do no harm."""
     log = subjects["journal.sqlite-wal after a kill"]
     assert len(log.data) > 10_000
     checker = Checker(log, tmp_path)

@@ -296,7 +296,7 @@ def simulate(seed: int, mutation: str = "", clients: int = 4, operations: int = 
 
 
 def toy_forgets(toy: Toy, label: Any) -> tuple[int, ...]:
-    """What a service says that has yet to forget."""
+    """Return the answer of a service that has not forgotten yet."""
     return tuple(sorted(id for id, name in toy.live.items() if name == label))
 
 
@@ -343,7 +343,7 @@ def test_histories_of_the_service_are_linearizable(tmp_path):
 
 
 class CachingClassifier(Classifier):
-    """Explains what it explained the last time."""
+    """Repeats its last explanation."""
 
     last: list[Reason] | None = None
 

@@ -77,7 +77,7 @@ def test_a_seed_gives_the_same_operations_again():
 
 
 class Remembering(Classifier):
-    """Acknowledges what it is to forget, and keeps it."""
+    """Acknowledges a request to forget, but keeps the examples."""
 
     def forget(self, ids=(), label=None) -> list[int]:
         wanted = {*ids}
@@ -93,7 +93,7 @@ class Repeating(Classifier):
 
 
 class Drifting(Classifier):
-    """Has answers that depend, a little, on how much was written before."""
+    """Gives answers that depend slightly on how much was written before."""
 
     def predict(self, items=None, *, keys=None, **options):
         drift = 1 - 1e-9 * self.counts.change

@@ -1,4 +1,4 @@
-"""The service over real HTTP: what it answers, what it refuses, what it survives."""
+"""The service over real HTTP: its answers, its refusals, and the failures it survives."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_request_sent_again_teaches_nothing_twice(client):
     assert (other.status_code, "used for other" in other.json()["error"]) == (422, True)
 
 
-def test_health_stats_and_metrics_say_how_it_is(client):
+def test_health_stats_and_metrics_report_the_state(client):
     assert get(client.base_url.join("/health")).json() == {"status": "ok", "reason": None}
     learn(client, "new", KEYS[0])
     assert stats(client) | {"change": 0} == {
@@ -365,7 +365,7 @@ def test_a_body_that_is_too_long_only_at_its_end_is_refused_at_once(untaught, tm
 
 
 @pytest.mark.parametrize(("length", "status"), [(100, 408), (9 << 20, 413)])
-def test_a_body_that_does_not_come_is_not_waited_for(untaught, tmp_path, length, status):
+def test_a_body_that_does_not_arrive_times_out(untaught, tmp_path, length, status):
     shutil.copytree(untaught, tmp_path / "run")
     settings = Settings(body_timeout_s=0.2)
     with (
@@ -388,7 +388,7 @@ def connect(url: str) -> socket.socket:
     return socket.create_connection((address.host, address.port), timeout=20)
 
 
-def test_bodies_that_are_on_their_way_take_nobodys_place(untaught, tmp_path):
+def test_bodies_still_arriving_take_no_place_in_the_queue(untaught, tmp_path):
     shutil.copytree(untaught, tmp_path / "run")
     settings = Settings(in_flight=2, receiving=8)
     with (
@@ -549,7 +549,7 @@ def test_for_an_unknown_field_the_one_that_was_meant_is_named(client, path, body
     assert answer.json()["error"].startswith(why)
 
 
-def test_a_mistake_of_ours_is_not_called_one_of_theirs(tmp_path):
+def test_a_server_error_is_not_reported_as_a_client_error(tmp_path):
     write_word_run(tmp_path / "run")
     with (
         Classifier.load(tmp_path / "run", text_encoder=BrokenEncoder()) as classifier,
@@ -686,7 +686,7 @@ def test_explanations_are_limited_as_the_description_says(client):
     assert limits.startswith("256 queries or examples per call, 16 to `/explain`")
 
 
-def test_what_may_be_left_out_is_not_called_null(client):
+def test_optional_fields_are_not_described_as_nullable(client):
     page = get(client.base_url.join("/docs")).text
     takes = re.findall(r"<h3>takes</h3>(.*?)</table>", page, re.DOTALL)
     assert len(takes) == 4
@@ -722,14 +722,14 @@ def test_the_token_is_taken_as_programs_write_it(client):
     assert get(client.base_url.join("/stats"), headers=headers).status_code == 401
 
 
-def test_what_is_not_there_is_said_in_json(client):
+def test_unknown_paths_get_a_json_answer(client):
     assert client.get("/nothing").json() == {"error": "Not Found"}
     assert client.get("/predict").json() == {"error": "Method Not Allowed"}
 
 
 # The server runs in a thread of this process, and what it draws looks as if a strategy drew it.
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
-def test_the_description_is_kept_to(tmp_path):
+def test_the_service_keeps_to_its_description(tmp_path):
     """Cases that schemathesis draws from the OpenAPI description, good ones and bad ones."""
     write_word_run(tmp_path / "run")
     with (
@@ -1063,7 +1063,7 @@ def test_what_arrives_while_the_model_works_is_its_next_batch():
     assert batches == [[0], [1, 3], [4, 5]]
 
 
-def test_who_cannot_wait_is_told_so_at_once_and_a_failure_is_everybodys():
+def test_a_full_queue_refuses_at_once_and_a_failure_reaches_the_whole_batch():
     started, go = threading.Event(), threading.Event()
 
     def handle(works: list[int]) -> list[int]:
@@ -1090,7 +1090,7 @@ def test_who_cannot_wait_is_told_so_at_once_and_a_failure_is_everybodys():
     assert [type(error) for error in asyncio.run(ask())] == [ZeroDivisionError] * 6
 
 
-def test_whoever_is_alone_does_not_wait_for_company():
+def test_a_lone_request_does_not_wait_for_others():
     async def ask() -> float:
         batcher = batcher_of(lambda works: works, window_s=30.0)
         batcher.start()
@@ -1204,7 +1204,7 @@ def test_equally_long_requests_take_turns():
     assert schedule([3.0] * 2, [3.5] * 2) == [[3.0], [3.5], [3.0], [3.5]]
 
 
-def test_of_a_request_whose_client_is_gone_no_further_part_is_handled():
+def test_parts_of_a_request_whose_client_is_gone_are_not_handled():
     assert schedule([3.0] * 9, [3.5] * 2, gone=0) == [[3.0], [3.5], [3.5]]
 
 
@@ -1244,7 +1244,7 @@ def test_a_pace_is_that_of_large_batches_and_follows_what_is_measured():
 
 
 class SlowEncoder(WordEncoder):
-    """Takes a millisecond per four characters, up to 256 tokens; notes what it was given."""
+    """Takes a millisecond per four characters, up to 256 tokens, and records its inputs."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []

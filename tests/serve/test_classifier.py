@@ -58,7 +58,7 @@ def untaught(tmp_path_factory, has_rows):
 
 @pytest.fixture
 def fresh(untaught, tmp_path):
-    """Makes classifiers, each in a run directory of its own."""
+    """Return a function that makes classifiers, each in its own run directory."""
     opened = []
 
     def make() -> Classifier:
@@ -73,7 +73,7 @@ def fresh(untaught, tmp_path):
 
 
 def get_probabilities(classifier: Classifier) -> list:
-    """Every probability of every label, to the bit."""
+    """Return the exact probability of every label."""
     return classifier.predict(keys=QUERIES, top=1000)
 
 
@@ -116,7 +116,7 @@ def test_answers_do_not_depend_on_the_order_of_teaching(fresh, seed):
     ],
     ids=["auto", "MAP", "mixture"],
 )
-def test_nor_do_those_of_other_predictors(tmp_path, predictor):
+def test_answers_of_other_predictors_do_not_depend_on_the_order_either(tmp_path, predictor):
     found = []
     for turn in (1, -1):
         run = tmp_path / f"run{turn}"
@@ -164,7 +164,7 @@ def test_a_forgotten_label_was_never_taught(fresh):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_only_what_is_there_counts(fresh, seed):
-    """Whatever is learnt and forgotten, and when: as one that was taught just the rest."""
+    """A classifier answers as one that was taught only the examples that are left."""
     chance = random.Random(seed)
     classifier, held = fresh(), {}
     for step in range(40):
@@ -182,7 +182,7 @@ def test_only_what_is_there_counts(fresh, seed):
 
 
 def set_rows(head: nn.Linear, keys: torch.Tensor, labels: torch.Tensor, trained: int = 6) -> None:
-    """In the rows of new labels, one after the other, what their examples say."""
+    """Set the rows of new labels from their examples, one label at a time."""
     means = [keys[:60][labels[:60] == label].mean(0) for label in range(trained)]
     middle = sum(mean / mean.norm() for mean in means) / trained
     weight, bias = head.weight[:trained].mean(0), head.bias[:trained].mean()
@@ -253,7 +253,7 @@ def test_a_request_sent_again_needs_no_room(fresh, limit):
 
 
 def test_a_trained_row_comes_back_with_an_example_that_it_was_trained_with(fresh):
-    """And not with any other: of such a label its examples are all that is known."""
+    """No other example brings it back: nothing else is known of such a label."""
     classifier = fresh()
     before, stats = get_probabilities(classifier), classifier.stats()
     (first, *others) = [each.id for each in classifier.examples("label 002")]
@@ -294,7 +294,7 @@ def test_a_trained_label_goes_with_the_last_example_it_was_trained_with(fresh):
 
 
 def head_alone(classifier: Classifier) -> list[dict[str, float]]:
-    """What the head says of each query, by label."""
+    """Return the head's output for each query, by label."""
     return [dict(reason.before) for reason in classifier.explain(keys=QUERIES, top=1000)]
 
 
@@ -313,7 +313,7 @@ def test_a_trained_label_keeps_its_row_and_a_new_one_follows_its_examples(fresh,
 
 
 def test_a_label_without_its_trained_examples_has_the_row_of_a_new_one(fresh):
-    """Under its own name and under another, the same examples say the same."""
+    """The same examples give the same row under either name."""
     first, second = fresh(), fresh()
     lessons = [Lesson("label 002", key=key) for key in QUERIES[:3]]
     first.learn(lessons)
@@ -350,7 +350,7 @@ def test_learning_and_forgetting_compute_the_rows_of_the_labels_concerned(
 
 
 def test_rows_are_the_same_whatever_keys_came_and_went():
-    """Sums of floating-point numbers would not be: keys differ by orders of magnitude."""
+    """Floating-point sums would differ, since keys differ by orders of magnitude."""
     generator = torch.Generator().manual_seed(0)
     sizes = 10 ** torch.empty(300, DIM).uniform_(-12, 0, generator=generator)
     keys = random_keys(300, DIM, seed=5) * sizes
@@ -433,7 +433,7 @@ def test_an_explanation_names_the_examples_behind_an_answer(fresh):
         (Lesson("x", "text"), "takes embeddings only: it was made without an encoder"),
     ],
 )
-def test_a_lesson_that_cannot_be_changes_nothing(fresh, lesson, why):
+def test_an_impossible_lesson_changes_nothing(fresh, lesson, why):
     classifier = fresh()
     before = get_probabilities(classifier)
     with pytest.raises(ValueError, match=why):
@@ -498,7 +498,7 @@ def save_picture(picture, kind: str, **options) -> bytes:
 
 
 def photographs() -> list[tuple[str, bytes]]:
-    """Files as they come from elsewhere, and what is wrong with them."""
+    """Files from elsewhere, and the error of each."""
     from PIL import Image, PngImagePlugin
 
     small, large = Image.new("RGB", (300, 200), "red"), Image.new("RGB", (513, 20), "red")
@@ -527,7 +527,7 @@ def photographs() -> list[tuple[str, bytes]]:
 
 
 def test_only_pictures_as_they_are_kept_are_learnt(album):
-    """Else the place of a photograph might be on the disk."""
+    """Otherwise the location of a photograph might end up on disk."""
     from mbpa.encoders.pictures import standardize
 
     for why, file in photographs():
@@ -609,7 +609,7 @@ def test_readers_see_a_lesson_whole_or_not_at_all(fresh):
 
 
 def test_counts_are_those_of_whole_calls(fresh):
-    """Whoever looks while it is taught and forgets sees it before or after a call, never within."""
+    """Readers see the state before or after a call, never within one."""
     classifier, done, seen = fresh(), threading.Event(), set()
     many = [Lesson(f"new {i}", key=QUERIES[i % 20]) for i in range(60)]
 

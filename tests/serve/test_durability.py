@@ -1,4 +1,4 @@
-"""What was acknowledged is in the files of the directory, whoever touches them meanwhile."""
+"""Acknowledged examples are in the files of the directory, even if others change the files."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_rows_that_are_lost_added_or_changed_are_noticed(tmp_path, statement):
 
 @pytest.mark.parametrize("size", [0, 100, 4000])
 def test_a_log_that_was_cut_short_is_noticed(tmp_path, size):
-    """Without what was acknowledged last it would be a journal like any other."""
+    """Without its last acknowledged calls it would look like any other journal."""
     place = tmp_path / "killed"
     with Journal(tmp_path / "j") as journal:
         journal.learn(ONE)
@@ -550,7 +550,7 @@ def test_a_directory_where_the_lock_belongs_is_named(tmp_path):
 
 @pytest.mark.parametrize("call", ["learn", "forget"])
 def test_an_interrupt_after_a_commit_ends_all_writing(tmp_path, monkeypatch, call):
-    """What is known of the file may be of before; a restart reads it again."""
+    """Counts in memory may be outdated; a restart reads them again."""
     with Journal(tmp_path / "j") as journal:
         journal.learn([("a", "kept", None), ("a", "secret", None)])
         rows = Database.rows
@@ -628,7 +628,7 @@ def test_backups_beside_a_journal_are_no_part_of_a_run(tmp_path):
 
 
 def test_a_run_that_is_being_loaded_is_not_replaced(tmp_path):
-    """Else the old model would answer with the new examples."""
+    """Otherwise the old model would answer with the new examples."""
     write_word_run(tmp_path / "run")
     seen = []
 

@@ -1,4 +1,4 @@
-"""What was acknowledged is there, once and whole, whatever happens; what was forgotten is not."""
+"""Acknowledged examples survive any failure, once and complete; forgotten ones leave no trace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHILD = [
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """In memory where there is such a place, so that thousands of flushes take no time.
+    """A directory in memory if possible, so that thousands of flushes take no time.
 
     Not ``tmp_path``, which other users cannot enter.
     """
@@ -51,14 +51,14 @@ def place() -> Iterator[Path]:
 
 
 def lines(*arguments: object) -> list[Any]:
-    """What a process without torch prints."""
+    """Return what a process without torch prints."""
     done = subprocess.run([*CHILD, *map(str, arguments)], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def raw(path: Path) -> bytes:
-    """All bytes of all files of a journal."""
+    """Return all bytes of all files of a journal."""
     return b"".join(file.read_bytes() for file in path.parent.glob(path.name + "*"))
 
 
@@ -105,7 +105,7 @@ def test_a_request_given_again_returns_the_same_ids_and_writes_nothing(place: Pa
 
 
 def test_a_request_must_not_name_other_examples(place: Path) -> None:
-    """Else they would be acknowledged and lost."""
+    """Otherwise they would be acknowledged and lost."""
     with Journal(place / "j") as journal:
         journal.learn([("a", "one", None)], request="r")
         for other in ([("a", "two", None)], [("a", "one", None)] * 2, []):
@@ -115,7 +115,7 @@ def test_a_request_must_not_name_other_examples(place: Path) -> None:
 
 
 def test_a_text_sent_again_is_known_without_its_key(place: Path) -> None:
-    """Embedded again it might differ in the last bit, and would then be another."""
+    """A key computed again might differ in its last bit, and the request would seem new."""
     kept = [("a", "one", b"1234"), ("b", None, b"5678")]
     with Journal(place / "j") as journal:
         assert journal.find_repeated(kept, "r") is None
@@ -358,7 +358,7 @@ def _system_calls_can_fail() -> None:
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("short", "once", "dead")),
     ],
 )
-def test_any_system_call_may_fail(place: Path, kind: str) -> None:
+def test_a_failure_of_any_system_call_loses_nothing_acknowledged(place: Path, kind: str) -> None:
     """There is no space from then on; one flush fails; the process is killed just before; any one
     call fails; all fail from then on."""
     expected, *failures = lines("faults", place, kind)
@@ -371,7 +371,7 @@ def test_any_system_call_may_fail(place: Path, kind: str) -> None:
     check_failures(expected, *failures, killed=kind in ("kill", "short"))
 
 
-def test_files_that_cannot_grow(place: Path) -> None:
+def test_files_that_cannot_grow_lose_nothing(place: Path) -> None:
     """A limit on their size, which any system has: some writes are then cut short."""
     expected, *failures = lines("limits", place)
     print(f"{len(failures) - 1} sizes")
@@ -379,7 +379,7 @@ def test_files_that_cannot_grow(place: Path) -> None:
 
 
 @pytest.mark.usefixtures("_system_calls_can_fail")
-def test_power_may_fail_at_any_moment(place: Path) -> None:
+def test_a_power_cut_at_any_moment_loses_nothing_acknowledged(place: Path) -> None:
     """Nothing, or any half of the sectors, survives of what was not flushed. The same holds after a
     flush failed, the kernel dropped what it was to write, and another process continued."""
     moments = lines("power", place)
@@ -396,7 +396,7 @@ def test_power_may_fail_at_any_moment(place: Path) -> None:
 
 
 def test_a_read_only_directory_is_read(place: Path) -> None:
-    """Whether the last process closed the journal or was killed and left a log."""
+    """It does not matter whether the last process closed the journal or was killed."""
     log, draw = place / "j-wal", random.Random(0)
     with Journal(place / "j") as journal:
         journal.learn(make_examples(1), request="1")
@@ -484,7 +484,9 @@ def somebody_elses(path: Path) -> None:
         (lambda path: path.mkdir(), "must be a file in an existing directory"),
     ],
 )
-def test_what_is_no_journal_is_refused_and_left_alone(place: Path, make: Any, message: str) -> None:
+def test_a_file_that_is_no_journal_is_refused_and_left_alone(
+    place: Path, make: Any, message: str
+) -> None:
     make(place / "j")
     before = None if (place / "j").is_dir() else (place / "j").read_bytes()
     for _ in range(2):  # the lock of the first is released
@@ -512,7 +514,7 @@ def test_a_closed_journal_says_so(place: Path) -> None:
 
 
 def test_the_bytes_of_what_is_forgotten_are_in_no_file(place: Path) -> None:
-    """With rows of many sizes, so that SQLite splits, chains and moves pages as it likes."""
+    """Rows have many sizes, so that SQLite splits, chains and moves pages."""
     draw, marks, copied = random.Random(0), dict[int, bytes](), 0
     with Journal(place / "j", waste_bytes=1 << 14) as journal:
         for _ in range(150):

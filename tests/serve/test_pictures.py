@@ -60,7 +60,7 @@ def files(tmp_path_factory) -> dict[str, list[Path]]:
 
 @pytest.fixture(scope="module")
 def untaught(files, tmp_path_factory) -> Path:
-    """What `mbpa teach` makes of the digits from zero to seven."""
+    """The run that `mbpa teach` makes from the digits zero to seven."""
     folder = tmp_path_factory.mktemp("untaught")
     for name in KNOWN:
         shutil.copytree(files[name][0].parent, folder / "digits" / name)
@@ -263,7 +263,7 @@ def test_an_example_has_a_number(client, id):
     assert client.get(f"/examples/{id}/image").status_code == 422
 
 
-def test_the_description_of_a_run_of_pictures_is_kept_to(run):
+def test_a_run_of_pictures_keeps_to_its_description(run):
     with Classifier.load(run) as classifier, running(create_app(classifier)) as url:
         described = get(f"{url}/openapi.json").json()["components"]["schemas"]
         assert set(described["Query"]["properties"]) == {"images", "embeddings", "top", "threshold"}
@@ -354,7 +354,7 @@ def test_what_is_done_at_the_desk_to_a_picture_can_be_undone(classifier, files, 
 
 
 def test_pictures_are_read_one_at_a_time_so_that_large_ones_may_be_many(classifier, tmp_path):
-    """Together they have more pixels than a call over HTTP may bring."""
+    """Together they have more pixels than one HTTP call may send."""
     large = [tmp_path / f"{shade}.png" for shade in (40, 120, 200)]
     for path in large:
         Image.new("L", (5000, 5000), int(path.stem)).save(path)
@@ -415,7 +415,7 @@ def test_folders_and_tables_of_pictures_are_read(tmp_path):
     ],
     ids=["nothing", "no folders", "one label", "a broken one", "a bell"],
 )
-def test_folders_that_cannot_be_are_refused_in_a_line(tmp_path, there, why):
+def test_unusable_folders_are_refused_in_one_line(tmp_path, there, why):
     for name in there:
         write(tmp_path / "all" / name, "red")
         if "broken" in name:
@@ -434,7 +434,7 @@ def test_folders_that_cannot_be_are_refused_in_a_line(tmp_path, there, why):
         ("image,label\nred.png,\n", "line 2: 'label': a label must not be empty"),
     ],
 )
-def test_tables_of_pictures_that_cannot_be_are_refused_in_a_line(tmp_path, content, why, capsys):
+def test_unusable_tables_of_pictures_are_refused_in_one_line(tmp_path, content, why, capsys):
     write(tmp_path / "red.png", "red")
     (tmp_path / "table.csv").write_text(content)
     options = ["--image", "image", "--out", str(tmp_path / "run"), "--no-progress"]
@@ -488,7 +488,7 @@ def upload(classifier: Classifier, path: Path) -> Path:
 def test_what_cannot_be_shown_is_reported_and_a_change_that_was_made_is_shown_as_such(
     classifier, files
 ):
-    """The journal, which holds the pictures, is closed after the change was made."""
+    """The journal with the pictures is closed after the change."""
     opinions = review.collect_opinions(classifier)[:3]
 
     async def visit(shown: ExplorerPage):
@@ -569,7 +569,7 @@ def test_the_oldest_uploads_go_when_there_are_too_many(tmp_path):
 
 @pytest.fixture
 def opened(classifier):
-    """A client of the page, in whose folder somebody who was killed has left a picture."""
+    """A client of the page; a killed process has left a picture in its folder."""
     folder_of(classifier).mkdir()
     (folder_of(classifier) / "left.png").write_bytes(b"a secret")
 
@@ -606,7 +606,7 @@ def test_what_is_dropped_stays_no_longer_than_it_must(opened, classifier, files,
 
 
 def show_picture(client: httpx.Client, path: str) -> str:
-    """What the page says of a picture."""
+    """Return the page's answer to a picture."""
     parts = client.get("/config").raise_for_status().json()
     (place,) = [
         each["id"] for each in parts["components"] if each["props"].get("label") == "Picture"

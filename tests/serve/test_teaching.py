@@ -1,4 +1,4 @@
-"""From a spreadsheet to a run: what people's files hold, and what becomes of them."""
+"""From a spreadsheet to a run: the contents of people's files, and what is made of them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_texts_with_several_labels_are_counted_and_kept(read):
         (GOOD + f"{'a' * 10_001},x\n", "data.csv", "line 4: 'text': .*at most 10000 characters"),
     ],
 )
-def test_files_that_cannot_be_are_refused_in_a_line(read, content, name, why):
+def test_unusable_files_are_refused_in_one_line(read, content, name, why):
     with pytest.raises(RunError, match=why) as refused:
         read(content, name)
     assert "\n" not in str(refused.value)
@@ -128,7 +128,7 @@ def test_the_line_of_a_row_is_where_it_begins(read):
 
 
 def write_pictures(root: Path, *names: str) -> None:
-    """One of a colour of its own, under each of these names."""
+    """Write one picture per name, each of another colour."""
     pytest.importorskip("PIL")
     for name, colour in zip(names, ("red", "blue", "green", "yellow"), strict=False):
         path = root / name
@@ -265,7 +265,7 @@ def test_a_run_may_be_replaced_from_within(taught, tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_served_is_not_replaced(taught, tmp_path):
-    """Its server would go on, and acknowledge what nobody finds again."""
+    """Its server would continue and acknowledge examples that nobody finds again."""
     _, made, data = taught
     out = tmp_path / "run"
     teaching.write_new_run(made, data, out)
@@ -363,7 +363,7 @@ def test_a_disk_that_fails_at_the_end_is_told_in_a_line(taught, tmp_path):
 
 
 def test_keys_of_another_norm_are_not_taught(taught, tmp_path):
-    """Their sums would pass the numbers that rows are counted in, and nothing say so."""
+    """Their sums would overflow silently."""
 
     class Long(WordEncoder):
         def __call__(self, texts):

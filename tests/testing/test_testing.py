@@ -22,7 +22,7 @@ from mbpa.testing.claims import require_same
 
 
 class DictMemory(mbpa.Memory):
-    """The least a backend can be: a dict, every entry a candidate, the base does the rest."""
+    """A minimal backend: a dict in which every entry is a candidate."""
 
     def _clear(self) -> None:
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
@@ -41,7 +41,7 @@ class DictMemory(mbpa.Memory):
 
 
 class Choosy(DictMemory):
-    """Proposes as few as it may, and of those that were deleted as well."""
+    """Proposes as few candidates as allowed, deleted ones among them."""
 
     def _nearest(self, queries: Tensor, k: int) -> Candidates:
         slots = torch.tensor(list(self.stored))
@@ -59,7 +59,7 @@ class Approximate(DictMemory):
 
 
 class RowPerSlot(mbpa.Memory):
-    """One row per slot, searched as far as slots are used; a deleted row stays where it is."""
+    """One row per slot; all used slots are searched, and deleted rows stay in place."""
 
     def _clear(self) -> None:
         self.rows = torch.full((self.capacity, self.key_size), math.nan, dtype=self.dtype)
@@ -134,7 +134,7 @@ class KeepsOldValues(DictMemory):
 
 
 class MissesEntries(DictMemory):
-    """Sure that there is nothing beyond what it looked at, which is every other slot."""
+    """Searches every other slot, and claims that nothing lies beyond."""
 
     def _nearest(self, queries: Tensor, k: int) -> Candidates:
         slots = torch.tensor(list(self.stored)[::2]).expand(len(queries), -1)
@@ -161,7 +161,7 @@ class SearchesOldKeys(Choosy):
 
 
 class CountsOnDeletion(Choosy):
-    """Says that it deletes, does not, and so has no room for the living among k candidates."""
+    """Ignores deletions, so that deleted entries take the places of live ones."""
 
     def _delete(self, slots: Tensor) -> None:
         pass
@@ -290,7 +290,7 @@ def test_an_error_in_a_backend_says_which_part_met_it() -> None:
 
 
 class SignDescent(mbpa.Rule):
-    """What the documentation shows."""
+    """The example of the documentation."""
 
     steps = 3
 
@@ -403,7 +403,7 @@ class KnowsThatItIsBatched(SignDescent):
 
 
 class WritesToTheHead(SignDescent):
-    """Keeps hold of where the parameters live, and changes them behind everybody's back."""
+    """Changes the head's own parameters in place."""
 
     def update(self, params: Any, grads: Any, start: Any, state: Any) -> Any:
         if any(torch._C._functorch.is_batchedtensor(g) for g in grads.values()):
@@ -442,7 +442,7 @@ def test_a_broken_rule_is_caught_by_the_part_it_breaks(rule: type[mbpa.Rule], pa
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
-def test_what_is_no_rule_is_refused() -> None:
+def test_an_object_that_is_no_rule_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rule must be a mbpa.Rule, got 'gradient'"):
         check_rule("gradient")
     SignDescent.steps = 0
