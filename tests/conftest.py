@@ -3,14 +3,10 @@
 The hook must be in place before anything imports `mbpa`, hence the order below.
 """
 
-import functools
 import importlib.util
-import inspect
 import os
 import random
 import signal
-import types
-import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -46,65 +42,17 @@ def typechecked(signature: Callable[..., Any]) -> Callable[..., Any]:
     return checkers[key]
 
 
-def resolve_annotation(annotation: object, names: dict[str, Any]) -> Any:
-    """Return the type, or `Any` if it cannot be resolved yet, as jaxtyping does."""
-    try:
-        return typing.get_type_hints(
-            types.SimpleNamespace(__annotations__={"it": annotation}), names, include_extras=True
-        )["it"]
-    except Exception:
-        return Any
-
-
-def states_shape(hint: Any) -> bool:
-    is_array = inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray)
-    return is_array or any(map(states_shape, typing.get_args(hint)))
-
-
-def check_annotations(function: Any = None, *, typechecker: Any, jaxtyped: Any) -> Any:
-    """Decorate with `jaxtyped`, or with beartype alone where no annotation states a shape.
-
-    The bookkeeping of shapes takes longer than most of our functions.
-    """
-    if function is None:
-        return functools.partial(check_annotations, typechecker=typechecker, jaxtyped=jaxtyped)
-    if not inspect.isfunction(function) or "<locals>" in function.__qualname__:
-        return jaxtyped(function, typechecker=typechecker)
-    hints = {
-        name: resolve_annotation(annotation, function.__globals__)
-        for name, annotation in function.__annotations__.items()
-    }
-    lasts = inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)
-    if lasts or any(map(states_shape, hints.values())):
-        return jaxtyped(function, typechecker=typechecker)
-    copy = types.FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
-    copy.__module__, copy.__annotations__ = function.__module__, hints
-    checked = with_beartype(copy)
-
-    @functools.wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        is_off = jaxtyping.config.jaxtyping_disable
-        return function(*args, **named) if is_off else checked(*args, **named)
-
-    return call
-
-
 # In the background of a shell interrupts are ignored, and whatever is started there ignores them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(importlib.util.find_spec("mbpa").submodule_search_locations[0]).parent
+# mypy checks the others, whose annotations state no shapes; checking them again takes long.
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for package in ("mbpa", "experiments")
     for path in (ROOT / package).rglob("*.py")
+    if "from jaxtyping import" in path.read_text(encoding="utf-8")
 ]
 # Triton compiles the source of its kernels, and must find them undecorated.
 TYPECHECKED = [
@@ -112,7 +60,6 @@ TYPECHECKED = [
     for name in MODULES
     if not any(word in name for word in ("fused", "search_kernels", "__init__"))
 ]
-jaxtyping.jaxtyped = functools.partial(check_annotations, jaxtyped=jaxtyping.jaxtyped)
 jaxtyping.install_import_hook(TYPECHECKED, "conftest.typechecked")
 
 if not torch.cuda.is_available():
