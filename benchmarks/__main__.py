@@ -93,6 +93,7 @@ def measurements(device: torch.device, budget: float) -> Iterator[tuple[str, Cal
     for batch in (1, 64):
         yield "prediction", partial(end_to_end.measure_prediction, batch, device, budget)
     yield "query", partial(end_to_end.measure_query, device, budget)
+    yield "rules", partial(end_to_end.measure_rules, device, budget)
     for block in (1024, 2048, 4096) if is_gpu else ():
         yield "stream", partial(end_to_end.measure_stream, device, block)
 

@@ -88,6 +88,43 @@ def measure_query(device: torch.device, budget: float) -> dict[str, Any]:
     }
 
 
+def measure_rules(device: torch.device, budget: float) -> dict[str, Any]:
+    """Measure rules besides fixed steps: C 1,000, D 512, K 50, batch 256, in µs per query."""
+    torch.manual_seed(0)
+    entries, size, classes, batch = 400_000 if device.type == "cuda" else 20_000, 512, 1000, 256
+    head = nn.Linear(size, classes).to(device)
+    memory = mbpa.ExactMemory(entries, size, device=device)
+    labels = torch.randint(classes, (entries,), device=device)
+    memory.write(torch.randn(entries, size, device=device), labels)
+    queries = torch.randn(batch, size, device=device)
+    rules = {
+        "20 steps": mbpa.Gradient(0.01, 20),
+        "20 steps, auto": mbpa.Gradient(steps=20),
+        "MAP(0.1)": mbpa.MAP(0.1),
+    }
+    models = {
+        name: mbpa.MbPA(head=head, memory=memory, predictor=mbpa.Adapted(rule, k=50))
+        for name, rule in rules.items()
+    }
+    works: dict[str, Callable[[], object]] = {
+        name: lambda model=model: model(keys=queries) for name, model in models.items()
+    }
+    for work in works.values():  # so that everything is recorded that can be
+        for _ in range(4):
+            work()
+    took = time_in_turns({**works, "read": lambda: memory.read(queries, 50)}, device, budget)
+    micro = {name: 1e6 * each / batch for name, each in took.items()}
+    return {
+        "case": "rules",
+        "sizes": [size, classes],
+        "k": 50,
+        "batch": batch,
+        "entries": entries,
+        "microseconds": micro,
+        "without the read": {name: micro[name] - micro["read"] for name in rules},
+    }
+
+
 def measure_stream(device: torch.device, block: int) -> dict[str, Any]:
     """Measure all words of the PTB test set, N 5,000, K 256, T 1, states given, in seconds."""
     words, source = _load_words()
