@@ -38,10 +38,6 @@ from mbpa.memory.ring import Ints, Ring
 from mbpa.memory.schema import EntryForm
 from mbpa.replay import Replayer, assume, is_replayed
 
-SPARE = 7
-"""Candidates beyond an eighth more than the neighbours wanted. For 50 neighbours and keys of 512
-numbers, torch then measures them in one thread; waking up others would take longer."""
-
 
 class Memory(EntryForm, abc.ABC):
     """Pairs of keys and values in a ring of fixed capacity; safe to use from several threads.
@@ -115,6 +111,14 @@ class Memory(EntryForm, abc.ABC):
 
     def _delete(self, slots: Int[Tensor, "N"]) -> None:
         """Drop the entries in these slots."""
+
+    def _describe_layout(self) -> Hashable | None:
+        """Return the addresses of the tensors that a search on a GPU reads, and other settings.
+
+        A backend whose searches may be recorded as a CUDA graph returns everything that they depend
+        on besides the content of these tensors. By default they are not recorded.
+        """
+        return None
 
     @property
     def _used_slots(self) -> int:
@@ -323,7 +327,10 @@ class Memory(EntryForm, abc.ABC):
 
         `None` means that reads cannot be recorded and replayed.
         """
-        return None
+        described = self._describe_layout()
+        if described is None:
+            return None
+        return described, self._slot_ids.data_ptr(), self._ring.used, len(self), self._revision
 
     def read_causally(
         self,
@@ -374,7 +381,7 @@ class Memory(EntryForm, abc.ABC):
         """Rank `reach` candidates per query, in chunks; retry with more where these are too few."""
         width = min(k, len(self))
         stored = len(self) if self._drops_entries else self._ring.used
-        reach = min(stored, max(reach, k + k // 8 + SPARE))
+        reach = min(stored, max(reach, k + k // 8 + 8))
         numbers = 16 * max(reach, self.key_size)  # roughly; `measure_candidates` has its own limit
         rows = max(1, SCRATCH_BYTES // (numbers * self.distance_dtype.itemsize))
         if len(queries) > rows:
@@ -413,7 +420,9 @@ class Memory(EntryForm, abc.ABC):
         if self.device.type != "cpu" or hidden.any():
             slots = slots.masked_fill(hidden, self._readable_slot)
         in_use = self._slot_ids[: self._ring.used]
-        distances, dots = known or measure_candidates(queries, slots, in_use, self._read_keys)
+        distances, dots = known or measure_candidates(
+            queries, slots, in_use, len(self), self._read_keys
+        )
         distances = distances.masked_fill(hidden, math.inf)
         order = order_nearest_first(distances, ids)[:, :width]
         distances, slots, ids = (t.gather(1, order) for t in (distances, slots, ids))

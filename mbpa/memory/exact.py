@@ -44,14 +44,11 @@ class ExactMemory(Memory):
         )
         self._coarse = CoarseKeys(self._keys) if takes_kernels(self._norms) else None
 
-    @property
-    def layout(self) -> Hashable | None:
+    def _describe_layout(self) -> Hashable | None:
         if self._coarse is None:
             return None
-        tensors = self._keys, self._values, self._norms, self._slot_ids
-        places = tuple(tensor.data_ptr() for tensor in tensors)
-        rounding = self._coarse.scale, self._coarse.lost
-        return places, self._used_slots, len(self), self.revision, rounding
+        places = (tensor.data_ptr() for tensor in (self._keys, self._values, self._norms))
+        return *places, self._coarse.scale, self._coarse.lost
 
     @property
     def _readable_slot(self) -> int:

@@ -145,6 +145,7 @@ def measure_candidates(
     queries: Float[Tensor, "B D"],
     slots: Int[Tensor, "B J"],
     slot_ids: Int[Tensor, "N"],
+    live: int,
     fetch: Callable[[Tensor], Tensor],
 ) -> tuple[Float[Tensor, "B J"], Float[Tensor, "B J"]]:
     """Return `Σ(h−q)²` and `q·h` of each query and the keys in its slots.
@@ -153,9 +154,11 @@ def measure_candidates(
         queries: in the dtype of the distances.
         slots: slots of each query's candidates.
         slot_ids: ids of all slots; negative for slots whose key cannot be fetched.
+        live: number of entries. The two ways to compute inner products round differently, so the
+            choice must not depend on the number of slots, which saving and loading changes.
         fetch: returns keys (…, D) for slots (…), in new tensors.
     """
-    if 2 * slots.shape[1] <= len(slot_ids) or not len(slots):
+    if 2 * slots.shape[1] <= live or not len(slots):
         return _measure_each_query(queries, slots, fetch)
     every = torch.arange(len(slot_ids), device=slots.device).where(slot_ids >= 0, slots[0, 0])
     distances, dots = [], []
