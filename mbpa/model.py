@@ -268,8 +268,9 @@ class MbPA:
             inputs: embedded now.
             values: labels or targets, one per input.
             keys: keys from `embed`, to be used instead of inputs.
-            outputs: the head's outputs at these inputs, if you have just computed them. They save
-                an engine with a `tolerance` from running the head when the examples are first read.
+            outputs: the head's outputs at these inputs, if you have just computed them, in float32
+                at least. They save an engine with a `tolerance` from running the head when the
+                examples are first read.
         """
         if values is None:
             raise ValueError("write needs values: write(inputs, values) or write(keys=, values=)")
@@ -287,7 +288,8 @@ class MbPA:
         with self.memory.lock:
             ids = self.memory.write(flat, values.reshape(len(flat), *self.memory.value_shape))
             if known is not None:
-                self._engine.keep_outputs(self._head.running, self.memory, ids, known)
+                with own_precision(flat):
+                    self._engine.keep_outputs(self._head.running, self.memory, ids, known)
         return ids
 
     def score_then_write(
@@ -454,9 +456,17 @@ class MbPA:
 
     def _flatten_outputs(self, outputs: Tensor, leading: tuple[int, ...]) -> Tensor:
         """Return the head's outputs as (B, *output_shape)."""
+        if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+            got = outputs.dtype if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ValueError(f"outputs must be a tensor of a floating dtype, got {got}")
         expected = (*leading, *self._head.output_shape)
-        if tuple(outputs.shape) != expected:
-            raise ValueError(f"outputs must have shape {expected}, got {tuple(outputs.shape)}")
+        if tuple(outputs.shape) != expected or outputs.device != self.memory.device:
+            raise ValueError(
+                f"outputs must have shape {expected} and be on {self.memory.device}, "
+                f"got {tuple(outputs.shape)} on {outputs.device}"
+            )
+        if not outputs.logsumexp(-1).isfinite().all():
+            raise ValueError("outputs must be finite, got NaN or infinite ones")
         return outputs.detach().reshape(math.prod(leading), *self._head.output_shape)
 
     def _read(self, keys: Float[Tensor, "B *D"]) -> Neighbors | None:

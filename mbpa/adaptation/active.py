@@ -12,7 +12,7 @@ once per entry and kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -33,7 +33,6 @@ from mbpa.replay import refuse_recording
 ABSENT = -1e30  # output of a class that is not there; finite, so that products with 0 are 0
 REST = -1  # stands for all classes that are not active
 COLUMN_MULTIPLE = 64  # classes that a kernel processes at a time
-MARGIN = 1e-4  # relative, larger than rounding errors of probabilities
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +41,8 @@ class Summary:
 
     log_sums: Float[Tensor, "B K"]
     """log Σ exp over all classes."""
+    log_rests: Float[Tensor, "B K"]
+    """log Σ exp over the classes that are not in `top`. A difference would be inaccurate."""
     largest: Float[Tensor, "B K"]
     """The largest probability of a class that is not in `top`."""
     squares: Float[Tensor, "B K"]
@@ -58,16 +59,19 @@ def pack_summary(outputs: Float[Tensor, "N C"], widths: tuple[int, ...]) -> Int[
         widths: numbers of most probable classes for which `unpack_summary` will be called, in
             ascending order.
     """
-    log_sums = outputs.logsumexp(-1)
-    top = outputs.topk(widths[-1])
-    shares = outputs.sub_(log_sums[:, None]).exp_().scatter_(-1, top.indices, 0)
-    beyond = shares.amax(-1, keepdim=True), shares.square_().sum(-1, keepdim=True)
+    log_sums, top = outputs.logsumexp(-1, keepdim=True), outputs.topk(widths[-1])
+    outputs.scatter_(-1, top.indices, -torch.inf)
+    log_rest = outputs.logsumexp(-1, keepdim=True)
+    shares = outputs.sub_(log_sums).exp_()
+    largest, squares = shares.amax(-1, keepdim=True), shares.square_().sum(-1, keepdim=True)
     # For the smaller widths, count the classes from there to the largest width as well.
-    kept = top.values.sub_(log_sums[:, None]).exp_()
-    numbers = [log_sums[:, None]]
+    numbers = [log_sums]
     for width in widths:
-        numbers.append(torch.cat([kept[:, width:], beyond[0]], -1).amax(-1, keepdim=True))
-        numbers.append(kept[:, width:].square().sum(-1, keepdim=True) + beyond[1])
+        more = top.values[:, width:]
+        between = (more - log_sums).exp()
+        numbers.append(torch.cat([more, log_rest], -1).logsumexp(-1, keepdim=True))
+        numbers.append(torch.cat([between, largest], -1).amax(-1, keepdim=True))
+        numbers.append(between.square().sum(-1, keepdim=True) + squares)
     bits = torch.int64 if outputs.dtype == torch.float64 else torch.int32
     return torch.cat([torch.cat(numbers, -1).view(bits), top.indices.to(bits)], -1)
 
@@ -83,14 +87,20 @@ def unpack_summary(
         width: one of them.
         dtype: dtype of the outputs it was given.
     """
-    count, level = 1 + 2 * len(widths), 1 + 2 * widths.index(width)
+    count, level = count_numbers(widths), 1 + 3 * widths.index(width)
     numbers = packed[..., :count].contiguous().view(dtype)
     return Summary(
         log_sums=numbers[..., 0],
-        largest=numbers[..., level],
-        squares=numbers[..., level + 1],
+        log_rests=numbers[..., level],
+        largest=numbers[..., level + 1],
+        squares=numbers[..., level + 2],
         top=packed[..., count : count + width].long(),
     )
+
+
+def count_numbers(widths: tuple[int, ...]) -> int:
+    """Return how many numbers a packed summary holds besides class ids."""
+    return 1 + 3 * len(widths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +113,9 @@ class Columns:
     used: Int[Tensor, "B"]
     """The number of columns up to the last active class."""
     labels: Int[Tensor, "B K"]
-    """The columns of the neighbours' labels; arbitrary for neighbours without weight."""
+    """The columns of the neighbours' labels."""
+    is_top: Bool[Tensor, "B K A"]
+    """Whether the column's class is among the most probable at the neighbour."""
 
 
 def solve_active(
@@ -112,9 +124,10 @@ def solve_active(
     """Return the adapted outputs and, if wanted, the norms of the change and a report."""
     head = problem.linear
     assert head is not None  # the plan guarantees it
-    columns = _choose_columns(problem, summary)
+    problem, summary, own_top = _replace_unused(problem, summary)
+    columns = _choose_columns(problem, summary, own_top)
     log_sums = torch.cat([summary.log_sums, problem.at_queries.logsumexp(-1, keepdim=True)], 1)
-    outputs = _start_outputs(problem, head, log_sums, columns, want_change or want_report)
+    outputs = _start_outputs(problem, head, summary, columns, want_change or want_report)
     at_labels = outputs[:, :-1].gather(-1, columns.labels[..., None])[..., 0]
     problem = resolve_by_shares(problem, (at_labels - summary.log_sums).exp_())
     bound = None
@@ -134,16 +147,35 @@ def solve_active(
     return result, change, ActiveReport(columns.used - 1, rest, *bound.finish(sums))
 
 
-def _choose_columns(problem: Problem, summary: Summary) -> Columns:
-    """Choose the active classes of each query; neighbours without weight are ignored."""
+def _replace_unused(
+    problem: Problem, summary: Summary
+) -> tuple[Problem, Summary, Int[Tensor, "B M"]]:
+    """Put the query in place of neighbours without weight, such as padding, which are arbitrary.
+
+    Also return the most probable classes at the query.
+    """
+    at_queries, is_used = problem.at_queries, problem.weights != 0
+    packed = pack_summary(at_queries.clone(), (summary.top.shape[-1],))[:, None]
+    own = unpack_summary(packed, (summary.top.shape[-1],), summary.top.shape[-1], problem.dtype)
+    summary = Summary(
+        log_sums=summary.log_sums.where(is_used, own.log_sums),
+        log_rests=summary.log_rests.where(is_used, own.log_rests),
+        largest=summary.largest.where(is_used, own.largest),
+        squares=summary.squares.where(is_used, own.squares),
+        top=summary.top.where(is_used[..., None], own.top),
+    )
+    keys = problem.keys.where(is_used[..., None], problem.queries[:, None])
+    values = problem.values.where(is_used, own.top[..., 0])
+    return replace(problem, keys=keys, values=values, dots=None), summary, own.top[:, 0]
+
+
+def _choose_columns(problem: Problem, summary: Summary, own_top: Int[Tensor, "B M"]) -> Columns:
+    """Choose the active classes of each query: labels, and the most probable ones of all rows."""
     refuse_recording()  # their number is needed
-    width, (batch, classes) = summary.top.shape[-1], problem.at_queries.shape
-    own = problem.at_queries.topk(width).indices
-    is_used = (problem.weights != 0)[..., None]
-    top = summary.top.where(is_used, own[:, None])
-    labels = problem.values.where(is_used[..., 0], own[:, :1])
-    is_chosen = torch.zeros(batch, classes, dtype=torch.bool, device=own.device)
-    is_chosen.scatter_(1, torch.cat([top.flatten(1), own, labels], 1), True)
+    batch, classes = problem.at_queries.shape
+    top, labels = summary.top.flatten(1), problem.values
+    is_chosen = torch.zeros(batch, classes, dtype=torch.bool, device=top.device)
+    is_chosen.scatter_(1, torch.cat([top, own_top, labels], 1), True)
     used = is_chosen.sum(1) + 1
     rows, found = is_chosen.nonzero(as_tuple=True)
     place = torch.arange(1, len(rows) + 1, device=rows.device)
@@ -153,18 +185,21 @@ def _choose_columns(problem: Problem, summary: Summary) -> Columns:
     ordered[:, 0] = REST
     ordered[rows, place] = found
     is_active = (ordered != REST) & (ordered != classes)
+    places = torch.searchsorted(ordered, top).view(summary.top.shape)
+    is_top = torch.zeros(*labels.shape, widest, dtype=torch.bool, device=top.device)
     return Columns(
         classes=ordered.where(is_active, ordered[:, 1:2]),
         is_active=is_active,
         used=used,
         labels=torch.searchsorted(ordered, labels),
+        is_top=is_top.scatter_(2, places, True),
     )
 
 
 def _start_outputs(
     problem: Problem,
     head: LinearHead,
-    log_sums: Float[Tensor, "B L"],
+    summary: Summary,
     columns: Columns,
     want_all: bool,
 ) -> Float[Tensor, "B L A"]:
@@ -175,28 +210,35 @@ def _start_outputs(
     if is_span_fused(problem):
         from mbpa.adaptation.fused.active_outputs import compute_active_outputs
 
-        outputs, active = compute_active_outputs(
+        outputs, further = compute_active_outputs(
             head.weight.contiguous(),
             head.bias,
             columns.classes,
             columns.used,
+            columns.is_top,
             problem.keys.contiguous(),
             problem.at_queries.contiguous(),
-            log_sums,
+            summary.log_rests,
         )
         if want_all:
             outputs.masked_fill_(~columns.is_active[:, None], ABSENT)
     else:
-        outputs = problem.keys.new_empty(*log_sums.shape, columns.classes.shape[1])
+        batch, count = problem.weights.shape
+        outputs = problem.keys.new_empty(batch, count + 1, columns.classes.shape[1])
         weight = head.weight[columns.classes].to(problem.dtype)
         torch.bmm(problem.keys, weight.mT, out=outputs[:, :-1])
         if head.bias is not None:
             outputs[:, :-1] += head.bias[columns.classes][:, None]
         outputs[:, -1] = problem.at_queries.gather(1, columns.classes)
         outputs.masked_fill_(~columns.is_active[:, None], ABSENT)
-        active = (outputs.logsumexp(-1) - log_sums).exp()
-    rest = torch.log1p(-active.clamp_max(1))  # rounding may make it larger than 1
-    outputs[..., 0] = (log_sums + rest).clamp_min_(ABSENT)
+        beyond = outputs[:, :-1].masked_fill(columns.is_top, ABSENT)
+        further = (beyond - summary.log_rests[..., None]).exp_().sum(-1)
+    # Active classes that are not in `top` are no longer part of the rest. Rounding may make them
+    # more than all of it.
+    rests = summary.log_rests + torch.log1p(-further.clamp_max(1))
+    outputs[:, :-1, 0] = rests.clamp_min_(ABSENT)
+    own_rest = problem.at_queries.scatter(1, columns.classes, -torch.inf).logsumexp(-1)
+    outputs[:, -1, 0] = own_rest.clamp_min_(ABSENT)
     return outputs
 
 
@@ -283,10 +325,7 @@ def _start_bound(
     shares = (outputs - log_sums[..., None]).exp_()
     rest, active = shares[..., 0], shares[:, :-1, 1:]
     largest = torch.minimum(summary.largest, rest[:, :-1])
-    # Active classes that are not among the neighbour's own most probable ones; the margin is for
-    # rounding, since the same outputs were computed in another way for the summary.
-    is_further = active < (1 - MARGIN) * summary.largest[..., None]
-    squares = summary.squares - active.square().where(is_further, 0).sum(-1)
+    squares = summary.squares - active.square().masked_fill(columns.is_top[..., 1:], 0).sum(-1)
     squares = torch.minimum(squares.clamp_min_(0), largest * rest[:, :-1])
     at_query = (problem.at_queries - log_sums[:, -1:]).exp_()
     at_query.scatter_(1, columns.classes, 0)

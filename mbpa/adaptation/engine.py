@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mbpa.adaptation.active import pack_summary, solve_active, unpack_summary
+from mbpa.adaptation.active import count_numbers, pack_summary, solve_active, unpack_summary
 from mbpa.adaptation.losses import CROSS_ENTROPY
 from mbpa.adaptation.mlp import solve_mlp
 from mbpa.adaptation.optimum import solve_optimum
@@ -48,7 +48,6 @@ OLD_NAMES = {"layers": MLP}  # of paths, still accepted
 WIDTHS = (128,)  # most probable classes per neighbour that take part, if no error bound is needed
 PROVED_WIDTHS = (64, 256)  # otherwise, tried in turn
 LEAST_WIDTH = 16  # with fewer classes, the error may be large
-SUMMARY_BYTES = 1 << 28  # of outputs that are summarized at a time
 MAX_HALF_ERROR = 1e-3  # largest error in log-probability that half-precision rows may cause
 
 Solved = tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, ActiveReport | None]
@@ -95,8 +94,8 @@ class Engine:
             raise ValueError(f"path must be None or one of {paths}, got {path!r}")
         if scratch_bytes is not None:
             scratch_bytes = validation.count("scratch_bytes", scratch_bytes)
-        if not tolerance >= 0:
-            raise ValueError(f"tolerance must be 0 or more, got {tolerance}")
+        if not isinstance(tolerance, int | float) or not tolerance >= 0:
+            raise ValueError(f"tolerance must be a number from 0, got {tolerance!r}")
         self._scratch_bytes, self._store_bytes = scratch_bytes, store_bytes
         self._path, self._rates, self._half_store = path, rates, half_store
         self._tolerance = tolerance
@@ -119,7 +118,8 @@ class Engine:
         widths = self._choose_widths(problem.outputs, neighbors.capacity)
         if widths and can_be_active(problem):
             rows = self._count_table_rows(problem, neighbors)
-            if self._plan(problem, rows, want_change, width=widths[0]).path == ACTIVE:
+            # `explain` must take the path that the prediction took.
+            if self._plan(problem, rows, want_change=False, width=widths[0]).path == ACTIVE:
                 return self._adapt_actively(problem, neighbors, want_change, widths)
         return self._adapt_exactly(problem, neighbors, want_change)
 
@@ -128,7 +128,8 @@ class Engine:
     ) -> None:
         """Keep what an active vocabulary needs to know about entries, given the head's outputs.
 
-        Otherwise the head runs again when they are first read.
+        Otherwise the head runs again when they are first read. Outputs of lower precision than
+        float32, or for keys that the memory has rounded, are not accurate enough to be kept.
 
         Args:
             head: the head that computed the outputs.
@@ -136,8 +137,9 @@ class Engine:
             ids: ids of the entries.
             outputs: the head's outputs at their keys.
         """
-        linear = LinearHead.find(head, ())
-        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        linear, is_exact = LinearHead.find(head, ()), memory.dtype == memory.distance_dtype
+        if not is_exact or outputs.dtype not in (torch.float32, torch.float64):
+            return
         with memory.lock:
             capacity, revision, slots = memory.capacity, memory.revision, memory.get_slots(ids)
         widths = self._choose_widths(outputs, capacity)
@@ -203,7 +205,7 @@ class Engine:
         return adaptation
 
     def _summaries_for(self, widths: tuple[int, ...]) -> OutputStore:
-        make = partial(OutputStore, partial(pack_summary, widths=widths), SUMMARY_BYTES)
+        make = partial(OutputStore, partial(pack_summary, widths=widths), is_even=True)
         return self._summaries.get(widths) or self._summaries.setdefault(widths, make())
 
     def _find_unproved(self, adaptation: Adaptation) -> Int[Tensor, "R"]:
@@ -218,7 +220,7 @@ class Engine:
             return ()
         widths = PROVED_WIDTHS if math.isfinite(self._tolerance) else WIDTHS
         numbers = self._store_bytes // max(1, capacity * outputs.itemsize)
-        most = min(numbers - 1 - 2 * len(widths), outputs.shape[1] - 1)
+        most = min(numbers - count_numbers(widths), outputs.shape[1] - 1)
         if most < LEAST_WIDTH:
             return ()
         return tuple(sorted({min(width, most) for width in widths}))

@@ -23,6 +23,7 @@ from mbpa.device import have_same_bits
 from mbpa.memory import Neighbors
 from mbpa.replay import assume, assume_later
 
+EVEN_ROWS = {"cpu": 16, "cuda": 512}
 ROW_MULTIPLE = 16  # numbers; rows that start at a multiple of this are read four at a time
 
 
@@ -110,11 +111,12 @@ class OutputStore:
     Args:
         finish: function applied to outputs (N, C) before they are stored, such as softmax. It may
             overwrite them, and return rows of another length.
-        chunk_bytes: outputs computed at a time; default: all that are missing.
+        is_even: compute outputs of `EVEN_ROWS` entries at a time, always as many, so that their
+            rounding does not depend on which other entries are missing; default: all that are.
     """
 
-    def __init__(self, finish: Callable[[Tensor], Tensor], chunk_bytes: int | None = None) -> None:
-        self._finish, self._chunk_bytes = finish, chunk_bytes
+    def __init__(self, finish: Callable[[Tensor], Tensor], *, is_even: bool = False) -> None:
+        self._finish, self._is_even = finish, is_even
         self._lock = threading.Lock()
         self._form: object = None
         self._made_by: tuple[Tensor, Tensor | None, int] | None = None
@@ -133,7 +135,8 @@ class OutputStore:
             self._make_room(neighbors.capacity, head, keys.dtype)
             slots, ids = neighbors.slots, neighbors.ids
             missing = self._ids[slots] != ids  # slot −1 has id −1, like padding
-            index = slots.clamp_min(0)
+            # Padding points at a row of the same query: any other may belong to a deleted entry.
+            index = slots.where(slots >= 0, slots[:, :1]).clamp_min_(0)
             same, unwritten = self._is_current(head, neighbors.revision), self._table[:0]
             held = self._table, self._ids, self._made_by  # by a recording, which reads them
             assume_later(lambda: held[0] is self._table and held[2] is self._made_by)
@@ -236,10 +239,12 @@ class OutputStore:
         return rows, unwritten
 
     def _compute(self, head: LinearHead, keys: Float[Tensor, "M D"]) -> Shaped[Tensor, "M W"]:
-        if self._chunk_bytes is None:
+        if not self._is_even:
             return self._finish(head(keys))
-        rows = max(1, self._chunk_bytes // (len(head.weight) * keys.itemsize))
-        return torch.cat([self._finish(head(part)) for part in keys.split(rows)])
+        rows = EVEN_ROWS["cuda" if keys.device.type == "cuda" else "cpu"]
+        padding = keys[-1:].expand(-len(keys) % rows, -1)
+        parts = torch.cat([keys, padding]).split(rows)
+        return torch.cat([self._finish(head(part)) for part in parts])[: len(keys)]
 
 
 def table_bytes(capacity: int, outputs: Float[Tensor, "B *C"]) -> int:

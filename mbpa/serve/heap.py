@@ -13,17 +13,13 @@ from typing import Any
 
 LARGE_BLOCK_BYTES = 1 << 22
 RETURN_INTERVAL_S = 60.0
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # parameters of `mallopt`
+_M_MMAP_THRESHOLD = -3  # parameter of `mallopt`
 
 
 def return_large_blocks() -> None:
-    """From now on, return blocks of 4 MiB and more to the system as soon as they are freed.
-
-    Smaller ones come from one heap for all threads, so that each thread can use what others freed.
-    """
+    """From now on, return blocks of 4 MiB and more to the system as soon as they are freed."""
     if hasattr(_C_LIBRARY, "mallopt"):
         _C_LIBRARY.mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-        _C_LIBRARY.mallopt(_M_ARENA_MAX, 1)
 
 
 def return_free_memory() -> None:

@@ -17,6 +17,7 @@ from mbpa.adaptation import Problem
 from mbpa.adaptation.active import pack_summary, solve_active, unpack_summary
 from mbpa.adaptation.active_bound import ErrorBound
 from mbpa.adaptation.span import is_span_fused
+from mbpa.explanation import Explanation
 
 CLASSES, SIZE = 300, 12
 
@@ -358,7 +359,7 @@ def test_without_room_for_what_is_kept_the_result_is_exact() -> None:
 
 def test_tolerances_are_checked() -> None:
     for wrong in (-1.0, math.nan):
-        with pytest.raises(ValueError, match="tolerance must be 0 or more"):
+        with pytest.raises(ValueError, match="tolerance must be a number from 0"):
             Engine(tolerance=wrong)
     with pytest.raises(ValueError, match="path must be None or one of"):
         Engine(path="active")
@@ -421,3 +422,100 @@ def test_kernels_give_the_same(
         results[kernels] = outputs, change, *vars(report).values()
     for given, expected in zip(results["1"], results["0"], strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("gap", "dtype"), [(25.0, torch.float32), (40.0, torch.float64)])
+def test_a_confident_head_that_is_proved_wrong(gap: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(SIZE, 2000, dtype=torch.float64)
+    with torch.no_grad():
+        head.weight.mul_(0.1)
+        head.bias.zero_()
+        head.bias[0] = gap  # all else has a probability far below rounding errors of 1
+    keys = 0.01 * torch.randn(20, SIZE, dtype=torch.float64) + 1
+    labels, query = torch.arange(1, 21) * 90, torch.ones(1, SIZE, dtype=torch.float64)
+    rule = mbpa.Gradient(0.4, 10)
+
+    def predict(dtype: torch.dtype, engine: Engine) -> Explanation:
+        model = mbpa.MbPA(
+            head=nn.Linear(SIZE, 2000, dtype=dtype),
+            memory=mbpa.ExactMemory(20, SIZE, dtype=dtype),
+            predictor=mbpa.Adapted(rule, k=20),
+            engine=engine,
+        )
+        model.head.load_state_dict(head.state_dict())
+        model.write(keys=keys.to(dtype), values=labels)
+        return model.explain(keys=query.to(dtype))
+
+    exact = predict(torch.float64, Engine()).after
+    assert exact[0, 0] < -1  # the confident class has fallen
+    found = predict(dtype, Engine(tolerance=0.05, path="active"))
+    adaptation = found.parts[0].adaptation
+    assert adaptation is not None
+    assert adaptation.report is not None
+    assert int(adaptation.report.sizes[0]) < 2000
+    error = (found.after.double() - exact).abs().max()
+    assert 1e-6 < error <= adaptation.report.bound[0] + 1e-4
+
+
+def test_outputs_that_are_not_accurate_enough_are_not_kept() -> None:
+    keys, labels = draw_examples()
+    for memory, given in (
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float16, torch.float32),
+    ):
+        models = [make_model(Engine(tolerance=math.inf, path="active")) for _ in range(2)]
+        for model in models:
+            model._memory = mbpa.ExactMemory(ENTRIES, SIZE, dtype=memory)
+        outputs = models[0].head(keys).to(given)
+        models[0].write(keys=keys, values=labels, outputs=outputs)
+        models[1].write(keys=keys, values=labels)
+        assert torch.equal(models[0](keys=QUERIES), models[1](keys=QUERIES))
+
+
+def test_inference_mode_makes_no_difference() -> None:
+    keys, labels = draw_examples()
+    model = make_model(Engine(tolerance=math.inf, path="active"))
+    with torch.inference_mode():
+        model.write(keys=keys[:30], values=labels[:30], outputs=model.head(keys[:30]))
+        model(keys=QUERIES)
+    model.write(keys=keys[30:], values=labels[30:], outputs=model.head(keys[30:]))
+    torch.testing.assert_close(model(keys=QUERIES), make_active()(keys=QUERIES))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_outputs_at_hand_are_checked_before_anything_is_written(wrong: float) -> None:
+    model, (keys, labels) = make_model(Engine(tolerance=math.inf)), draw_examples()
+    outputs = model.head(keys).detach()
+    outputs[3, 3] = wrong
+    with pytest.raises(ValueError, match="outputs must be finite"):
+        model.write(keys=keys, values=labels, outputs=outputs)
+    assert len(model.memory) == 0
+
+
+@pytest.mark.parametrize("classes", [2000, 6000, 20_000])
+def test_what_is_explained_is_what_was_predicted(classes: int) -> None:
+    torch.manual_seed(0)
+    model = mbpa.MbPA(
+        head=nn.Linear(SIZE, classes),
+        memory=mbpa.ExactMemory(ENTRIES, SIZE),
+        predictor=mbpa.Adapted(mbpa.Gradient(0.05, 10), k=8),
+        engine=Engine(tolerance=math.inf),
+    )
+    keys, labels = draw_examples()
+    model.write(keys=keys, values=labels)
+    explanation = model.explain(keys=QUERIES)
+    torch.testing.assert_close(explanation.parts[0].prediction, explanation.after)
+
+
+def test_padding_leaves_no_trace_of_a_deleted_entry() -> None:
+    keys, labels = draw_examples(6)
+    models = [make_model(Engine(tolerance=0.5, path="active"), capacity=10) for _ in range(2)]
+    models[0].write(keys=1e15 * torch.ones(1, SIZE), values=[1])
+    models[0](keys=QUERIES)  # the outputs of the entry are kept now
+    models[0].memory.delete(torch.tensor([0]))
+    for model in models:
+        model.write(keys=keys[:2], values=labels[:2])
+    first, second = (model.score_then_write(keys[2:], labels[2:]) for model in models)
+    assert torch.equal(first, second)
