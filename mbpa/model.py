@@ -141,15 +141,18 @@ class MbPA:
                 `memory.read` serves any number of predictors and heads.
         """
         flat, leading = self._flatten_keys(inputs, named, keys)
+
+        def compute(keys: Tensor) -> tuple[Tensor, ...]:
+            return (self._predict(keys, neighbors),)
+
         with own_precision(flat):
             if neighbors is not None:
                 neighbors = self._trim_neighbors(neighbors, len(flat))
             form = self._find_form(flat) if neighbors is None and is_replayed(flat) else None
             if form is None:
-                prediction = self._predict(flat, neighbors)
+                (prediction,) = compute(flat)
             else:
                 with self.memory.lock:
-                    compute = lambda keys: (self._predict(keys, None),)  # noqa: E731
                     (prediction,) = self._replayer.run(form, compute, flat)
         return prediction.reshape(*leading, *prediction.shape[1:])
 

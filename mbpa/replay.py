@@ -106,12 +106,6 @@ class Replayer:
             outputs = known.replay(inputs) if isinstance(known, _Recording) else None
         return compute(inputs) if outputs is None else outputs
 
-    def __getstate__(self) -> dict[str, object]:
-        return {}  # recordings belong to a process
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__()  # type: ignore[misc]
-
 
 @dataclass
 class _Recording:
