@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from threading import Thread
 
 import torch
 from torch import Tensor
 
 OLDEST_CAPABILITY = (8, 0)
+BYTES_PER_THREAD = 1 << 22  # fewer are compared faster than a thread starts
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,27 @@ def have_same_bits(some: Tensor, others: Tensor) -> Tensor:
     is_plain = some.is_contiguous() and others.is_contiguous() and some.device.type == "cpu"
     if _MEMCMP is None or not is_plain:
         return some.eq(others).all()
-    return torch.tensor(_MEMCMP(some.data_ptr(), others.data_ptr(), some.nbytes) == 0)
+    return torch.tensor(_compare_bytes(_MEMCMP, some, others))
+
+
+def _compare_bytes(compare: Callable[..., int], some: Tensor, others: Tensor) -> bool:
+    """Compare two contiguous tensors on the CPU, large ones with as many threads as torch uses."""
+    threads = max(1, min(torch.get_num_threads(), some.nbytes // BYTES_PER_THREAD))
+    size = -(-some.nbytes // threads)
+    differences = [1] * threads
+
+    def compare_part(part: int) -> None:
+        start = part * size
+        count = min(size, some.nbytes - start)
+        differences[part] = compare(some.data_ptr() + start, others.data_ptr() + start, count)
+
+    helpers = [Thread(target=compare_part, args=(part,)) for part in range(1, threads)]
+    for helper in helpers:
+        helper.start()
+    compare_part(0)
+    for helper in helpers:
+        helper.join()
+    return not any(differences)
 
 
 def takes_kernels(tensor: Tensor) -> bool:

@@ -225,7 +225,7 @@ def _start_outputs(
     else:
         batch, count = problem.weights.shape
         outputs = problem.keys.new_empty(batch, count + 1, columns.classes.shape[1])
-        weight = head.weight[columns.classes].to(problem.dtype)
+        weight = functional.embedding(columns.classes, head.weight).to(problem.dtype)
         torch.bmm(problem.keys, weight.mT, out=outputs[:, :-1])
         if head.bias is not None:
             outputs[:, :-1] += head.bias[columns.classes][:, None]
