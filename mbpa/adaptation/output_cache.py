@@ -120,6 +120,7 @@ class OutputStore:
         self._lock = threading.Lock()
         self._form: object = None
         self._made_by: tuple[Tensor, Tensor | None, int] | None = None
+        self._is_trusted = self._was_compared = False
         self._table = torch.empty(0, 0)
         self._ids = torch.empty(0, dtype=torch.int64)
 
@@ -157,9 +158,10 @@ class OutputStore:
         revision: int,
         ids: Int[Tensor, "N"],
         slots: Int[Tensor, "N"],
-        outputs: Float[Tensor, "N C"],
+        rows: Shaped[Tensor, "N W"],
+        dtype: torch.dtype,
     ) -> None:
-        """Store the outputs of entries before they are looked up.
+        """Store what was made of the outputs of entries before they are looked up.
 
         Args:
             head: the head that computed the outputs.
@@ -167,13 +169,23 @@ class OutputStore:
             revision: revision of the memory.
             ids: ids of the entries.
             slots: their slots.
-            outputs: the head's outputs for them, overwritten.
+            rows: what `finish` returned for them.
+            dtype: dtype of the outputs.
         """
         with self._lock:
-            self._make_room(capacity, head, outputs.dtype)
+            self._make_room(capacity, head, dtype)
             if not self._is_current(head, revision):
                 self._start_over(head, revision)
-            self._table[slots], self._ids[slots] = self._finish(outputs), ids
+            self._table[slots], self._ids[slots] = rows, ids
+
+    @contextmanager
+    def trust_head(self) -> Iterator[None]:
+        """Compare the head with the snapshot once, and not again while the context is open."""
+        self._is_trusted, self._was_compared = True, False
+        try:
+            yield
+        finally:
+            self._is_trusted = False
 
     def _start_over(self, head: LinearHead, revision: int) -> None:
         self._ids.fill_(-1)
@@ -203,6 +215,9 @@ class OutputStore:
             alike = (weight.shape, weight.dtype) == (head.weight.shape, head.weight.dtype)
             alike &= (bias is None) == (head.bias is None)
             if alike and revision == made_at:
+                if self._is_trusted and self._was_compared:
+                    return torch.ones((), dtype=torch.bool, device=head.weight.device)
+                self._was_compared = True
                 same = have_same_bits(weight, head.weight)
                 if bias is not None and head.bias is not None:
                     same &= have_same_bits(bias, head.bias)
@@ -225,7 +240,7 @@ class OutputStore:
         some = torch.empty_like(new_ids)
         some[inverse] = torch.arange(len(inverse), device=some.device)
         new_slots = slots[some]
-        outputs = self._compute(head, keys[some])
+        outputs = self.compute(head, keys[some])
         kept = new_slots >= 0
         self._table[new_slots[kept]] = outputs[kept]
         self._ids[new_slots[kept]] = new_ids[kept]
@@ -238,7 +253,8 @@ class OutputStore:
             unwritten = unwritten[:, : outputs.shape[1]]
         return rows, unwritten
 
-    def _compute(self, head: LinearHead, keys: Float[Tensor, "M D"]) -> Shaped[Tensor, "M W"]:
+    def compute(self, head: LinearHead, keys: Float[Tensor, "M D"]) -> Shaped[Tensor, "M W"]:
+        """Return what is stored of the outputs at these keys, without storing it."""
         if not self._is_even:
             return self._finish(head(keys))
         rows = EVEN_ROWS["cuda" if keys.device.type == "cuda" else "cpu"]
