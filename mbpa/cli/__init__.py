@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from mbpa.cli import lm
 from mbpa.cli.command import Command, parse_command, run_command
 from mbpa.cli.demo import Demo
 from mbpa.cli.serve import Check, Explore, Serve
@@ -17,6 +18,7 @@ COMMANDS: dict[str, type[Command]] = {
     "serve": Serve,
     "explore": Explore,
     "check": Check,
+    "lm": lm.LanguageModel,
     "demo": Demo,
 }
 
@@ -31,6 +33,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     def parse() -> Command:
+        if arguments[:1] == ["lm"]:
+            return parse_command(
+                lm.COMMANDS,
+                arguments[1:] or ["--help"],
+                program="mbpa lm",
+                description=lm.DESCRIPTION,
+            )
         return parse_command(
             COMMANDS, arguments or ["--help"], program="mbpa", description=DESCRIPTION
         )

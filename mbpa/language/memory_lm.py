@@ -1,0 +1,642 @@
+"""A causal language model that reads documents once and predicts them better from then on.
+
+Every token of a document becomes an entry of the memory: the key is the state of the model before
+the token, the value is the token. For each prediction, the output layer is adapted to the places
+that are most like the present one, and the adaptation is discarded afterwards. The model itself is
+never changed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mbpa.adaptation import Engine
+from mbpa.errors import CheckpointError, RunError
+from mbpa.kernels import InverseDistance, Kernel, neighbor_weights
+from mbpa.language.pretrained import check_causal, digest_model, load_pretrained, run_trunk
+from mbpa.language.run_directory import RunDirectory, Source, digest_tokens, make_source
+from mbpa.language.tokens import Origin, Score, Token, TokenReader
+from mbpa.language.windows import Window, plan_windows
+from mbpa.memory import ExactMemory, Neighbors
+from mbpa.model import MbPA
+from mbpa.predictors import Adapted, Predictor
+from mbpa.rules import Gradient
+
+CAPACITY = 1 << 20
+WINDOW, CONTEXT = 2048, 512
+ACTIVE_WIDTH = 28  # with four more numbers, 128 bytes per entry
+ROWS_PER_PREDICTION = {"cpu": 64, "cuda": 512}  # each row holds a probability per token
+WINDOWS_PER_BATCH = {"cpu": 1, "cuda": 8}
+LARGEST_HALF = 1e4  # states up to this size are kept in half precision
+ORIGINS, TOKENS_BEFORE, TOKENS_AFTER = 5, 24, 12  # shown per token
+PROBE = (
+    "The memory of a language model holds what it has read: reports, letters and manuals, each "
+    "with its own words. Given the first half of a sentence, it looks up similar places, compares "
+    "how they went on, and predicts what comes next. In 2018, 37% of all questions were answered."
+)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Log-probabilities of the next token at some states."""
+
+    alone: Float[Tensor, "B C"]
+    adapted: Float[Tensor, "B C"]
+    neighbors: Neighbors | None
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """A document in the memory."""
+
+    name: str
+    tokens: int
+    read_at: float
+    """When it was read, in seconds since 1970."""
+
+
+class MemoryLM:
+    """A causal language model with a memory of the documents it has read.
+
+    Args:
+        model: a decoder-only model from transformers whose output layer is linear, or the name or
+            folder of one. It is used as it is and never changed. Default: a small one that installs
+            with mbpa.
+        tokenizer: its tokenizer, if `model` is not a name.
+        capacity: the most tokens that the memory can hold; 1,048,576 by default.
+        predictor: turns states and neighbours into a prediction. Default: docs/language.md.
+        window: the most tokens that the model sees at a time when it reads or scores a text.
+            Default: 2,048, or the most that the model supports.
+        context: by how many tokens windows overlap: later tokens are read with at least this many
+            before them. Default: 512, or a quarter of `window`.
+        half: keep keys in half precision, which takes half the memory. Default: on a GPU. Keys are
+            rounded to half precision in any case, so results do not depend on it.
+        device: device for a model that is given by name; the CPU by default.
+
+    Example:
+        >>> from mbpa.language import MemoryLM  # doctest: +SKIP
+        >>> lm = MemoryLM()
+        >>> lm.read("The deadline for Heron is the ninth of May.", source="handbook.md")
+        >>> lm.generate("The deadline for Heron is the", max_new_tokens=4).text
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | str | os.PathLike[str] | None = None,
+        tokenizer: Any = None,
+        *,
+        capacity: int | None = None,
+        predictor: Predictor | None = None,
+        window: int | None = None,
+        context: int | None = None,
+        half: bool | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        name: str | None = "" if isinstance(model, nn.Module) else None
+        if model is not None and not isinstance(model, nn.Module):
+            name = os.fspath(model)
+        if isinstance(model, nn.Module) != (tokenizer is not None):
+            raise ValueError("a model needs a tokenizer, the name of a model must come without one")
+        self._model: Any = model
+        self._tokenizer = tokenizer
+        if not isinstance(model, nn.Module):
+            self._model, self._tokenizer = load_pretrained(name, device=device)
+        check_causal(self._model)
+        self._name = name  # None for the default model, empty if it is not known
+        self._output_layer: nn.Linear = self._model.get_output_embeddings()
+        self._device = self._output_layer.weight.device
+        longest = _find_longest_text(self._model)
+        self.window = min(window or WINDOW, longest)
+        self.context = min(CONTEXT, self.window // 4) if context is None else context
+        plan_windows(1, self.window, self.context)  # raises if they do not fit
+        self.longest_text = longest
+        self._lock = threading.RLock()
+        probe = self._embed(self._tokenize(PROBE))
+        self._key_dtype = torch.float16 if probe.abs().max() < LARGEST_HALF else torch.float32
+        is_half = self._device.type == "cuda" if half is None else half
+        self.mean_square = float(probe.float().square().sum(1).mean())
+        memory = ExactMemory(
+            CAPACITY if capacity is None else capacity,
+            self._output_layer.in_features,
+            value_dtype=torch.int32,
+            dtype=self._key_dtype if is_half else torch.float32,
+            device=self._device,
+        )
+        self._engine = Engine(tolerance=math.inf, width=ACTIVE_WIDTH, store_bytes=1 << 40)
+        self._mbpa = MbPA(
+            head=self._output_layer,
+            memory=memory,
+            predictor=predictor or _make_predictor(self.mean_square),
+            engine=self._engine,
+        )
+        self._sources: dict[str, Source] = {}
+        self._first_ids: list[int] = []
+        self._by_first_id: dict[int, str] = {}
+        self._directory: RunDirectory | None = None
+        self._digest: str | None = None
+
+    # Properties
+
+    @property
+    def model(self) -> Any:
+        """The language model, without the memory."""
+        return self._model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+        return self._tokenizer
+
+    @property
+    def memory(self) -> ExactMemory:
+        """The memory, with one entry per token that was read."""
+        memory = self._mbpa.memory
+        assert isinstance(memory, ExactMemory)
+        return memory
+
+    @property
+    def name(self) -> str | None:
+        """Name or folder of the model; `None` for the default one, "" if it was given as such."""
+        return self._name
+
+    @property
+    def output_layer(self) -> nn.Linear:
+        """The output layer of the model, which is adapted to each prediction."""
+        return self._output_layer
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens with which the model ends a text."""
+        config = getattr(self._model, "generation_config", None)
+        ids = getattr(config, "eos_token_id", None)
+        ids = self._tokenizer.eos_token_id if ids is None else ids
+        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+
+    @property
+    def pad_token(self) -> int:
+        """A token that fills up short prompts; any will do, since it is masked."""
+        known = self._tokenizer.pad_token_id
+        return known if known is not None else min(self.end_tokens, default=0)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the model's weights and its tokenizer."""
+        if self._digest is None:
+            self._digest = digest_model(self._model, self._tokenizer)
+        return self._digest
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __repr__(self) -> str:
+        kind = type(self._model).__name__
+        return f"MemoryLM({kind}, {len(self._sources)} sources, {len(self):,} entries)"
+
+    # Reading
+
+    def read(
+        self,
+        text: str | Sequence[int] | Int[Tensor, "T"],
+        *,
+        source: str,
+        progress: Progress | None = None,
+    ) -> SourceInfo:
+        """Read a document into the memory.
+
+        If the run is saved in a directory, the document is on disk when this returns. A document
+        that was read before under the same name is replaced, in one instant. If anything fails, the
+        memory stays as it was.
+
+        Args:
+            text: the document, as text or as token ids.
+            source: name of the document, by which it can be forgotten.
+            progress: called with the number of tokens read so far, and of all tokens.
+        """
+        if not isinstance(source, str) or not source:
+            raise ValueError(f"source must be a name, got {source!r}")
+        tokens = self._tokenize(text)
+        if len(tokens) < 2:
+            raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
+        with self._lock:
+            old = self._sources.get(source)
+            if old is not None and old.text_digest == digest_tokens(tokens):
+                return _describe(old)
+            room = self.memory.capacity - len(self) + (0 if old is None else len(old.keys))
+            if len(tokens) - 1 > room:
+                raise ValueError(
+                    f"text must have at most {room + 1} tokens, for which the memory has room, got "
+                    f"{len(tokens)}: forget a source, or load with a larger capacity"
+                )
+            keys = self._embed(tokens, progress)[:-1].to(self._key_dtype)
+            if not keys.isfinite().all():
+                raise ValueError("the states of the model must be finite, got NaN or infinite ones")
+            summaries = self._engine.summarize(self._output_layer, self.memory, keys)
+            new = make_source(source, tokens, keys.cpu(), summaries)
+            if self._directory is not None:
+                number = -1 if old is None else old.number
+                new = self._directory.add(new, replaces=number)
+            if old is not None:
+                self._drop(old)
+            self._remember(new)
+            return _describe(new)
+
+    def forget(self, source: str) -> None:
+        """Forget a document: from now on every prediction is as if it had never been read."""
+        with self._lock:
+            known = self._require_source(source)
+            if self._directory is not None:
+                self._directory.remove(known.number)
+            self._drop(known)
+
+    def sources(self) -> list[SourceInfo]:
+        """Return the documents in the memory, in the order in which they were read."""
+        with self._lock:
+            return [_describe(source) for source in self._sources.values()]
+
+    def has_read(self, text: str | Sequence[int] | Int[Tensor, "T"], *, source: str) -> bool:
+        """Return whether this very text was read under this name."""
+        known = self._sources.get(source)
+        return known is not None and known.text_digest == digest_tokens(self._tokenize(text))
+
+    def _remember(self, source: Source) -> None:
+        values = source.tokens[1:].to(self._device, torch.int32)
+        keys = source.keys.to(self._device, self.memory.dtype)
+        ids = self.memory.write(keys, values)
+        if source.summaries is not None:
+            rows = source.summaries.to(self._device)
+            self._engine.keep_summaries(self._output_layer, self.memory, ids, rows)
+        # Keys and summaries are in the memory now; only what `explain` shows is kept twice.
+        self._sources[source.name] = replace(
+            source, keys=source.keys.new_empty(len(source.keys), 0), summaries=None
+        )
+        self._first_ids.append(int(ids[0]))
+        self._by_first_id[int(ids[0])] = source.name
+
+    def _drop(self, source: Source) -> None:
+        first = next(i for i, name in self._by_first_id.items() if name == source.name)
+        self.memory.delete(torch.arange(first, first + len(source.keys)))
+        del self._sources[source.name], self._by_first_id[first]
+        self._first_ids.remove(first)
+
+    def _require_source(self, name: str) -> Source:
+        if name not in self._sources:
+            known = ", ".join(list(self._sources)[:5]) or "none"
+            raise ValueError(f"source must be one that was read ({known}), got {name!r}")
+        return self._sources[name]
+
+    # Predicting
+
+    def score(self, text: str | Sequence[int] | Int[Tensor, "T"]) -> Score:
+        """Return the log-probability of each token of a text, with and without the memory."""
+        return self._score(text, origins=0)
+
+    def explain(
+        self, text: str | Sequence[int] | Int[Tensor, "T"], *, origins: int = ORIGINS
+    ) -> Score:
+        """Return the same as `score`, and for each token similar places in what was read.
+
+        Args:
+            text: the text.
+            origins: the most places per token.
+        """
+        return self._score(text, origins=origins)
+
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        max_new_tokens: int = 50,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        origins: int = 0,
+        on_token: Callable[[int, Token], bool | None] | None = None,
+    ) -> Any:
+        """Write on from a prompt and return a `Generation`, or one for each of several prompts.
+
+        Args:
+            prompt: text, or several texts, from which to write on.
+            max_new_tokens: the most tokens to write.
+            temperature: 0 takes the most probable token. Otherwise tokens are drawn from
+                probabilities to the power of 1 / temperature.
+            top_p: draw from the most probable tokens whose probabilities sum to this.
+            top_k: draw from this many most probable tokens; 0 means all.
+            stop: texts before which to stop.
+            seed: makes drawing repeatable.
+            origins: similar places in the memory to return for each token.
+            on_token: called with the index of the prompt and each new token; if it returns true,
+                no further token is written for this prompt.
+        """
+        from mbpa.language.generation import generate
+
+        written = generate(
+            self,
+            [prompt] if isinstance(prompt, str) else list(prompt),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop=stop,
+            seed=seed,
+            origins=origins,
+            on_token=on_token,
+        )
+        return written[0] if isinstance(prompt, str) else written
+
+    def as_transformers(self) -> Any:
+        """Return a transformers model with the same weights, whose output layer is adapted.
+
+        Its logits are log-probabilities with the memory; while the memory is empty they are those
+        of the model. `generate`, pipelines and evaluation code run unmodified.
+        """
+        from mbpa.language.adapted_model import share_with_adapted_outputs
+
+        return share_with_adapted_outputs(self._model, self._output_layer, self.predict)
+
+    def predict(self, states: Float[Tensor, "B D"]) -> Prediction:
+        """Return log-probabilities of the next token, given states of the model.
+
+        Args:
+            states: what the output layer receives, at most a few hundred rows.
+        """
+        with self._lock, torch.no_grad():
+            keys = states.to(self.memory.distance_dtype)
+            neighbors = None
+            if len(self):
+                model = self._mbpa
+                k, keys_for = model.predictor.k, model.predictor.keys_for
+                neighbors = self.memory.read(keys, k, keys_for=keys_for)
+            context = self._mbpa.build_context(keys, neighbors)
+            return Prediction(context.parametric, self._mbpa.predictor(context), neighbors)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the memory, and assume that the model stays as it is, while the context is open."""
+        with self._lock, self._engine.trust_head():
+            yield
+
+    def _score(self, text: str | Sequence[int] | Int[Tensor, "T"], origins: int) -> Score:
+        tokens = self._tokenize(text)
+        if len(tokens) < 2:
+            raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
+        ids = tokens.tolist()
+        size = len((text if isinstance(text, str) else self._tokenizer.decode(ids)).encode())
+        reader = TokenReader(self._tokenizer, ids[:1])
+        scored: list[Token] = []
+        with self.hold():
+            states = self._embed(tokens)[:-1]
+            for at in range(0, len(states), self._rows):
+                prediction = self.predict(states[at : at + self._rows])
+                targets = ids[1 + at : 1 + at + self._rows]
+                scored += self.describe(prediction, targets, origins)
+        pieces = [reader.read(token.id) for token in scored]
+        named = (replace(token, text=text) for token, text in zip(scored, pieces, strict=True))
+        return Score(tuple(named), bytes=size)
+
+    def describe(self, prediction: Prediction, tokens: Sequence[int], origins: int) -> list[Token]:
+        """Return what a prediction says about tokens, one per row, without their text."""
+        index = torch.tensor(tokens, device=self._device)[:, None]
+        adapted = prediction.adapted.gather(1, index)[:, 0].tolist()
+        alone = prediction.alone.gather(1, index)[:, 0].tolist()
+        places = self._find_origins(prediction.neighbors, tokens, origins)
+        return [
+            Token(token, "", after, before, found)
+            for token, after, before, found in zip(tokens, adapted, alone, places, strict=True)
+        ]
+
+    def _find_origins(
+        self, neighbors: Neighbors | None, tokens: Sequence[int], count: int
+    ) -> list[tuple[Origin, ...]]:
+        if neighbors is None or not count:
+            return [()] * len(tokens)
+        weights = neighbor_weights(_find_kernel(self._mbpa.predictor), neighbors)
+        same = neighbors.values == torch.tensor(tokens, device=self._device)[:, None]
+        order = (weights + same.to(weights.dtype)).masked_fill(~neighbors.mask, -1)
+        best = order.topk(min(count, order.shape[1])).indices.cpu()
+        columns = zip(
+            neighbors.ids.cpu().gather(1, best).tolist(),
+            weights.cpu().gather(1, best).tolist(),
+            neighbors.distances.sqrt().cpu().gather(1, best).tolist(),
+            strict=True,
+        )
+        return [
+            tuple(self._locate(*place) for place in zip(*row, strict=True) if place[0] >= 0)
+            for row in columns
+        ]
+
+    def _locate(self, entry: int, weight: float, distance: float) -> Origin:
+        """Return where an entry of the memory comes from."""
+        first = self._first_ids[bisect.bisect_right(self._first_ids, entry) - 1]
+        source = self._sources[self._by_first_id[first]]
+        at, tokens = entry - first + 1, source.tokens
+        spans = tokens[max(0, at - TOKENS_BEFORE) : at], tokens[at : at + 1]
+        before, text, after = (
+            self._tokenizer.decode(span.tolist(), clean_up_tokenization_spaces=False)
+            for span in (*spans, tokens[at + 1 : at + 1 + TOKENS_AFTER])
+        )
+        return Origin(source.name, at, int(tokens[at]), weight, distance, before, text, after)
+
+    # Running the model
+
+    @property
+    def _rows(self) -> int:
+        return ROWS_PER_PREDICTION["cuda" if self._device.type == "cuda" else "cpu"]
+
+    def encode(self, text: str | Sequence[int]) -> list[int]:
+        """Return the token ids of a text."""
+        ids: list[int] = self._tokenize(text).tolist()
+        return ids
+
+    def _tokenize(self, text: str | Sequence[int] | Int[Tensor, "T"]) -> Int[Tensor, "T"]:
+        if isinstance(text, str):
+            ids = self._tokenizer(text, truncation=False, verbose=False)["input_ids"]
+            return torch.tensor(ids, dtype=torch.int32)
+        tokens = torch.as_tensor(text)
+        if tokens.ndim != 1 or tokens.is_floating_point():
+            raise ValueError(f"token ids must be whole numbers in a row, got {tokens.shape}")
+        size = self._output_layer.out_features
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
+            raise ValueError(f"token ids must be from 0 to {size - 1}, got {int(tokens.max())}")
+        return tokens.to("cpu", torch.int32)
+
+    def _embed(
+        self, tokens: Int[Tensor, "T"], progress: Progress | None = None
+    ) -> Float[Tensor, "T D"]:
+        """Return the state of the model after each token."""
+        windows = plan_windows(len(tokens), self.window, self.context)
+        size = WINDOWS_PER_BATCH["cuda" if self._device.type == "cuda" else "cpu"]
+        parts, done = [], 0
+        for batch in _group_windows(windows, size):
+            ids = torch.stack([tokens[each.start : each.stop] for each in batch])
+            ids = ids.to(self._device, torch.int64)
+            states, _ = run_trunk(self._model, ids, use_cache=False)
+            parts += [
+                row[each.first - each.start :] for row, each in zip(states, batch, strict=True)
+            ]
+            done += sum(each.stop - each.first for each in batch)
+            if progress is not None:
+                progress(done, len(tokens))
+        return torch.cat(parts)
+
+    # Saving
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Save the memory in a new directory; later reads and forgets are kept there as well.
+
+        The model is not saved, only a digest of it.
+
+        Raises:
+            RunError: the directory holds a run already.
+        """
+        with self._lock:
+            if self._directory is not None:
+                raise RunError(f"the run is kept in {self._directory.root} already")
+            target = RunDirectory.create(directory, self._settings())
+            try:
+                stored = {name: target.add(self._restore(name)) for name in self._sources}
+            except BaseException:
+                target.close()
+                raise
+            for name, source in stored.items():
+                self._sources[name] = replace(self._sources[name], number=source.number)
+            self._directory = target
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "model": self._name,
+            "digest": self.digest,
+            "capacity": self.memory.capacity,
+            "window": self.window,
+            "context": self.context,
+        }
+
+    def _restore(self, name: str) -> Source:
+        """Return a source with its keys, from the memory."""
+        source = self._sources[name]
+        first = next(i for i, known in self._by_first_id.items() if known == name)
+        ids = torch.arange(first, first + len(source.keys))
+        keys = self.memory.get_keys(ids).to(self._key_dtype)
+        summaries = self._engine.summarize(self._output_layer, self.memory, keys)
+        return replace(source, keys=keys.cpu(), summaries=summaries)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | os.PathLike[str],
+        model: nn.Module | None = None,
+        tokenizer: Any = None,
+        *,
+        writable: bool = True,
+        capacity: int | None = None,
+        predictor: Predictor | None = None,
+        half: bool | None = None,
+        device: str | torch.device | None = None,
+        progress: Progress | None = None,
+    ) -> MemoryLM:
+        """Load a run; reads and forgets are kept in its directory.
+
+        Args:
+            directory: where the run was saved.
+            model: the model that it was saved with. Default: loaded by its name.
+            tokenizer: the tokenizer of the model.
+            writable: allow `read` and `forget`, which only one process may do at a time.
+            capacity: the most tokens that the memory can hold. Default: as saved.
+            predictor: as for `MemoryLM`.
+            half: as for `MemoryLM`.
+            device: as for `MemoryLM`.
+            progress: called with the number of sources loaded so far, and of all sources.
+
+        Raises:
+            RunError: there is no run, or another process has it open for writing.
+            CheckpointError: the run is damaged, or was written with another model.
+        """
+        run = RunDirectory(directory, writable=writable)
+        try:
+            settings = run.manifest
+            if model is None and settings["model"] == "":
+                raise ValueError(f"give the model with which {run.root} was saved")
+            lm = cls(
+                settings["model"] if model is None else model,
+                tokenizer,
+                capacity=capacity or settings["capacity"],
+                predictor=predictor,
+                window=settings["window"],
+                context=settings["context"],
+                half=half,
+                device=device,
+            )
+            if lm.digest != settings["digest"]:
+                raise CheckpointError(
+                    f"{run.root} was written with another model or tokenizer: its keys mean "
+                    "nothing to this one"
+                )
+            lm._name = settings["model"]
+            count = len(run)
+            for done, source in enumerate(run.load(), 1):
+                lm._remember(source)
+                if progress is not None:
+                    progress(done, count)
+            lm._directory = run if writable else None
+            return lm
+        except BaseException:
+            run.close()
+            raise
+
+    def close(self) -> None:
+        """Release the directory for other processes."""
+        with self._lock:
+            if self._directory is not None:
+                self._directory.close()
+                self._directory = None
+
+
+def _make_predictor(mean_square: float) -> Predictor:
+    return Adapted(Gradient(5 / mean_square, 20), k=64)
+
+
+def _describe(source: Source) -> SourceInfo:
+    return SourceInfo(source.name, len(source.tokens), source.read_at)
+
+
+def _find_longest_text(model: Any) -> int:
+    config = model.config
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
+        if isinstance(longest := getattr(config, name, None), int) and longest > 0:
+            return longest
+    return WINDOW
+
+
+def _find_kernel(predictor: Predictor) -> Kernel:
+    """Return the kernel by which a predictor weights the neighbours."""
+    for part in (predictor, *getattr(predictor, "mixed", ())):
+        if isinstance(part, Adapted):
+            return part.kernel
+    return InverseDistance()
+
+
+def _group_windows(windows: list[Window], size: int) -> Iterator[list[Window]]:
+    """Yield windows of the same length together, at most `size` of them."""
+    group: list[Window] = []
+    for window in windows:
+        length = window.stop - window.start
+        if group and (len(group) == size or group[0].stop - group[0].start != length):
+            yield group
+            group = []
+        group.append(window)
+    if group:
+        yield group

@@ -1,0 +1,266 @@
+"""The directory of a language run: a manifest, and one file per source that was read.
+
+Each file is written atomically and is on disk before the call returns. So a crash loses only the
+source that was being read, and forgetting a source means removing its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from mbpa import files
+from mbpa.errors import CheckpointError, RunError
+
+MANIFEST, SOURCES, LOCK = "language.json", "sources", "lock"
+FORMAT = 1
+_FILE_NAME = re.compile(r"(\d{8})\.safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A document in the memory: its tokens, and the state of the model before each of them."""
+
+    name: str
+    text_digest: str
+    """SHA-256 of the token ids, by which a document that was read before is recognised."""
+    tokens: Int[Tensor, "T"]
+    keys: Float[Tensor, "N D"]
+    """States before the last N tokens: all but the first."""
+    summaries: Int[Tensor, "N W"] | None
+    """What an active vocabulary needs to know about each state."""
+    read_at: float
+    """When it was read, in seconds since 1970."""
+    number: int = -1
+    """Position in the order of reading; −1 until the source is stored."""
+
+
+@dataclass(frozen=True)
+class SourceEntry:
+    """What is known about a stored source without loading it."""
+
+    name: str
+    tokens: int
+    read_at: float
+    number: int
+    replaces: int
+    """Number of the source that it replaced, or −1."""
+
+
+def is_language_run(directory: str | os.PathLike[str]) -> bool:
+    """Return whether a directory holds a language run."""
+    return (Path(directory) / MANIFEST).is_file()
+
+
+class RunDirectory:
+    """A directory that holds what a language model has read.
+
+    Args:
+        root: the directory, which must hold a run; `create` makes one.
+        writable: take the lock that `add` and `remove` need. Only one process may hold it.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, writable: bool = True) -> None:
+        self.root = Path(root).absolute()
+        self.manifest = _read_manifest(self.root)
+        self._lock_file = _take_lock(self.root) if writable else None
+        self._next_number = max(self._list_files(), default=-1) + 1
+
+    @staticmethod
+    def create(root: str | os.PathLike[str], settings: Mapping[str, Any]) -> RunDirectory:
+        """Create an empty run with these settings, which `manifest` returns later.
+
+        Raises:
+            RunError: the directory holds a run already.
+        """
+        root = Path(root).absolute()
+        if is_language_run(root):
+            raise RunError(f"{root} holds a run already: choose another directory")
+        if root.exists() and (not root.is_dir() or any(root.iterdir())):
+            raise RunError(f"{root} must be a new or an empty directory")
+        files.make_directory(root / SOURCES)
+        content = {"format": FORMAT, **settings}
+        content["sha256"] = files.digest_json(content)
+        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+        files.write_durably(root / MANIFEST, text.encode())
+        return RunDirectory(root)
+
+    def __len__(self) -> int:
+        return len(self._list_files())
+
+    @property
+    def is_writable(self) -> bool:
+        return self._lock_file is not None
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock_file is not None:
+            files.unlock(self._lock_file)
+            os.close(self._lock_file)
+            self._lock_file = None
+
+    def add(self, source: Source, *, replaces: int = -1) -> Source:
+        """Store a source and return it with its number; on return it would survive a power cut.
+
+        Args:
+            source: the source.
+            replaces: number of the source that it replaces, in the same instant.
+        """
+        self._require_lock()
+        number = self._next_number
+        tensors = {"tokens": source.tokens, "keys": source.keys}
+        if source.summaries is not None:
+            tensors["summaries"] = source.summaries
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        metadata = {
+            "name": source.name,
+            "text_digest": source.text_digest,
+            "read_at": str(source.read_at),
+            "replaces": str(replaces),
+            "sha256": _digest_tensors(tensors),
+        }
+        files.write_durably(self._path(number), save(tensors, metadata))
+        self._next_number = number + 1
+        if replaces >= 0:
+            self.remove(replaces)
+        return replace(source, number=number)
+
+    def remove(self, number: int) -> None:
+        """Remove a source; on return it would stay removed after a power cut."""
+        self._require_lock()
+        self._path(number).unlink()
+        files.flush_directory(self.root / SOURCES)
+
+    def load(self) -> Iterator[Source]:
+        """Return all sources in the order in which they were read.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        for entry in self.list_sources():
+            yield _read_source(self._path(entry.number), entry.number)
+
+    def list_sources(self) -> list[SourceEntry]:
+        """Return what is known about all sources without loading them, in order of reading.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        entries = [_read_entry(self._path(number), number) for number in sorted(self._list_files())]
+        # A crash may have come between the two halves of a replacement.
+        replaced = {entry.replaces for entry in entries}
+        for entry in entries:
+            if entry.number in replaced and self.is_writable:
+                self.remove(entry.number)
+        return [entry for entry in entries if entry.number not in replaced]
+
+    def _path(self, number: int) -> Path:
+        return self.root / SOURCES / f"{number:08d}.safetensors"
+
+    def _list_files(self) -> list[int]:
+        names = os.listdir(self.root / SOURCES)
+        return [int(found[1]) for name in names if (found := _FILE_NAME.fullmatch(name))]
+
+    def _require_lock(self) -> None:
+        if not self.is_writable:
+            raise RunError(f"{self.root} was opened for reading only")
+
+
+def make_source(
+    name: str,
+    tokens: Int[Tensor, "T"],
+    keys: Float[Tensor, "N D"],
+    summaries: Int[Tensor, "N W"] | None,
+) -> Source:
+    """Return a source that was read now."""
+    return Source(name, digest_tokens(tokens), tokens.cpu(), keys, summaries, read_at=time.time())
+
+
+def digest_tokens(tokens: Int[Tensor, "T"]) -> str:
+    """Return the SHA-256 of token ids."""
+    return hashlib.sha256(tokens.cpu().to(torch.int32).numpy().tobytes()).hexdigest()
+
+
+def _read_manifest(root: Path) -> dict[str, Any]:
+    path = root / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RunError(f"{root} holds no language run: `mbpa lm read` makes one") from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else manifest
+        raise CheckpointError(f"{path} must have format {FORMAT}, got {found}: update mbpa")
+    if manifest.get("sha256") != files.digest_json(manifest):
+        raise CheckpointError(f"{path} was altered")
+    return manifest
+
+
+def _take_lock(root: Path) -> int:
+    descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        files.lock(descriptor)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise RunError(f"{root} is in use by another process") from None
+    return descriptor
+
+
+def _digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _read_entry(path: Path, number: int) -> SourceEntry:
+    with _refuse_damage(path), safe_open(path, "pt") as file:
+        metadata, shape = file.metadata(), file.get_slice("tokens").get_shape()
+        return SourceEntry(
+            name=metadata["name"],
+            tokens=shape[0],
+            read_at=float(metadata["read_at"]),
+            number=number,
+            replaces=int(metadata["replaces"]),
+        )
+
+
+def _read_source(path: Path, number: int) -> Source:
+    with _refuse_damage(path), safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if metadata["sha256"] != _digest_tensors(tensors):
+            raise CheckpointError(f"{path} is damaged: its content has changed")
+        return Source(
+            name=metadata["name"],
+            text_digest=metadata["text_digest"],
+            tokens=tensors["tokens"],
+            keys=tensors["keys"],
+            summaries=tensors.get("summaries"),
+            read_at=float(metadata["read_at"]),
+            number=number,
+        )
+
+
+@contextlib.contextmanager
+def _refuse_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error

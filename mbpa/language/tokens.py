@@ -1,0 +1,126 @@
+"""What the memory did to each token of a text, and where it came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A place in a document that the model has read, similar to the place of a token."""
+
+    source: str
+    """Name of the document."""
+    position: int
+    """Index of the token in the document that followed this place."""
+    token: int
+    """The token that followed."""
+    weight: float
+    """Weight of this place among the neighbours, which sum to 1."""
+    distance: float
+    """Euclidean distance between the states of the model here and there."""
+    before: str
+    """Text before the token."""
+    text: str
+    """Text of the token."""
+    after: str
+    """Text after the token."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token with its log-probability, with and without the memory."""
+
+    id: int
+    text: str
+    log_prob: float
+    log_prob_alone: float
+    """Log-probability according to the model without the memory."""
+    origins: tuple[Origin, ...] = ()
+    """Similar places in the memory: those followed by this token first, then by weight."""
+
+    @property
+    def moved(self) -> float:
+        """How many nats the memory added to the log-probability."""
+        return self.log_prob - self.log_prob_alone
+
+
+@dataclass(frozen=True)
+class Score:
+    """The tokens of a text after the first, each predicted from the text before it."""
+
+    tokens: tuple[Token, ...]
+    characters: int = 0
+    bytes: int = 0
+    """Length of the whole text in UTF-8."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-probability, with the memory."""
+        return _perplexity([token.log_prob for token in self.tokens])
+
+    @property
+    def perplexity_alone(self) -> float:
+        """The same without the memory."""
+        return _perplexity([token.log_prob_alone for token in self.tokens])
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits needed to encode a byte of the text, with the memory."""
+        return self._count_bits([token.log_prob for token in self.tokens])
+
+    @property
+    def bits_per_byte_alone(self) -> float:
+        """The same without the memory."""
+        return self._count_bits([token.log_prob_alone for token in self.tokens])
+
+    def _count_bits(self, log_probs: Sequence[float]) -> float:
+        return -math.fsum(log_probs) / math.log(2) / self.bytes if self.bytes else math.nan
+
+
+@dataclass
+class Generation:
+    """A text that the model has written."""
+
+    prompt: str
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: str = "length"
+    """"stop" if the model ended the text or a stop string was found, "length" otherwise."""
+    text: str = ""
+    """The text after the prompt, up to a stop string."""
+
+
+def _perplexity(log_probs: Sequence[float]) -> float:
+    return math.exp(-math.fsum(log_probs) / len(log_probs)) if log_probs else math.nan
+
+
+class TokenReader:
+    """Turns tokens into text one by one; the pieces join to the text of all tokens.
+
+    A token may hold only part of a character. Its text then comes with the token that completes it.
+    """
+
+    def __init__(self, tokenizer: Any, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(context[-8:])  # what comes before may decide about a space
+        self._shown = len(self._decode())
+
+    def read(self, token: int) -> str:
+        """Return the text that this token adds."""
+        self._ids.append(token)
+        text = self._decode()
+        if text.endswith(REPLACEMENT) and len(self._ids) < 64:
+            return ""
+        piece = text[self._shown :]
+        self._ids = self._ids[-8:]
+        self._shown = len(self._decode())
+        return piece
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._ids, clean_up_tokenization_spaces=False)
+        return text
