@@ -67,15 +67,15 @@ def adapt_by_hand(model: Any, read: str, text: str, lr: float, steps: int, k: in
     return scores
 
 
-def test_scores_equal_a_loop_of_autograd(model: Any) -> None:
-    rule = mbpa.Gradient(0.02, 6)
+def test_scores_equal_a_loop_of_autograd() -> None:
+    model = make_model(initializer_range=0.6)  # probabilities as uneven as those of a real model
+    rule = mbpa.Gradient(0.15, 6)
     lm = MemoryLM(model, make_tokenizer(), capacity=500, predictor=mbpa.Adapted(rule, k=8))
     lm.read(TEXT, source="heron")
-    expected = adapt_by_hand(model, TEXT, OTHER, lr=0.02, steps=6, k=8)
-    # Few of the classes take part, and random outputs are flat: for real ones the error is 1e-3.
-    assert get_scores(lm, OTHER) == pytest.approx(expected, abs=2e-2)
+    expected = adapt_by_hand(model, TEXT, OTHER, lr=0.15, steps=6, k=8)
+    assert get_scores(lm, OTHER) == pytest.approx(expected, abs=1e-2)
     alone = torch.tensor([token.log_prob_alone for token in lm.score(OTHER).tokens])
-    assert (alone - torch.tensor(expected)).abs().mean() > 0.05
+    assert (alone - torch.tensor(expected)).abs().mean() > 0.2
 
 
 def test_an_empty_memory_leaves_the_model_as_it_is(lm: MemoryLM, model: Any) -> None:
