@@ -20,7 +20,7 @@ LAYERS = [
     {"model"},
     {"evaluation", "stream"},
     {"tune"},
-    {"testing", "encoders"},
+    {"testing", "encoders", "language"},
     {"serve", "demo"},
     {"explorer"},
     {"cli"},
@@ -101,6 +101,8 @@ def test_the_core_imports_little_besides_torch() -> None:
             roots -= {"PIL"}
         if name == "encoders.base":  # imported only when an encoder is made
             roots -= {"transformers", "huggingface_hub"}
+        if name.startswith("language."):  # imported only when a model or a document is read
+            roots -= {"transformers", "huggingface_hub", "tokenizers", "gguf", "pypdf"}
         assert roots <= LIGHT | {"mbpa"} | set(sys.stdlib_module_names), name
 
 
