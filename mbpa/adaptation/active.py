@@ -59,11 +59,15 @@ def pack_summary(outputs: Float[Tensor, "N C"], widths: tuple[int, ...]) -> Int[
         widths: numbers of most probable classes for which `unpack_summary` will be called, in
             ascending order.
     """
-    log_sums, top = outputs.logsumexp(-1, keepdim=True), outputs.topk(widths[-1])
-    outputs.scatter_(-1, top.indices, -torch.inf)
-    log_rest = outputs.logsumexp(-1, keepdim=True)
-    shares = outputs.sub_(log_sums).exp_()
-    largest, squares = shares.amax(-1, keepdim=True), shares.square_().sum(-1, keepdim=True)
+    top = outputs.topk(widths[-1])
+    peak = top.values[:, :1]
+    shares = outputs.sub_(peak).exp_()
+    total = shares.sum(-1, keepdim=True)
+    log_sums = peak + total.log()
+    shares.scatter_(-1, top.indices, 0)
+    log_rest = peak + shares.sum(-1, keepdim=True).log_()
+    largest = shares.amax(-1, keepdim=True) / total
+    squares = shares.square_().sum(-1, keepdim=True) / total.square()
     # For the smaller widths, count the classes from there to the largest width as well.
     numbers = [log_sums]
     for width in widths:

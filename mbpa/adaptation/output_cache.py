@@ -23,7 +23,7 @@ from mbpa.device import have_same_bits
 from mbpa.memory import Neighbors
 from mbpa.replay import assume, assume_later
 
-EVEN_ROWS = {"cpu": 16, "cuda": 512}
+EVEN_ROWS = {"cpu": 64, "cuda": 512}
 ROW_MULTIPLE = 16  # numbers; rows that start at a multiple of this are read four at a time
 
 
