@@ -414,27 +414,32 @@ class Memory(EntryForm, abc.ABC):
         Among equally near ones the newer come first.
         """
         slots, beyond, known = self._find_candidates(queries, reach, width)
-        ids = self._slot_ids[slots]
+        ids = self._slot_ids.take(slots)
         hidden = ids < (0 if windows is None else windows.since[:, None])
         # On a CPU looking for hidden entries is cheap, and asking the ring is not.
-        if self.device.type != "cpu" or hidden.any():
+        may_hide = self.device.type != "cpu" or bool(hidden.any())
+        if may_hide:
             slots = slots.masked_fill(hidden, self._readable_slot)
         in_use = self._slot_ids[: self._ring.used]
         distances, dots = known or measure_candidates(
             queries, slots, in_use, len(self), self._read_keys
         )
-        distances = distances.masked_fill(hidden, math.inf)
+        if may_hide:
+            distances = distances.masked_fill(hidden, math.inf)
         order = order_nearest_first(distances, ids)[:, :width]
         distances, slots, ids = (t.gather(1, order) for t in (distances, slots, ids))
-        hidden = distances == math.inf
+        values, keys = self._read_values(slots), self._read_keys(slots[:, :keys_for])
+        mask = distances != math.inf
+        if may_hide:
+            ids, slots = ids.where(mask, -1), slots.where(mask, -1)
         return Neighbors(
-            values=self._read_values(slots),
+            values=values,
             distances=distances,
             dots=dots.gather(1, order),
-            mask=~hidden,
-            ids=ids.masked_fill_(hidden, -1),
-            slots=slots.masked_fill(hidden, -1),
-            keys=self._read_keys(slots[:, :keys_for]),
+            mask=mask,
+            ids=ids,
+            slots=slots,
+            keys=keys,
             revision=self._revision,
             capacity=self.capacity,
         ), beyond

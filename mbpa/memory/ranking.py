@@ -22,6 +22,7 @@ from mbpa.memory.neighbors import Neighbors
 
 SCRATCH_BYTES = 1 << 28  # keys gathered, or scores computed, at a time
 CACHE_BYTES = 1 << 21  # the same on a CPU, per thread
+NUMBERS_PER_THREAD = 1 << 15  # fewer are processed by one thread
 QUERIES_PER_TILE = 64  # which share a pass over the keys
 
 
@@ -180,7 +181,21 @@ def _measure_each_query(
         return torch.cat(distances), torch.cat(dots)
     keys = fetch(slots)
     products = torch.bmm(queries[:, None], keys.mT)[:, 0]
-    return keys.sub_(queries[:, None]).square_().sum(-1), products
+    size = _count_unthreaded(keys)
+    sums = [part.sub_(queries[:, None]).square_().sum(-1) for part in keys.split(size, 1)]
+    return sums[0] if len(sums) == 1 else torch.cat(sums, 1), products
+
+
+def _count_unthreaded(keys: Float[Tensor, "B J D"]) -> int:
+    """Return how many keys per query to process at a time.
+
+    Torch passes an operation on `NUMBERS_PER_THREAD` numbers or more to several threads. For few
+    more than that, waking a thread takes longer than all the arithmetic.
+    """
+    most = max(1, keys.shape[1])
+    if keys.device.type != "cpu" or keys.numel() > 4 * NUMBERS_PER_THREAD:
+        return most
+    return min(most, max(1, (NUMBERS_PER_THREAD - 1) // max(1, len(keys) * keys.shape[2])))
 
 
 def compute_distances(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -99,9 +100,7 @@ def parse_keys(
     if keys.device != device:
         raise ValueError(f"{name} must be on the memory's device {device}, got {keys.device}")
     flat = keys.detach().flatten(1).to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    limits = torch.finfo(wide)
-    least, limit = limits.tiny / limits.eps**2, limits.max / 8
+    wide, least, limit = _find_norm_limits(dtype)
     squares = flat.to(wide).square().sum(1)
     if not assume(((squares < limit) & (squares >= least)).all()):
         if not (squares < limit).all():
@@ -117,6 +116,14 @@ def parse_keys(
                 f"smaller differences are lost in {wide}; got {norm:.1e}: scale them up"
             )
     return flat
+
+
+@cache
+def _find_norm_limits(dtype: torch.dtype) -> tuple[torch.dtype, float, float]:
+    """Return the dtype for squared norms of keys, and the smallest and largest valid ones."""
+    wide = torch.promote_types(dtype, torch.float32)
+    limits = torch.finfo(wide)
+    return wide, limits.tiny / limits.eps**2, limits.max / 8
 
 
 def parse_stored_values(
