@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from mbpa.adaptation.losses import SQUARED_ERROR, Loss
@@ -57,7 +57,8 @@ def solve_optimum(
     if problem.loss == SQUARED_ERROR:
         return _solve_ridge(problem, head, rule, outputs, want_change)
     basis, reach = _find_basis(problem, head)
-    coordinates = _find_coordinates(problem, rule, outputs, basis, reach.square().sum(1))
+    descent = _FusedDescent if _takes_kernel(outputs) else _Descent
+    coordinates = descent(problem, rule, outputs, basis, reach.square().sum(1)).run()
     moved = torch.bmm(reach[:, None], coordinates)[:, 0]
     change = torch.linalg.vector_norm(coordinates, dim=(1, 2)) if want_change else None
     return problem.at_queries + moved, change
@@ -119,46 +120,6 @@ def _find_basis(
     return basis.to(problem.dtype), reach.to(problem.dtype)
 
 
-def _find_coordinates(
-    problem: Problem,
-    rule: MAP,
-    start: Float[Tensor, "B K C"],
-    basis: Float[Tensor, "B K K"],
-    reach: Float[Tensor, "B"],
-) -> Float[Tensor, "B K C"]:
-    """Return the coordinates of the optimum of cross-entropy.
-
-    `reach` holds the squared lengths of the queries in the basis.
-    """
-    # The curvature of F is at least λ, so ‖∇F‖/λ bounds the distance to the optimum; `reach`
-    # converts that to the outputs at the query.
-    enough = (rule.tolerance * rule.prior) ** 2 / reach.clamp_min(_tiny(reach))
-    if _takes_kernel(start):
-        from mbpa.adaptation.fused.descent import descend
-
-        place, left = descend(
-            start, basis, problem.weights, problem.values, enough,
-            rule.prior, rule.most_steps, STEPS_PER_RESTART,
-        )  # fmt: skip
-    else:
-        place, left = _Descent(problem, rule, start, basis, enough).run()
-    if count := int(left.sum()):
-        warnings.warn(
-            f"after {rule.most_steps} steps {count} of {len(left)} queries are not certain to be "
-            f"within {rule.tolerance:g} of the optimum; raise most_steps, tolerance or prior",
-            stacklevel=2,
-        )
-    return place
-
-
-def _takes_kernel(outputs: Float[Tensor, "B K C"]) -> bool:
-    if not takes_kernels(outputs):
-        return False
-    from mbpa.adaptation.fused.descent import can_descend
-
-    return can_descend(outputs)
-
-
 class _Descent:
     """The state of the descent to the optimum of cross-entropy for B queries, updated in place."""
 
@@ -168,7 +129,7 @@ class _Descent:
         rule: MAP,
         start: Float[Tensor, "B K C"],
         basis: Float[Tensor, "B K K"],
-        enough: Float[Tensor, "B"],
+        reach: Float[Tensor, "B"],
     ) -> None:
         self.rule, self.start, self.basis = rule, start, basis
         self.weights, self.labels = problem.weights[..., None], problem.values[..., None]
@@ -178,14 +139,13 @@ class _Descent:
         )
         # Coordinates of the parameters, the last move, and how that changed the outputs.
         self.place, self.move, self.moved = (torch.zeros_like(self.outputs) for _ in range(3))
-        self.enough = enough  # the squared norm of ∇F at which a query has converged
-        self.left = torch.ones_like(enough, dtype=torch.bool)
+        # The curvature of F is at least λ, so ‖∇F‖/λ bounds the distance to the optimum; `reach`
+        # converts that to the outputs at the query.
+        self.enough = (rule.tolerance * rule.prior) ** 2 / reach.clamp_min(_tiny(reach))
+        self.left = torch.ones_like(self.enough, dtype=torch.bool)
 
-    def run(self) -> tuple[Float[Tensor, "B K C"], Bool[Tensor, "B"]]:
-        """Return the coordinates when every query has converged, or after the last allowed step.
-
-        Also return which queries have not converged.
-        """
+    def run(self) -> Float[Tensor, "B K C"]:
+        """Return the coordinates when every query has converged, or after the last allowed step."""
         every = STEPS_PER_CHECK if self.outputs.device.type == "cuda" else 1
         left, before = self.left, self.enough + torch.inf
         for step in range(self.rule.most_steps + 1):
@@ -196,10 +156,17 @@ class _Descent:
                 left &= (steepness > noise) | (4 * steepness < before)
                 before = steepness
             if step % every == 0 and not left.any():
-                break
+                return self.place
             if step < self.rule.most_steps:
                 self._step(steepness)
-        return self.place, left
+        if count := int(left.sum()):
+            warnings.warn(
+                f"after {self.rule.most_steps} steps {count} of {len(left)} queries are not "
+                f"certain to be within {self.rule.tolerance:g} of the optimum; raise most_steps, "
+                "tolerance or prior",
+                stacklevel=2,
+            )
+        return self.place
 
     def _find_slopes(self) -> Float[Tensor, "B"]:
         """Compute ∇F and its effect on the outputs, and return ‖∇F‖²."""
@@ -220,6 +187,10 @@ class _Descent:
         # Along the move F'' grows at most by e^(R t), where R is the largest change of the
         # difference between two outputs of a neighbour. So F' is negative up to this t.
         spread = (self.moved.amax(-1) - self.moved.amin(-1)) * (self.weights[..., 0] > 0)
+        self._advance(spread)
+
+    def _advance(self, spread: Float[Tensor, "B K"]) -> None:
+        """Take as much of the move as is certain to lower F."""
         most = spread.amax(1).clamp_min(_tiny(spread))
         length = (self.left * most.log1p() / most)[:, None, None]
         self.place.addcmul_(self.move, length)
@@ -271,6 +242,62 @@ class _Descent:
 
     def _dot(self, some: Float[Tensor, "B K C"], others: Float[Tensor, "B K C"]) -> Tensor:
         return torch.mul(some, others, out=self.scratch).sum((1, 2))
+
+
+class _FusedDescent(_Descent):
+    """The same on a GPU, with three passes per step; the move is taken in the pass after it."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        rule: MAP,
+        start: Float[Tensor, "B K C"],
+        basis: Float[Tensor, "B K K"],
+        reach: Float[Tensor, "B"],
+    ) -> None:
+        super().__init__(problem, rule, start, basis, reach)
+        self.row_weights = problem.weights.contiguous()
+        self.row_labels = problem.values.contiguous()
+        self.spreads = torch.zeros_like(self.row_weights)
+        self.log_sums = torch.empty_like(self.row_weights)
+        self.figures = self.row_weights.new_empty(6, *self.row_weights.shape)
+
+    def _find_slopes(self) -> Float[Tensor, "B"]:
+        from mbpa.adaptation.fused.descent import find_residual, measure_curvature
+
+        find_residual(
+            self.outputs, self.place, self.moved, self.move, self.scratch,
+            self.row_weights, self.row_labels, self.spreads, self.left, self.log_sums,
+        )  # fmt: skip
+        prior = self.rule.prior
+        torch.baddbmm(self.place, self.basis.mT, self.scratch, beta=prior, out=self.slopes)
+        torch.bmm(self.basis, self.slopes, out=self.sloping)
+        measure_curvature(
+            self.outputs, self.log_sums, self.slopes, self.move, self.sloping, self.moved,
+            self.row_weights, self.figures,
+        )  # fmt: skip
+        return self.figures[0].sum(-1)
+
+    def _step(self, steepness: Float[Tensor, "B"]) -> None:
+        from mbpa.adaptation.fused.descent import choose_move
+
+        choose_move(
+            self.slopes, self.move, self.sloping, self.moved,
+            self.row_weights, self.figures, self.spreads, self.rule.prior,
+        )  # fmt: skip
+
+    def _renew(self) -> Float[Tensor, "B"]:
+        self._advance(self.spreads)
+        self.spreads.zero_()
+        return super()._renew()
+
+
+def _takes_kernel(outputs: Float[Tensor, "B K C"]) -> bool:
+    if not takes_kernels(outputs):
+        return False
+    from mbpa.adaptation.fused.descent import MAX_CLASSES
+
+    return outputs.shape[2] <= MAX_CLASSES
 
 
 def _tiny(tensor: Tensor) -> float:

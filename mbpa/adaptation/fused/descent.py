@@ -1,319 +1,209 @@
-"""The descent to the optimum (`optimum.py`) on a GPU: one program per query, from start to end.
+"""Passes of the descent to the optimum (`optimum.py`) on a GPU, each over all rows of outputs.
 
-The program goes through the classes in blocks that hold all neighbours, so it can multiply a block
-by the basis without passing it through memory. Each step goes through the classes three times:
-`_choose_move` computes the move and how far apart it drives outputs, `_measure_outputs` the sums of
-exponentials after the move, and `_find_slopes` takes the move and computes the gradient there and
-its curvature. A query that has converged takes no further time, and the host need not wait for
-anything until the end.
+A row is a neighbour of a query. Sums over the rows of a query are left to the next pass, in which
+every program adds up what the rows of its query have written.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mbpa.adaptation.fused.arithmetic import choose_scale, dot_of_halves, split_halves
-
-MAX_ROWS = 128  # neighbours that a block holds, with padding
-MAX_ROWS_IN_LITTLE_MEMORY = 64  # the same if programs have less than this much shared memory:
-LITTLE_MEMORY_BYTES = 160_000
-MIN_QUERIES = 32  # for which a GPU is busy with one program each; fewer may have so many classes:
-MAX_CLASSES_OF_FEW = 4096
-NUMBERS_PER_WARP = 512  # of a block: more do not fit into registers
-STAGES = 1
-TINY = tl.constexpr(1.1754944e-38)
+MAX_CLASSES = 8192  # a program holds a row
 
 
-def can_descend(start: Float[Tensor, "B K C"]) -> bool:
-    """Return whether `descend` takes outputs of this shape and is the fastest way."""
-    batch, count, classes = start.shape
-    most = MAX_ROWS
-    if start.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(start.device)
-        available = getattr(properties, "shared_memory_per_block_optin", 0)
-        most = MAX_ROWS if available >= LITTLE_MEMORY_BYTES else MAX_ROWS_IN_LITTLE_MEMORY
-    return count <= most and (batch >= MIN_QUERIES or classes <= MAX_CLASSES_OF_FEW)
+Rows = Float[Tensor, "B K C"]
 
 
-def descend(
-    start: Float[Tensor, "B K C"],
-    basis: Float[Tensor, "B K K"],
+def find_residual(
+    outputs: Rows,
+    place: Rows,
+    moved: Rows,
+    move: Rows,
+    residual: Rows,
     weights: Float[Tensor, "B K"],
     labels: Int[Tensor, "B K"],
-    enough: Float[Tensor, "B"],
-    prior: float,
-    most_steps: int,
-    steps_per_restart: int,
-) -> tuple[Float[Tensor, "B K C"], Bool[Tensor, "B"]]:
-    """Return the coordinates of the optimum of cross-entropy, and which queries are not there yet.
+    spreads: Float[Tensor, "B K"],
+    left: Bool[Tensor, "B"],
+    log_sums: Float[Tensor, "B K"],
+) -> None:
+    """Move outputs and place by as much as is safe, and compute weighted residuals and log Σ exp.
 
     Args:
-        start: the head's outputs for the neighbours.
-        basis: R, the neighbours in an orthonormal basis of their span.
+        outputs: outputs of the neighbours, updated.
+        place: coordinates of the parameters, updated.
+        moved: how the last move changes outputs if taken in full.
+        move: the last move.
+        residual: written.
         weights: weights of the neighbours.
         labels: labels of the neighbours.
-        enough: squared norm of the gradient at which a query has converged.
-        prior: λ.
-        most_steps: maximum number of steps.
-        steps_per_restart: number of steps after which the last move is forgotten.
+        spreads: difference between the largest and the smallest of `moved`.
+        left: whether the query has not converged; otherwise it does not move.
+        log_sums: written.
     """
-    batch, count, classes = start.shape
-    rows = max(16, triton.next_power_of_2(count))
-    warps = 4 if rows <= 64 else 8
-    start = start.contiguous()
-    outputs, slopes = start.clone(), torch.empty_like(start)
-    place, move, moved = (torch.zeros_like(start) for _ in range(3))
-    left = torch.empty_like(enough, dtype=torch.bool)
-    _descend[(batch,)](
-        start, outputs, place, slopes, move, moved,
-        torch.nn.functional.pad(basis, (0, rows - count, 0, rows - count)),
-        weights.contiguous(), labels.contiguous(), enough, left,
-        count, classes, prior, most_steps, steps_per_restart,
-        ROWS=rows, CLASSES=NUMBERS_PER_WARP * warps // rows, num_warps=warps, num_stages=STAGES,
+    batch, count, classes = outputs.shape
+    _find_residual[(batch * count,)](
+        outputs, place, moved, move, residual, weights, labels, spreads, left, log_sums,
+        count, classes, COUNT=triton.next_power_of_2(count), **_shape(classes),
     )  # fmt: skip
-    return place, left
 
 
-@triton.jit(do_not_specialize=["count", "most_steps", "steps_per_restart"])
-def _descend(
-    start, outputs, place, slopes, move, moved, basis, weights, labels, enough, left,
-    count, classes, prior, most_steps, steps_per_restart,
-    ROWS: tl.constexpr, CLASSES: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, ROWS)
-    is_k = k < count
-    weight = tl.load(weights + b * count + k, is_k, 0.0)
-    label = tl.load(labels + b * count + k, is_k, 0).to(tl.int32)
-    basis += b * ROWS * ROWS
-    scale = choose_scale(tl.max(tl.abs(tl.load(basis + k[:, None] * ROWS + k[None, :]))))
-    first = b * count * classes
-    start, outputs, place = start + first, outputs + first, place + first
-    slopes, move, moved = slopes + first, move + first, moved + first
-    rows = k[:, None] * classes
-    goal = tl.load(enough + b)
-    step, is_left, goes_on = 0, True, True
-    length, before, noise = 0.0, float("inf"), 0.0
-    while goes_on:
-        is_restart = step % steps_per_restart == 0
-        if is_restart:
-            peak, others, total, noise = _restart(
-                start, outputs, place, slopes, move, moved, basis, scale, rows, k, count, classes,
-                weight, label, length, ROWS, CLASSES,
-            )  # fmt: skip
-            length = 0.0
-        else:
-            peak, others, total = _measure_outputs(
-                outputs, moved, rows, is_k, classes, label, length, ROWS, CLASSES
-            )
-        tl.debug_barrier()
-        steepness, rise, here, last, both = _find_slopes(
-            outputs, place, slopes, move, moved, basis, scale, rows, k, count, classes,
-            weight, label, peak, others, total, length, prior, ROWS, CLASSES,
-        )  # fmt: skip
-        tl.debug_barrier()
-        is_left = steepness > goal
-        if is_restart:  # stop below the noise once progress stalls
-            is_left = is_left & ((steepness > noise) | (4.0 * steepness < before))
-            before = tl.where(step > 0, steepness, before)
-        goes_on = is_left & (step < most_steps)
-        if goes_on:
-            by_slope, by_move = _solve_plane(steepness, rise, here, last, both)
-            most = _choose_move(
-                slopes, move, moved, basis, scale, rows, k, count, classes, weight,
-                by_slope, by_move, ROWS, CLASSES,
-            )  # fmt: skip
-            tl.debug_barrier()
-            # log(1 + x) / x, by the first terms of its series where the quotient is inaccurate.
-            quotient = tl.log(1.0 + most) / tl.maximum(most, 1e-3)
-            length = tl.where(most > 1e-3, quotient, 1.0 - most * (0.5 - most / 3.0))
-            step += 1
-    tl.store(left + b, is_left)
+def measure_curvature(
+    outputs: Rows,
+    log_sums: Float[Tensor, "B K"],
+    slopes: Rows,
+    move: Rows,
+    sloping: Rows,
+    moved: Rows,
+    weights: Float[Tensor, "B K"],
+    figures: Float[Tensor, "6 B K"],
+) -> None:
+    """Compute for each row `∇·∇`, `∇·m`, `m·m`, and `J∇·H·J∇`, `Jm·H·Jm`, `J∇·H·Jm`.
 
-
-@triton.jit
-def _load_basis(basis, k, down, across, scale):
-    """Return the basis, or its transpose, scaled and in halves."""
-    return split_halves(scale * tl.load(basis + k[:, None] * down + k[None, :] * across))
-
-
-@triton.jit
-def _multiply(high, low, scale, numbers):
-    """Return the product of the basis, scaled and in halves, with other numbers."""
-    own_scale = choose_scale(tl.max(tl.abs(numbers)))
-    number_high, number_low = split_halves(own_scale * numbers)
-    nothing = tl.zeros((high.shape[0], numbers.shape[1]), tl.float32)
-    total = dot_of_halves(high, low, number_high, number_low, nothing)
-    return total * ((1.0 / scale) * (1.0 / own_scale))
-
-
-@triton.jit
-def _measure_outputs(
-    outputs, moved, rows, is_k, classes, label, length,
-    ROWS: tl.constexpr, CLASSES: tl.constexpr,
-):  # fmt: skip
-    """Return the peaks of the outputs after the move, and Σ exp without the label and in all."""
-    peak = tl.full((ROWS,), -float("inf"), tl.float32)
-    others, own = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for first in range(0, classes, CLASSES):
-        c = first + tl.arange(0, CLASSES)
-        here, at = is_k[:, None] & (c < classes)[None, :], rows + c[None, :]
-        output = tl.load(outputs + at, here, 0.0) + length * tl.load(moved + at, here, 0.0)
-        peak, others, own, _, _ = _add_classes(output, c, classes, label, peak, others, own)
-    return peak, others, others + own
-
-
-@triton.jit
-def _add_classes(output, c, classes, label, peak, others, own):
-    """Update the peak and sums of exponentials of each row with further classes."""
-    output = tl.where((c < classes)[None, :], output, -float("inf"))
-    higher = tl.maximum(peak, tl.max(output, 1))
-    share = tl.exp(output - higher[:, None])
-    is_label = label[:, None] == c[None, :]
-    shrink = tl.exp(peak - higher)
-    others = others * shrink + tl.sum(tl.where(is_label, 0.0, share), 1)
-    own = own * shrink + tl.sum(tl.where(is_label, share, 0.0), 1)
-    return higher, others, own, share, shrink
-
-
-@triton.jit
-def _find_slopes(
-    outputs, place, slopes, move, moved, basis, scale, rows, k, count, classes,
-    weight, label, peak, others, total, length, prior, ROWS: tl.constexpr, CLASSES: tl.constexpr,
-):  # fmt: skip
-    """Take the move, and find the gradient ∇ there.
-
-    Returns:
-        `∇·∇`, `∇·m`, and the curvatures of F along ∇, along the move m, and mixed.
+    Args:
+        outputs: outputs of the neighbours.
+        log_sums: log Σ exp of them.
+        slopes: ∇, the gradient.
+        move: m, the last move.
+        sloping: J∇, its effect on the outputs.
+        moved: Jm, the effect of the last move.
+        weights: weights of the neighbours, part of H, the curvature of the loss.
+        figures: written.
     """
-    down, down_low = _load_basis(basis, k, ROWS, 1, scale)
-    up, up_low = _load_basis(basis, k, 1, ROWS, scale)
-    # 1 − p of the label is computed as the sum of the others, which is exact even if tiny.
-    inverse, own = 1.0 / total, -weight * (others / total)
-    nothing = tl.zeros((ROWS,), tl.float32)
-    steepness, rise, size = nothing, nothing, nothing
-    # The sum of the shares of the classes so far, means of `∇` and `m` as they change outputs, and
-    # sums of squares and products around the means, which lose nothing if one share is nearly 1.
-    seen, mean_slope, mean_move = nothing, nothing, nothing
-    here, last, both = nothing, nothing, nothing
-    for first in range(0, classes, CLASSES):
-        c = first + tl.arange(0, CLASSES)
-        is_here, at = (k < count)[:, None] & (c < classes)[None, :], rows + c[None, :]
-        # Load everything before the first store, so that the loads overlap.
-        along, step = tl.load(moved + at, is_here, 0.0), tl.load(move + at, is_here, 0.0)
-        output = tl.load(outputs + at, is_here, 0.0) + length * along
-        new_place = tl.load(place + at, is_here, 0.0) + length * step
-        tl.store(outputs + at, output, is_here)
-        tl.store(place + at, new_place, is_here)
-        output = tl.where((c < classes)[None, :], output, -float("inf"))
-        share = tl.exp(output - peak[:, None]) * inverse[:, None]
-        is_label = label[:, None] == c[None, :]
-        residual = tl.where(is_label, own[:, None], weight[:, None] * share)
-        slope = _multiply(up, up_low, scale, residual) + prior * new_place
-        tl.store(slopes + at, slope, is_here)
-        steepness += tl.sum(slope * slope, 1)
-        rise += tl.sum(slope * step, 1)
-        size += tl.sum(step * step, 1)
-        sloping = _multiply(down, down_low, scale, slope)
-        more = tl.sum(share, 1)
-        own_slope = tl.sum(share * sloping, 1) / tl.maximum(more, TINY)
-        own_move = tl.sum(share * along, 1) / tl.maximum(more, TINY)
-        sloping -= own_slope[:, None]
-        along -= own_move[:, None]
-        own_slope -= mean_slope
-        own_move -= mean_move
-        part = more / tl.maximum(seen + more, TINY)
-        here += tl.sum(share * sloping * sloping, 1) + own_slope * own_slope * (seen * part)
-        last += tl.sum(share * along * along, 1) + own_move * own_move * (seen * part)
-        both += tl.sum(share * sloping * along, 1) + own_slope * own_move * (seen * part)
-        mean_slope += own_slope * part
-        mean_move += own_move * part
-        seen += more
-    here = tl.sum(weight * here + prior * steepness, 0)
-    last = tl.sum(weight * last + prior * size, 0)
-    both = tl.sum(weight * both + prior * rise, 0)
-    return tl.sum(steepness, 0), tl.sum(rise, 0), here, last, both
+    batch, count, classes = outputs.shape
+    _measure_curvature[(batch * count,)](
+        outputs, log_sums, slopes, move, sloping, moved, weights, figures,
+        batch * count, classes, **_shape(classes),
+    )  # fmt: skip
+
+
+def choose_move(
+    slopes: Rows,
+    move: Rows,
+    sloping: Rows,
+    moved: Rows,
+    weights: Float[Tensor, "B K"],
+    figures: Float[Tensor, "6 B K"],
+    spreads: Float[Tensor, "B K"],
+    prior: float,
+) -> None:
+    """Replace the last move by the next, which solves Newton's equations in a plane.
+
+    Args:
+        slopes: the gradient.
+        move: the last move, updated.
+        sloping: effect of the gradient on the outputs.
+        moved: effect of the last move, updated.
+        weights: weights of the neighbours.
+        figures: those of `measure_curvature`.
+        spreads: written: how far apart two outputs of a neighbour move, 0 without weight.
+        prior: λ.
+    """
+    batch, count, classes = slopes.shape
+    _choose_move[(batch * count,)](
+        slopes, move, sloping, moved, weights, figures, spreads, batch * count, count, classes,
+        prior, COUNT=triton.next_power_of_2(count), **_shape(classes),
+    )  # fmt: skip
+
+
+def _shape(classes: int) -> dict[str, int]:
+    width = triton.next_power_of_2(classes)
+    return {"CLASSES": width, "num_warps": min(16, max(1, width // 256))}
 
 
 @triton.jit
-def _solve_plane(steepness, rise, here, last, both):
-    """Solve Newton's equations in the plane of ∇ and the last move; return the two factors."""
-    here, last = tl.maximum(here, TINY), tl.maximum(last, TINY)
+def _find_residual(
+    outputs, place, moved, move, residual, weights, labels, spreads, left, log_sums,
+    count, classes, COUNT: tl.constexpr, CLASSES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    b = row // count
+    k = tl.arange(0, COUNT)
+    most = tl.max(tl.load(spreads + b * count + k, mask=k < count, other=0.0), 0)
+    # log(1 + x) / x, by the first terms of its series where the quotient would be inaccurate.
+    quotient = tl.log(1.0 + most) / tl.maximum(most, 1e-3)
+    length = tl.where(most > 1e-3, quotient, 1.0 - most * (0.5 - most / 3.0))
+    length = tl.where(tl.load(left + b) != 0, length, 0.0)
+    c = tl.arange(0, CLASSES)
+    is_c, at = c < classes, row * classes + c
+    new_place = tl.load(place + at, mask=is_c, other=0.0)
+    new_place += length * tl.load(move + at, mask=is_c, other=0.0)
+    tl.store(place + at, new_place, mask=is_c)
+    output = tl.load(outputs + at, mask=is_c, other=-float("inf"))
+    output += length * tl.load(moved + at, mask=is_c, other=0.0)
+    tl.store(outputs + at, output, mask=is_c)
+    peak = tl.max(output, 0)
+    share = tl.exp(output - peak)
+    total = tl.sum(share, 0)
+    tl.store(log_sums + row, peak + tl.log(total))
+    # 1 − p of the label is computed as the sum of the others, which is exact even if tiny.
+    is_label = c == tl.load(labels + row)
+    others = tl.where(is_label, 0.0, share)
+    slope = tl.where(is_label, -tl.sum(others, 0), others) * (tl.load(weights + row) / total)
+    tl.store(residual + at, slope, mask=is_c)
+
+
+@triton.jit
+def _measure_curvature(
+    outputs, log_sums, slopes, move, sloping, moved, weights, figures, rows, classes,
+    CLASSES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CLASSES)
+    is_c, at = c < classes, row * classes + c
+    slope = tl.load(slopes + at, mask=is_c, other=0.0)
+    step = tl.load(move + at, mask=is_c, other=0.0)
+    figures += row
+    tl.store(figures, tl.sum(slope * slope, 0))
+    tl.store(figures + rows, tl.sum(slope * step, 0))
+    tl.store(figures + 2 * rows, tl.sum(step * step, 0))
+    output = tl.load(outputs + at, mask=is_c, other=-float("inf"))
+    share = tl.exp(output - tl.load(log_sums + row))
+    down = tl.load(sloping + at, mask=is_c, other=0.0)
+    along = tl.load(moved + at, mask=is_c, other=0.0)
+    weight = tl.load(weights + row)
+    bent = share * (down - tl.sum(share * down, 0))
+    tl.store(figures + 3 * rows, weight * tl.sum(bent * down, 0))
+    tl.store(figures + 5 * rows, weight * tl.sum(bent * along, 0))
+    bent = share * (along - tl.sum(share * along, 0))
+    tl.store(figures + 4 * rows, weight * tl.sum(bent * along, 0))
+
+
+@triton.jit
+def _sum_figure(figures, index, rows, start, k, count):
+    return tl.sum(tl.load(figures + index * rows + start + k, mask=k < count, other=0.0), 0)
+
+
+@triton.jit
+def _choose_move(
+    slopes, move, sloping, moved, weights, figures, spreads, rows, count, classes, prior,
+    COUNT: tl.constexpr, CLASSES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start, k = row // count * count, tl.arange(0, COUNT)
+    steepness = _sum_figure(figures, 0, rows, start, k, count)
+    rise = _sum_figure(figures, 1, rows, start, k, count)
+    size = _sum_figure(figures, 2, rows, start, k, count)
+    here = _sum_figure(figures, 3, rows, start, k, count) + prior * steepness
+    last = _sum_figure(figures, 4, rows, start, k, count) + prior * size
+    both = _sum_figure(figures, 5, rows, start, k, count) + prior * rise
+    here, last = tl.maximum(here, 1.1754944e-38), tl.maximum(last, 1.1754944e-38)
     # Use ratios throughout: products of such small numbers underflow in float32.
     down, along = steepness / here, rise / last
     spare = 1.0 - (both / here) * (both / last)
     is_plane = spare > 16 * 1.1920929e-07  # else the two are parallel
     spare = tl.where(is_plane, spare, 1.0)
     by_slope = tl.where(is_plane, (both / here) * along - down, -down) / spare
-    return by_slope, tl.where(is_plane, (both / last) * down - along, 0.0) / spare
-
-
-@triton.jit
-def _choose_move(
-    slopes, move, moved, basis, scale, rows, k, count, classes, weight, by_slope, by_move,
-    ROWS: tl.constexpr, CLASSES: tl.constexpr,
-):  # fmt: skip
-    """Replace the last move, and return how far apart it moves two outputs of a neighbour."""
-    down, down_low = _load_basis(basis, k, ROWS, 1, scale)
-    highest = tl.full((ROWS,), -float("inf"), tl.float32)
-    lowest = tl.full((ROWS,), float("inf"), tl.float32)
-    for first in range(0, classes, CLASSES):
-        c = first + tl.arange(0, CLASSES)
-        is_c = (c < classes)[None, :]
-        here, at = (k < count)[:, None] & is_c, rows + c[None, :]
-        step = by_move * tl.load(move + at, here, 0.0)
-        step += by_slope * tl.load(slopes + at, here, 0.0)
-        tl.store(move + at, step, here)
-        change = _multiply(down, down_low, scale, step)
-        tl.store(moved + at, change, here)
-        highest = tl.maximum(highest, tl.max(tl.where(is_c, change, -float("inf")), 1))
-        lowest = tl.minimum(lowest, tl.min(tl.where(is_c, change, float("inf")), 1))
-    return tl.max(tl.where(weight > 0, highest - lowest, 0.0), 0)
-
-
-@triton.jit
-def _restart(
-    start, outputs, place, slopes, move, moved, basis, scale, rows, k, count, classes,
-    weight, label, length, ROWS: tl.constexpr, CLASSES: tl.constexpr,
-):  # fmt: skip
-    """Take the move and forget it, and remove accumulated rounding errors from the outputs.
-
-    Returns:
-        what `_measure_outputs` returns, and the squared norm of the errors' effect on ∇.
-    """
-    down, down_low = _load_basis(basis, k, ROWS, 1, scale)
-    up, up_low = _load_basis(basis, k, 1, ROWS, scale)
-    nothing = tl.zeros((ROWS,), tl.float32)
-    peak = tl.full((ROWS,), -float("inf"), tl.float32)
-    others, own, mean = nothing, nothing, nothing
-    for first in range(0, classes, CLASSES):
-        c = first + tl.arange(0, CLASSES)
-        here, at = (k < count)[:, None] & (c < classes)[None, :], rows + c[None, :]
-        new_place = tl.load(place + at, here, 0.0) + length * tl.load(move + at, here, 0.0)
-        output = tl.load(start + at, here, 0.0) + _multiply(down, down_low, scale, new_place)
-        error = tl.load(outputs + at, here, 0.0) + length * tl.load(moved + at, here, 0.0) - output
-        tl.store(place + at, new_place, here)
-        tl.store(outputs + at, output, here)
-        tl.store(slopes + at, error, here)  # until the gradient is computed
-        tl.store(move + at, tl.zeros_like(error), here)
-        tl.store(moved + at, tl.zeros_like(error), here)
-        peak, others, own, share, shrink = _add_classes(
-            output, c, classes, label, peak, others, own
-        )
-        mean = mean * shrink + tl.sum(share * error, 1)
-    tl.debug_barrier()
-    total = others + own
-    mean /= total
-    noise = nothing
-    for first in range(0, classes, CLASSES):
-        c = first + tl.arange(0, CLASSES)
-        here, at = (k < count)[:, None] & (c < classes)[None, :], rows + c[None, :]
-        share = tl.exp(tl.load(outputs + at, here, -float("inf")) - peak[:, None])
-        error = tl.load(slopes + at, here, 0.0) - mean[:, None]
-        bent = _multiply(up, up_low, scale, share * error * (weight / total)[:, None])
-        noise += tl.sum(bent * bent, 1)
-    return peak, others, total, tl.sum(noise, 0)
+    by_move = tl.where(is_plane, (both / last) * down - along, 0.0) / spare
+    c = tl.arange(0, CLASSES)
+    is_c, at = c < classes, row * classes + c
+    step = by_move * tl.load(move + at, mask=is_c, other=0.0)
+    tl.store(move + at, step + by_slope * tl.load(slopes + at, mask=is_c, other=0.0), mask=is_c)
+    change = by_move * tl.load(moved + at, mask=is_c, other=0.0)
+    change += by_slope * tl.load(sloping + at, mask=is_c, other=0.0)
+    tl.store(moved + at, change, mask=is_c)
+    widest = tl.max(tl.where(is_c, change, -float("inf")), 0)
+    spread = widest - tl.min(tl.where(is_c, change, float("inf")), 0)
+    tl.store(spreads + row, tl.where(tl.load(weights + row) > 0, spread, 0.0))
