@@ -87,10 +87,11 @@ class MemoryLM:
         device: device for a model that is given by name; the CPU by default.
 
     Example:
-        >>> from mbpa.language import MemoryLM  # doctest: +SKIP
-        >>> lm = MemoryLM()
-        >>> lm.read("The deadline for Heron is the ninth of May.", source="handbook.md")
-        >>> lm.generate("The deadline for Heron is the", max_new_tokens=4).text
+        >>> lm = MemoryLM()  # doctest: +SKIP
+        >>> note = "The deadline for Heron is the ninth of May."
+        >>> info = lm.read(note, source="handbook.md")  # doctest: +SKIP
+        >>> lm.generate("The deadline for Heron is the", max_new_tokens=4).text  # doctest: +SKIP
+        ' ninth of May.'
     """
 
     def __init__(
