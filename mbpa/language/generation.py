@@ -32,6 +32,7 @@ def generate(
     stop: Sequence[str] = (),
     seed: int | None = None,
     origins: int = 0,
+    top: int = 0,
     on_token: Callable[[int, Token], bool | None] | None = None,
 ) -> list[Generation]:
     """Write on from each prompt.
@@ -47,6 +48,7 @@ def generate(
         stop: texts before which to stop.
         seed: makes drawing repeatable.
         origins: similar places in the memory to return for each token.
+        top: how many of the most probable tokens to return in place of each token.
         on_token: called with the index of the prompt and each new token; if it returns true, no
             further token is written for this prompt.
     """
@@ -61,7 +63,7 @@ def generate(
             f"got {longest} and {max_new_tokens}"
         )
     padded, mask = _pad_left(ids, lm.pad_token)
-    writer = _Writer(lm, ids, stop, origins, on_token)
+    writer = _Writer(lm, ids, stop, origins, top, on_token)
     model = share_with_adapted_outputs(lm.model, lm.output_layer, lm.predict, writer.watch)
     drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
     device = lm.memory.device
@@ -86,9 +88,11 @@ class _Writer:
         prompts: Sequence[Sequence[int]],
         stop: Sequence[str],
         origins: int,
+        top: int,
         on_token: Callable[[int, Token], bool | None] | None,
     ) -> None:
-        self._lm, self._stop, self._origins, self._on_token = lm, tuple(stop), origins, on_token
+        self._lm, self._stop, self._on_token = lm, tuple(stop), on_token
+        self._origins, self._top = origins, top
         self._written = [Generation(prompt=lm.tokenizer.decode(list(ids))) for ids in prompts]
         self._readers = [TokenReader(lm.tokenizer, ids) for ids in prompts]
         self._is_done = [False] * len(prompts)
@@ -105,7 +109,7 @@ class _Writer:
         tokens, prediction = input_ids[:, -1].tolist(), self._last
         if len(prediction.adapted) != len(tokens):
             prediction = _take_last(prediction, len(tokens))
-        described = self._lm.describe(prediction, tokens, self._origins)
+        described = self._lm.describe(prediction, tokens, self._origins, self._top)
         for index, token in enumerate(described):
             if not self._is_done[index]:
                 self._take(index, token)
@@ -116,7 +120,7 @@ class _Writer:
         if token.id in self._lm.end_tokens:
             written.finish_reason, self._is_done[index] = "stop", True
             return
-        token = replace(token, text=self._readers[index].read(token.id))
+        token = self._readers[index].name(token)
         written.tokens.append(token)
         written.text += token.text
         places = [at for text in self._stop if (at := written.text.find(text)) >= 0]

@@ -26,7 +26,7 @@ from mbpa.errors import CheckpointError, RunError
 from mbpa.kernels import InverseDistance, Kernel, neighbor_weights
 from mbpa.language.pretrained import check_causal, digest_model, load_pretrained, run_trunk
 from mbpa.language.run_directory import RunDirectory, Source, digest_tokens, make_source
-from mbpa.language.tokens import Origin, Score, Token, TokenReader
+from mbpa.language.tokens import Alternative, Origin, Score, Token, TokenReader
 from mbpa.language.windows import Window, plan_windows
 from mbpa.memory import ExactMemory, Neighbors
 from mbpa.model import MbPA
@@ -38,6 +38,7 @@ WINDOW, CONTEXT = 2048, 512
 ACTIVE_WIDTH = 28  # with four more numbers, 128 bytes per entry
 ROWS_PER_PREDICTION = {"cpu": 64, "cuda": 512}  # each row holds a probability per token
 WINDOWS_PER_BATCH = {"cpu": 1, "cuda": 8}
+ROWS_PER_SUMMARY = 1024  # after so many rows a caller may end the reading
 LARGEST_HALF = 1e4  # states up to this size are kept in half precision
 ORIGINS, TOKENS_BEFORE, TOKENS_AFTER = 5, 24, 12  # shown per token
 PROBE = (
@@ -66,6 +67,18 @@ class SourceInfo:
     tokens: int
     read_at: float
     """When it was read, in seconds since 1970."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A document on which the model has run, ready for the memory: `MemoryLM.store` takes it."""
+
+    source: str
+    """Name of the document."""
+    tokens: Int[Tensor, "T"]
+    keys: Float[Tensor, "N D"] | None
+    """States before all tokens but the first; `None` if this very text was in the memory."""
+    summaries: Int[Tensor, "N W"] | None
 
 
 class MemoryLM:
@@ -226,26 +239,48 @@ class MemoryLM:
             source: name of the document, by which it can be forgotten.
             progress: called with the number of tokens read so far, and of all tokens.
         """
+        return self.store(self.prepare(text, source=source, progress=progress))
+
+    def prepare(
+        self,
+        text: str | Sequence[int] | Int[Tensor, "T"],
+        *,
+        source: str,
+        progress: Progress | None = None,
+    ) -> Reading:
+        """Do the slow part of `read`, which changes nothing; `store` does the rest.
+
+        Other threads can predict and generate meanwhile.
+
+        Args:
+            text: the document, as text or as token ids.
+            source: name of the document.
+            progress: called with the number of tokens read so far, and of all tokens. If it raises
+                an exception, reading ends.
+        """
         if not isinstance(source, str) or not source:
             raise ValueError(f"source must be a name, got {source!r}")
         tokens = self._tokenize(text)
         if len(tokens) < 2:
             raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
+        # Without the lock, which `generate` holds: `store` checks both again.
+        if self._is_known(source, tokens):
+            return Reading(source, tokens, None, None)
+        self._require_room(source, tokens)
+        return self._run_on(source, tokens, progress)
+
+    def store(self, reading: Reading) -> SourceInfo:
+        """Put a document that was prepared into the memory, and on disk, as `read` does."""
+        source, tokens = reading.source, reading.tokens
         with self._lock:
             old = self._sources.get(source)
-            if old is not None and old.text_digest == digest_tokens(tokens):
+            if old is not None and self._is_known(source, tokens):
                 return _describe(old)
-            room = self.memory.capacity - len(self) + (0 if old is None else len(old.keys))
-            if len(tokens) - 1 > room:
-                raise ValueError(
-                    f"text must have at most {room + 1} tokens, for which the memory has room, got "
-                    f"{len(tokens)}: forget a source, or load with a larger capacity"
-                )
-            keys = self._embed(tokens, progress)[:-1].to(self._key_dtype)
-            if not keys.isfinite().all():
-                raise ValueError("the states of the model must be finite, got NaN or infinite ones")
-            summaries = self._engine.summarize(self._output_layer, self.memory, keys)
-            new = make_source(source, tokens, keys.cpu(), summaries)
+            self._require_room(source, tokens)
+            if reading.keys is None:  # it was known, and was forgotten since
+                reading = self._run_on(source, tokens, None)
+            assert reading.keys is not None
+            new = make_source(source, tokens, reading.keys.cpu(), reading.summaries)
             if self._directory is not None:
                 number = -1 if old is None else old.number
                 new = self._directory.add(new, replaces=number)
@@ -253,6 +288,31 @@ class MemoryLM:
                 self._drop(old)
             self._remember(new)
             return _describe(new)
+
+    def _is_known(self, source: str, tokens: Int[Tensor, "T"]) -> bool:
+        known = self._sources.get(source)
+        return known is not None and known.text_digest == digest_tokens(tokens)
+
+    def _require_room(self, source: str, tokens: Int[Tensor, "T"]) -> None:
+        old = self._sources.get(source)
+        room = self.memory.capacity - len(self) + (0 if old is None else len(old.keys))
+        if len(tokens) - 1 > room:
+            raise ValueError(
+                f"text must have at most {room + 1} tokens, for which the memory has room, got "
+                f"{len(tokens)}: forget a source, or load with a larger capacity"
+            )
+
+    def _run_on(self, source: str, tokens: Int[Tensor, "T"], progress: Progress | None) -> Reading:
+        keys = self._embed(tokens, progress)[:-1].to(self._key_dtype)
+        if not keys.isfinite().all():
+            raise ValueError("the states of the model must be finite, got NaN or infinite ones")
+        parts = []
+        for rows in keys.split(ROWS_PER_SUMMARY):
+            parts.append(self._engine.summarize(self._output_layer, self.memory, rows))
+            if progress is not None:
+                progress(len(tokens), len(tokens))
+        known = [part for part in parts if part is not None]
+        return Reading(source, tokens, keys, torch.cat(known) if known else None)
 
     def forget(self, source: str) -> None:
         """Forget a document: from now on every prediction is as if it had never been read."""
@@ -269,8 +329,7 @@ class MemoryLM:
 
     def has_read(self, text: str | Sequence[int] | Int[Tensor, "T"], *, source: str) -> bool:
         """Return whether this very text was read under this name."""
-        known = self._sources.get(source)
-        return known is not None and known.text_digest == digest_tokens(self._tokenize(text))
+        return self._is_known(source, self._tokenize(text))
 
     def _remember(self, source: Source) -> None:
         values = source.tokens[1:].to(self._device, torch.int32)
@@ -302,22 +361,30 @@ class MemoryLM:
 
     def score(self, text: str | Sequence[int] | Int[Tensor, "T"]) -> Score:
         """Return the log-probability of each token of a text, with and without the memory."""
-        return self._score(text, origins=0)
+        return self.explain(text, origins=0)
 
     def explain(
-        self, text: str | Sequence[int] | Int[Tensor, "T"], *, origins: int = ORIGINS
+        self,
+        text: str | Sequence[int] | Int[Tensor, "T"],
+        *,
+        origins: int = ORIGINS,
+        top: int = 0,
+        progress: Progress | None = None,
     ) -> Score:
         """Return the same as `score`, and for each token similar places in what was read.
 
         Args:
             text: the text.
             origins: the most places per token.
+            top: how many of the most probable tokens to return in place of each token.
+            progress: called with the number of tokens scored so far, and of all tokens. If it
+                raises an exception, scoring ends.
         """
-        return self._score(text, origins=origins)
+        return self._score(text, origins, top, progress)
 
     def generate(
         self,
-        prompt: str | Sequence[str],
+        prompt: str | Sequence[str | Sequence[int]],
         *,
         max_new_tokens: int = 50,
         temperature: float = 0.0,
@@ -326,12 +393,13 @@ class MemoryLM:
         stop: Sequence[str] = (),
         seed: int | None = None,
         origins: int = 0,
+        top: int = 0,
         on_token: Callable[[int, Token], bool | None] | None = None,
     ) -> Any:
         """Write on from a prompt and return a `Generation`, or one for each of several prompts.
 
         Args:
-            prompt: text, or several texts, from which to write on.
+            prompt: text from which to write on, or several prompts: texts or lists of token ids.
             max_new_tokens: the most tokens to write.
             temperature: 0 takes the most probable token. Otherwise tokens are drawn from
                 probabilities to the power of 1 / temperature.
@@ -340,6 +408,7 @@ class MemoryLM:
             stop: texts before which to stop.
             seed: makes drawing repeatable.
             origins: similar places in the memory to return for each token.
+            top: how many of the most probable tokens to return in place of each token.
             on_token: called with the index of the prompt and each new token; if it returns true,
                 no further token is written for this prompt.
         """
@@ -355,6 +424,7 @@ class MemoryLM:
             stop=stop,
             seed=seed,
             origins=origins,
+            top=top,
             on_token=on_token,
         )
         return written[0] if isinstance(prompt, str) else written
@@ -391,7 +461,13 @@ class MemoryLM:
         with self._lock, self._engine.trust_head():
             yield
 
-    def _score(self, text: str | Sequence[int] | Int[Tensor, "T"], origins: int) -> Score:
+    def _score(
+        self,
+        text: str | Sequence[int] | Int[Tensor, "T"],
+        origins: int,
+        top: int,
+        progress: Progress | None,
+    ) -> Score:
         tokens = self._tokenize(text)
         if len(tokens) < 2:
             raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
@@ -404,20 +480,26 @@ class MemoryLM:
             for at in range(0, len(states), self._rows):
                 prediction = self.predict(states[at : at + self._rows])
                 targets = ids[1 + at : 1 + at + self._rows]
-                scored += self.describe(prediction, targets, origins)
-        pieces = [reader.read(token.id) for token in scored]
-        named = (replace(token, text=text) for token, text in zip(scored, pieces, strict=True))
-        return Score(tuple(named), bytes=size)
+                scored += self.describe(prediction, targets, origins, top)
+                if progress is not None:
+                    progress(len(scored) + 1, len(tokens))
+        return Score(tuple(reader.name(token) for token in scored), bytes=size)
 
-    def describe(self, prediction: Prediction, tokens: Sequence[int], origins: int) -> list[Token]:
+    def describe(
+        self, prediction: Prediction, tokens: Sequence[int], origins: int, top: int = 0
+    ) -> list[Token]:
         """Return what a prediction says about tokens, one per row, without their text."""
         index = torch.tensor(tokens, device=self._device)[:, None]
         adapted = prediction.adapted.gather(1, index)[:, 0].tolist()
         alone = prediction.alone.gather(1, index)[:, 0].tolist()
         places = self._find_origins(prediction.neighbors, tokens, origins)
+        found = prediction.adapted.topk(min(top, prediction.adapted.shape[1]))
+        best = zip(found.indices.tolist(), found.values.tolist(), strict=True)
         return [
-            Token(token, "", after, before, found)
-            for token, after, before, found in zip(tokens, adapted, alone, places, strict=True)
+            Token(token, "", after, before, origin, _list_alternatives(*row))
+            for token, after, before, origin, row in zip(
+                tokens, adapted, alone, places, best, strict=True
+            )
         ]
 
     def _find_origins(
@@ -608,6 +690,10 @@ class MemoryLM:
 
 def _make_predictor(mean_square: float) -> Predictor:
     return Adapted(Gradient(5 / mean_square, 20), k=64)
+
+
+def _list_alternatives(ids: list[int], log_probs: list[float]) -> tuple[Alternative, ...]:
+    return tuple(Alternative(i, "", p) for i, p in zip(ids, log_probs, strict=True))
 
 
 def _describe(source: Source) -> SourceInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
@@ -33,6 +33,15 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """A token that could stand in place of another."""
+
+    id: int
+    text: str
+    log_prob: float
+
+
+@dataclass(frozen=True)
 class Token:
     """A token with its log-probability, with and without the memory."""
 
@@ -43,6 +52,8 @@ class Token:
     """Log-probability according to the model without the memory."""
     origins: tuple[Origin, ...] = ()
     """Similar places in the memory: those followed by this token first, then by weight."""
+    top: tuple[Alternative, ...] = ()
+    """The most probable tokens here, the most probable first."""
 
     @property
     def moved(self) -> float:
@@ -120,6 +131,20 @@ class TokenReader:
         self._ids = self._ids[-8:]
         self._shown = len(self._decode())
         return piece
+
+    def name(self, token: Token) -> Token:
+        """Return a token with the text that it adds, and likewise what could stand in its place."""
+        top = tuple(replace(each, text=self._peek(each.id)) for each in token.top)
+        return replace(token, text=self.read(token.id), top=top)
+
+    def _peek(self, token: int) -> str:
+        """Return the text that a token would add; for part of a character, the token's name."""
+        self._ids.append(token)
+        text = self._decode()[self._shown :]
+        self._ids.pop()
+        if text and REPLACEMENT not in text:
+            return text
+        return str(self._tokenizer.convert_ids_to_tokens(token))
 
     def _decode(self) -> str:
         text: str = self._tokenizer.decode(self._ids, clean_up_tokenization_spaces=False)

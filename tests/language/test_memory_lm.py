@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,47 @@ def test_reading_the_same_text_again_does_nothing(lm: MemoryLM) -> None:
     assert not seen
     assert lm.has_read(TEXT, source="a")
     assert not lm.has_read(OTHER, source="a")
+
+
+def test_a_document_can_be_prepared_while_another_thread_holds_the_memory(lm: MemoryLM) -> None:
+    lm.read(OTHER, source="shop")
+    with lm.hold(), ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lm.prepare, TEXT, source="heron").result(timeout=60)
+        known = pool.submit(lm.prepare, OTHER, source="shop").result(timeout=60)
+    assert [source.name for source in lm.sources()] == ["shop"]
+    assert known.keys is None
+    lm.forget("shop")
+    lm.store(reading)
+    lm.store(known)  # the model runs on it after all
+    again = make_lm(capacity=2000)
+    again.read(TEXT, source="heron")
+    again.read(OTHER, source="shop")
+    assert lm.explain(TEXT) == again.explain(TEXT)
+
+
+def test_a_document_whose_reading_is_ended_leaves_no_trace(lm: MemoryLM) -> None:
+    def end(done: int, total: int) -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        lm.read(TEXT, source="heron", progress=end)
+    assert not lm.sources()
+    with pytest.raises(TimeoutError):
+        lm.explain(TEXT, progress=end)
+
+
+def test_the_most_probable_tokens_are_named(lm: MemoryLM) -> None:
+    lm.read(TEXT, source="heron")
+    written = lm.generate("The heron", max_new_tokens=12, top=3)
+    for token in written.tokens:
+        best = token.top[0]
+        assert (best.id, best.log_prob) == (token.id, token.log_prob)
+        assert best.text == token.text or not token.text
+        assert token.top[0].log_prob >= token.top[1].log_prob >= token.top[2].log_prob
+        assert len({each.text for each in token.top}) == 3
+    scored = lm.explain("The heron" + written.text, top=3).tokens[-len(written.tokens) :]
+    assert [each.top[0].id for each in scored] == [each.id for each in written.tokens]
+    assert lm.generate([lm.encode("The heron")], max_new_tokens=12, top=3) == [written]
 
 
 def test_a_run_is_complete_after_loading(model: Any, lm: MemoryLM, tmp_path: Path) -> None:
