@@ -197,6 +197,10 @@ class ScaledAdapted(Predictor):
         if reason := why_not_linear(head, CROSS_ENTROPY, memory.key_shape):
             raise ValueError(f"a scaled adaptation needs a plain nn.Linear as head, but {reason}")
 
+    def weigh(self, context: Context) -> Float[Tensor, "B K"]:
+        """Return the neighbours' weights, which sum to 1."""
+        return _normalize(self.reach.weigh(Neighborhood.measure(context)))
+
     def _predict(self, context: Context) -> Float[Tensor, "B C"]:
         return context.finish(self._adapt(context)[1].outputs)
 

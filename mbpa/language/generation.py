@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +65,8 @@ def generate(
         )
     padded, mask = _pad_left(ids, lm.pad_token)
     writer = _Writer(lm, ids, stop, origins, top, on_token)
-    model = share_with_adapted_outputs(lm.model, lm.output_layer, lm.predict, writer.watch)
+    predict = partial(lm.predict, want_weights=origins > 0)
+    model = share_with_adapted_outputs(lm.model, lm.output_layer, predict, writer.watch)
     drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
     device = lm.memory.device
     with lm.hold(), torch.random.fork_rng(_list_devices(device), enabled=seed is not None):
@@ -177,6 +179,7 @@ def _take_last(prediction: Prediction, batch: int) -> Prediction:
         alone=prediction.alone[rows],
         adapted=prediction.adapted[rows],
         neighbors=None if neighbors is None else neighbors.rows(rows),
+        weights=None if prediction.weights is None else prediction.weights[rows],
     )
 
 

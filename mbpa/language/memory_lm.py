@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from mbpa.adaptation import Engine
 from mbpa.errors import CheckpointError, RunError
-from mbpa.kernels import InverseDistance, Kernel, neighbor_weights
+from mbpa.kernels import InverseDistance, neighbor_weights
+from mbpa.language.gate import ScaledAdapted, make_predictor
 from mbpa.language.pretrained import check_causal, digest_model, load_pretrained, run_trunk
 from mbpa.language.run_directory import RunDirectory, Source, digest_tokens, make_source
 from mbpa.language.tokens import Alternative, Origin, Score, Token, TokenReader
 from mbpa.language.windows import Window, plan_windows
 from mbpa.memory import ExactMemory, Neighbors
 from mbpa.model import MbPA
-from mbpa.predictors import Adapted, Predictor
-from mbpa.rules import Gradient
+from mbpa.predictors import Adapted, Context, Predictor
 
 CAPACITY = 1 << 20
 WINDOW, CONTEXT = 2048, 512
@@ -57,6 +57,9 @@ class Prediction:
     alone: Float[Tensor, "B C"]
     adapted: Float[Tensor, "B C"]
     neighbors: Neighbors | None
+    """The nearest entries; `None` if the memory is empty."""
+    weights: Float[Tensor, "B K"] | None = None
+    """Their weights, if these were asked for."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,6 @@ class MemoryLM:
         probe = self._embed(self._tokenize(PROBE))
         self._key_dtype = torch.float16 if probe.abs().max() < LARGEST_HALF else torch.float32
         is_half = self._device.type == "cuda" if half is None else half
-        self.mean_square = float(probe.float().square().sum(1).mean())
         memory = ExactMemory(
             CAPACITY if capacity is None else capacity,
             self._output_layer.in_features,
@@ -153,7 +155,7 @@ class MemoryLM:
         self._mbpa = MbPA(
             head=self._output_layer,
             memory=memory,
-            predictor=predictor or _make_predictor(self.mean_square),
+            predictor=predictor or make_predictor(),
             engine=self._engine,
         )
         self._sources: dict[str, Source] = {}
@@ -439,11 +441,12 @@ class MemoryLM:
 
         return share_with_adapted_outputs(self._model, self._output_layer, self.predict)
 
-    def predict(self, states: Float[Tensor, "B D"]) -> Prediction:
+    def predict(self, states: Float[Tensor, "B D"], *, want_weights: bool = False) -> Prediction:
         """Return log-probabilities of the next token, given states of the model.
 
         Args:
             states: what the output layer receives, at most a few hundred rows.
+            want_weights: also return the weights of the neighbours.
         """
         with self._lock, torch.no_grad():
             keys = states.to(self.memory.distance_dtype)
@@ -453,7 +456,11 @@ class MemoryLM:
                 k, keys_for = model.predictor.k, model.predictor.keys_for
                 neighbors = self.memory.read(keys, k, keys_for=keys_for)
             context = self._mbpa.build_context(keys, neighbors)
-            return Prediction(context.parametric, self._mbpa.predictor(context), neighbors)
+            adapted, weights = self._mbpa.predictor(context), None
+            if want_weights and neighbors is not None:
+                weights = _weigh_neighbors(self._mbpa.predictor, context)
+                neighbors = neighbors.first(weights.shape[1])
+            return Prediction(context.parametric, adapted, neighbors, weights)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -478,7 +485,7 @@ class MemoryLM:
         with self.hold():
             states = self._embed(tokens)[:-1]
             for at in range(0, len(states), self._rows):
-                prediction = self.predict(states[at : at + self._rows])
+                prediction = self.predict(states[at : at + self._rows], want_weights=origins > 0)
                 targets = ids[1 + at : 1 + at + self._rows]
                 scored += self.describe(prediction, targets, origins, top)
                 if progress is not None:
@@ -492,7 +499,7 @@ class MemoryLM:
         index = torch.tensor(tokens, device=self._device)[:, None]
         adapted = prediction.adapted.gather(1, index)[:, 0].tolist()
         alone = prediction.alone.gather(1, index)[:, 0].tolist()
-        places = self._find_origins(prediction.neighbors, tokens, origins)
+        places = self._find_origins(prediction, tokens, origins)
         found = prediction.adapted.topk(min(top, prediction.adapted.shape[1]))
         best = zip(found.indices.tolist(), found.values.tolist(), strict=True)
         return [
@@ -503,11 +510,11 @@ class MemoryLM:
         ]
 
     def _find_origins(
-        self, neighbors: Neighbors | None, tokens: Sequence[int], count: int
+        self, prediction: Prediction, tokens: Sequence[int], count: int
     ) -> list[tuple[Origin, ...]]:
-        if neighbors is None or not count:
+        neighbors, weights = prediction.neighbors, prediction.weights
+        if neighbors is None or weights is None or not count:
             return [()] * len(tokens)
-        weights = neighbor_weights(_find_kernel(self._mbpa.predictor), neighbors)
         same = neighbors.values == torch.tensor(tokens, device=self._device)[:, None]
         order = (weights + same.to(weights.dtype)).masked_fill(~neighbors.mask, -1)
         best = order.topk(min(count, order.shape[1])).indices.cpu()
@@ -688,14 +695,6 @@ class MemoryLM:
                 self._directory = None
 
 
-def _make_predictor(mean_square: float) -> Predictor:
-    return Adapted(Gradient(5 / mean_square, 20), k=64)
-
-
-def _list_alternatives(ids: list[int], log_probs: list[float]) -> tuple[Alternative, ...]:
-    return tuple(Alternative(i, "", p) for i, p in zip(ids, log_probs, strict=True))
-
-
 def _describe(source: Source) -> SourceInfo:
     return SourceInfo(source.name, len(source.tokens), source.read_at)
 
@@ -708,12 +707,19 @@ def _find_longest_text(model: Any) -> int:
     return WINDOW
 
 
-def _find_kernel(predictor: Predictor) -> Kernel:
-    """Return the kernel by which a predictor weights the neighbours."""
+def _weigh_neighbors(predictor: Predictor, context: Context) -> Float[Tensor, "B K"]:
+    """Return the weights that a predictor gives to the neighbours it adapts to."""
     for part in (predictor, *getattr(predictor, "mixed", ())):
+        nearest = context.nearest(part.k)
+        if isinstance(part, ScaledAdapted):
+            return part.weigh(nearest)
         if isinstance(part, Adapted):
-            return part.kernel
-    return InverseDistance()
+            return neighbor_weights(part.kernel, nearest.found)
+    return neighbor_weights(InverseDistance(), context.found)
+
+
+def _list_alternatives(ids: list[int], log_probs: list[float]) -> tuple[Alternative, ...]:
+    return tuple(Alternative(i, "", p) for i, p in zip(ids, log_probs, strict=True))
 
 
 def _group_windows(windows: list[Window], size: int) -> Iterator[list[Window]]:

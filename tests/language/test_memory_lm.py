@@ -309,7 +309,7 @@ def test_our_generation_equals_that_of_transformers(lm: MemoryLM) -> None:
 
 
 def test_generation_repeats_what_was_read(lm: MemoryLM) -> None:
-    predictor = mbpa.Adapted(mbpa.Gradient(4 / lm.mean_square, 20), k=8, kernel=mbpa.Gaussian(1.0))
+    predictor = mbpa.Adapted(mbpa.Gradient(4 / 32, 20), k=8, kernel=mbpa.Gaussian(1.0))
     lm = MemoryLM(lm.model, lm.tokenizer, capacity=500, predictor=predictor)
     lm.read(TEXT, source="heron")
     written = lm.generate(TEXT[:60], max_new_tokens=10, origins=2)
