@@ -25,6 +25,7 @@ from mbpa.adaptation.problem import why_not_linear
 from mbpa.memory import Memory, Neighbors, validation
 from mbpa.predictors import Context, Part, Predictor
 from mbpa.rules import Gradient
+from mbpa.serialization import register
 
 NEIGHBORHOOD_FEATURES = (
     "constant",
@@ -463,6 +464,8 @@ def _parse_row(name: str, row: object, width: int) -> tuple[float, ...]:
     assert all(map(math.isfinite, numbers))
     return numbers
 
+
+register(Reach, ScaledAdapted, ScaledVote, Gate, Gated)
 
 _REACH = Reach(
     sharpness=(-0.2654, -0.4304, -0.1153, 0.8875, -0.05719, 0.02102, 0.2238),
