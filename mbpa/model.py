@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from mbpa.checkpoint import load_checkpoint, save_checkpoint
 from mbpa.errors import CheckpointError
 from mbpa.explanation import Explanation
 from mbpa.memory import Entries, ExactMemory, Memory, Neighbors, validation
+from mbpa.memory.neighbors import TENSORS
 from mbpa.modules.head import Head, check_mode, device_of, dtype_of, eval_copy, own_precision
 from mbpa.modules.split import grow
 from mbpa.predictors import Context, Predictor
@@ -28,6 +29,18 @@ from mbpa.replay import Replayer, assume, is_replayed
 from mbpa.serialization import build, custom_parts, describe
 
 MAX_READ_BYTES = 1 << 28  # of neighbours' keys at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Predictions for B queries with and without the memory."""
+
+    before: Float[Tensor, "B *C"]
+    """By the unadapted head."""
+    after: Float[Tensor, "B *C"]
+    """By the model's predictor."""
+    neighbors: Neighbors | None
+    """`None` if the predictor uses none."""
 
 
 class MbPA:
@@ -155,6 +168,33 @@ class MbPA:
                 with self.memory.lock:
                     (prediction,) = self._replayer.run(form, compute, flat)
         return prediction.reshape(*leading, *prediction.shape[1:])
+
+    def compare(self, keys: Float[Tensor, "B *D"]) -> Comparison:
+        """Return predictions with and without the memory, and the neighbours.
+
+        Args:
+            keys: keys from `embed`; few enough for one read (`count_rows_per_read`).
+        """
+        flat, _ = self._flatten_keys((), {}, keys)
+
+        def compute(keys: Tensor) -> tuple[Tensor, ...]:
+            found = self._read(keys)
+            context = self.build_context(keys, found)
+            tensors = [] if found is None else [getattr(found, name) for name in TENSORS]
+            return context.parametric, self.predictor(context), *tensors
+
+        with self.memory.lock, own_precision(flat):
+            form = self._find_form(flat) if is_replayed(flat) else None
+            if form is None:
+                before, after, *tensors = compute(flat)
+            else:
+                before, after, *tensors = self._replayer.run(("compare", form), compute, flat)
+            neighbors = None
+            if tensors:
+                named = dict(zip(TENSORS, tensors, strict=True))
+                revision, capacity = self.memory.revision, self.memory.capacity
+                neighbors = Neighbors(**named, revision=revision, capacity=capacity)
+        return Comparison(before, after, neighbors)
 
     def _predict(
         self, keys: Float[Tensor, "B *D"], neighbors: Neighbors | None

@@ -845,3 +845,19 @@ def test_importing_costs_at_most_150_ms_beyond_torch() -> None:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
         seconds.append(float(done.stdout))
     assert min(seconds) <= 0.150, seconds
+
+
+def test_a_comparison_holds_both_predictions_and_the_neighbours() -> None:
+    torch.manual_seed(0)
+    model = mbpa.MbPA(
+        head=nn.Linear(4, 3),
+        memory=mbpa.ExactMemory(20, 4),
+        predictor=mbpa.Adapted(mbpa.Gradient(0.5, 3), k=5),
+    )
+    model.write(keys=torch.randn(20, 4), values=torch.randint(3, (20,)))
+    queries = torch.randn(6, 4)
+    found, expected = model.compare(queries), model.explain(keys=queries)
+    assert torch.equal(found.before, expected.before)
+    assert torch.equal(found.after, model(keys=queries))
+    assert found.neighbors is not None
+    assert torch.equal(found.neighbors.ids, model.memory.read(queries, 5).ids)

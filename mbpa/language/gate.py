@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -137,8 +138,8 @@ class Reach:
 
     def weigh(self, around: Neighborhood) -> Float[Tensor, "B K"]:
         """Return the neighbours' weights, whose sum in each row is the step size of the query."""
-        table = around.features.new_tensor([self.sharpness, self.width, self.step])
-        terms = around.features.new_tensor([self.plausibility, self.support])
+        table = _make_tensor((self.sharpness, self.width, self.step), around.features)
+        terms = _make_tensor(((self.plausibility, self.support),), around.features)[0]
         return weigh_neighbors(around, table, terms)
 
 
@@ -289,7 +290,7 @@ class Gate:
 
     def weigh(self, features: Float[Tensor, "B F"]) -> Float[Tensor, "B P"]:
         """Return the logarithms of the mixing weights."""
-        return (features @ features.new_tensor(self.coefficients).T).log_softmax(1)
+        return (features @ _make_tensor(self.coefficients, features).T).log_softmax(1)
 
 
 def count_features(predictions: int) -> int:
@@ -450,6 +451,18 @@ def _compute_squared_norms(queries: Tensor, neighbors: Neighbors) -> Float[Tenso
 def _normalize(weights: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
     """Return the weights divided by their sum; rows of zeros stay."""
     return weights / weights.sum(1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+
+
+def _make_tensor(rows: tuple[tuple[float, ...], ...], like: Tensor) -> Tensor:
+    return _make_tensor_on(rows, like.dtype, like.device)
+
+
+@lru_cache(maxsize=64)  # on a GPU, making a tensor from numbers cannot be recorded
+def _make_tensor_on(
+    rows: tuple[tuple[float, ...], ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(rows, dtype=dtype, device=device)
 
 
 def _require_labels(memory: Memory) -> None:

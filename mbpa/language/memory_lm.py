@@ -151,7 +151,11 @@ class MemoryLM:
             dtype=self._key_dtype if is_half else torch.float32,
             device=self._device,
         )
-        self._engine = Engine(tolerance=math.inf, width=ACTIVE_WIDTH, store_bytes=1 << 40)
+        self._engine = Engine(
+            tolerance=math.inf,
+            width=ACTIVE_WIDTH,
+            store_bytes=memory.capacity * (4 + ACTIVE_WIDTH) * 4,
+        )
         self._mbpa = MbPA(
             head=self._output_layer,
             memory=memory,
@@ -450,17 +454,16 @@ class MemoryLM:
         """
         with self._lock, torch.no_grad():
             keys = states.to(self.memory.distance_dtype)
-            neighbors = None
-            if len(self):
-                model = self._mbpa
-                k, keys_for = model.predictor.k, model.predictor.keys_for
-                neighbors = self.memory.read(keys, k, keys_for=keys_for)
-            context = self._mbpa.build_context(keys, neighbors)
-            adapted, weights = self._mbpa.predictor(context), None
+            if not len(self):
+                alone = self._mbpa.build_context(keys, None).parametric
+                return Prediction(alone, alone, None)
+            found = self._mbpa.compare(keys)
+            neighbors, weights = found.neighbors, None
             if want_weights and neighbors is not None:
+                context = self._mbpa.build_context(keys, neighbors)
                 weights = _weigh_neighbors(self._mbpa.predictor, context)
                 neighbors = neighbors.first(weights.shape[1])
-            return Prediction(context.parametric, adapted, neighbors, weights)
+            return Prediction(found.before, found.after, neighbors, weights)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
