@@ -8,24 +8,20 @@ input changes nothing; the response is a JSON object with a one-line error messa
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import math
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 import mbpa
 from mbpa.encoders import pictures
-from mbpa.serve import docs_page, schemas
+from mbpa.serve import docs_page, http, schemas
 from mbpa.serve.answers import Answer, Reason
-from mbpa.serve.batching import Overloaded, ResultT
+from mbpa.serve.batching import ResultT
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import InputError, JournalError
 from mbpa.serve.middleware import Middleware
@@ -50,7 +46,6 @@ COUNTED_PATHS = {
     *("/predict", "/learn", "/explain", "/forget"),
     *("/labels", "/stats", "/health", "/metrics", "/", "/docs", "/openapi.json", "/favicon.ico"),
 }
-log = logging.getLogger("mbpa.serve")
 
 
 def create_app(classifier: Classifier, settings: Settings | None = None) -> FastAPI:
@@ -81,7 +76,7 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
         paths=COUNTED_PATHS,
         estimate_wait_s=lambda length: service.model.estimate_wait_s(length / BYTES_PER_TOKEN),
     )
-    _add_error_handlers(app)
+    _add_error_handlers(app, service)
     _add_prediction_routes(app, service)
     _add_teaching_routes(app, service)
     _add_status_routes(app, service)
@@ -97,7 +92,7 @@ def _add_prediction_routes(app: FastAPI, service: Service) -> None:
         """Predict labels; `null` where the confidence is below the threshold."""
         answers = await _cancel_if_disconnected(request, query.size, service.ask(query))
         made = [schemas.make_prediction(each) for each in answers if isinstance(each, Answer)]
-        return _serialize(schemas.Predictions.model_construct(answers=made))
+        return http.serialize(schemas.Predictions.model_construct(answers=made))
 
     @app.post("/explain", responses=REQUEST_ERRORS, response_model=schemas.Explanations)
     async def explain(query: schemas.ExplainQuery, request: Request) -> Response:
@@ -105,7 +100,7 @@ def _add_prediction_routes(app: FastAPI, service: Service) -> None:
         asking = service.ask(query, wants_reasons=True)
         reasons = await _cancel_if_disconnected(request, query.size, asking)
         made = [schemas.make_explanation(each) for each in reasons if isinstance(each, Reason)]
-        return _serialize(schemas.Explanations.model_construct(reasons=made))
+        return http.serialize(schemas.Explanations.model_construct(reasons=made))
 
 
 def _add_teaching_routes(app: FastAPI, service: Service) -> None:
@@ -115,12 +110,12 @@ def _add_teaching_routes(app: FastAPI, service: Service) -> None:
         ids, labels = await _cancel_if_disconnected(
             request, len(lessons.examples), service.learn(lessons)
         )
-        return _serialize(schemas.LearnResult.model_construct(ids=ids, labels=labels))
+        return http.serialize(schemas.LearnResult.model_construct(ids=ids, labels=labels))
 
     @app.post("/forget", responses=WRITE_ERRORS, response_model=schemas.ForgetResult)
     async def forget(query: schemas.ForgetRequest) -> Response:
         """Delete examples from the memory and from the files on disk."""
-        return _serialize(schemas.ForgetResult.model_construct(ids=await service.forget(query)))
+        return http.serialize(schemas.ForgetResult.model_construct(ids=await service.forget(query)))
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:
@@ -136,37 +131,21 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
             schemas.LabelCount(label=label, examples=count, trained=label in trained)
             for label, count in counts.labels.items()
         ]
-        return _serialize(schemas.Labels.model_construct(labels=made))
+        return http.serialize(schemas.Labels.model_construct(labels=made))
 
     @app.get("/stats", responses=refused, response_model=schemas.Stats)
     async def stats() -> Response:
         """Return counts of examples and labels, and the state of the service."""
-        return _serialize(schemas.Stats(**classifier.stats(), waiting=service.model.waiting))
+        return http.serialize(schemas.Stats(**classifier.stats(), waiting=service.model.waiting))
 
     @app.get("/health", response_model=schemas.Health)
     async def health() -> Response:
         """Report whether the service responds and can still learn. Requires no token."""
         reason = classifier.journal.read_only
         status = "ok" if reason is None else "read-only"
-        return _serialize(schemas.Health(status=status, reason=reason))
+        return http.serialize(schemas.Health(status=status, reason=reason))
 
-    @app.get("/", include_in_schema=False)
-    async def home(request: Request) -> Response:
-        return RedirectResponse(f"{request.scope.get('root_path', '')}{app.state.home}")
-
-    @app.get("/favicon.ico", include_in_schema=False)
-    async def icon() -> Response:
-        return Response(docs_page.ICON_SVG, media_type="image/svg+xml")
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs(request: Request) -> Response:
-        page = docs_page.render_page(app.openapi(), str(request.base_url))
-        return HTMLResponse(page, headers=docs_page.HEADERS)
-
-    @app.get("/metrics", responses=refused, response_class=Response)
-    async def metrics() -> Response:
-        """Return metrics in the Prometheus text format."""
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    http.add_pages(app, service.metrics, refused)
 
 
 def _add_picture_route(app: FastAPI, classifier: Classifier) -> None:
@@ -187,46 +166,21 @@ def _add_picture_route(app: FastAPI, classifier: Classifier) -> None:
         return Response(found, media_type=pictures.get_media_type(found), headers=headers)
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, service: Service) -> None:
+    http.add_error_handlers(app, service.metrics, _make_error)
+
     @app.exception_handler(RequestValidationError)
     async def report_invalid_body(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            return _make_error(
-                400, f"the body must be JSON: {first.get('ctx', {}).get('error', '')}"
-            )
-        if first["type"] == "model_attributes_type":
-            return _make_error(422, "send a JSON object, with Content-Type: application/json")
-        place = [str(part) for part in first["loc"] if part not in ("body", "path")]
-        why = str(first["msg"]).removeprefix("Value error, ")  # pydantic's prefix for our errors
-        if first["type"] == schemas.UNKNOWN_FIELD:
-            place.append(first["ctx"]["name"])
-            why = first["ctx"]["why"]
-        where = ".".join(place)
-        return _make_error(422, f"{where}: {why}" if where else why)
+        status, where, why = http.describe_invalid_body(error)
+        return _make_error(status, f"{where}: {why}" if where else why)
 
     @app.exception_handler(InputError)
     async def report_invalid_input(_: Request, error: InputError) -> Response:
         return _make_error(422, str(error))
 
-    @app.exception_handler(HTTPException)
-    async def report_http_error(_: Request, error: HTTPException) -> Response:
-        return _make_error(error.status_code, str(error.detail), error.headers)
-
-    @app.exception_handler(Overloaded)
-    async def report_overload(_: Request, error: Overloaded) -> Response:
-        app.state.service.metrics.shed.inc()
-        retry_after_s = max(1, math.ceil(error.retry_after_s))
-        return _make_error(429, str(error), {"Retry-After": str(retry_after_s)})
-
     @app.exception_handler(JournalError)
     async def report_journal_error(_: Request, error: JournalError) -> Response:
         return _make_error(503, str(error))
-
-    @app.exception_handler(Exception)
-    async def report_unexpected_error(_: Request, error: Exception) -> Response:
-        log.error("a request failed", exc_info=error)
-        return _make_error(500, "internal error: see the server's log")
 
 
 async def _cancel_if_disconnected(
@@ -236,35 +190,8 @@ async def _cancel_if_disconnected(
 
     A request of one item is not watched: it finishes before a disconnect could be noticed.
     """
-    if size == 1:
-        return await work
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise HTTPException(499, "the client disconnected")
-        return task.result()
-    finally:
-        for each in (task, watch):
-            each.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
+    return await (work if size == 1 else http.cancel_if_disconnected(request, work))
 
 
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _make_error(status: int, why: str, headers: Any = None) -> Response:
-    plain = why.encode("utf-8", "backslashreplace").decode()
-    return JSONResponse({"error": plain}, status, headers)
-
-
-def _serialize(message: schemas.ApiModel) -> Response:
-    """Serialise a message without validation.
-
-    We built the message ourselves, and validating it again would take as long as the model.
-    """
-    return Response(message.model_dump_json().encode(), media_type="application/json")
+def _make_error(status: int, why: str, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse({"error": http.escape_surrogates(why)}, status, headers)

@@ -13,6 +13,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
@@ -26,7 +27,7 @@ TOO_MANY_REQUESTS = "too many requests at once, try again"
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
-class Metrics:
+class HttpMetrics:
     """Prometheus metrics in their own registry, so that two apps in a process stay separate."""
 
     def __init__(self) -> None:
@@ -46,14 +47,22 @@ class Metrics:
         self.in_flight = Gauge(
             "mbpa_in_flight", "Requests received and not answered yet", registry=registry
         )
+        self.page_requests = Gauge(
+            "mbpa_page_requests", "Open requests to pages, including streams", registry=registry
+        )
+
+
+class Metrics(HttpMetrics):
+    """The metrics of a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        registry = self.registry
         self.batch = Histogram(
             "mbpa_batch",
             "Items per batch of the model",
             buckets=(1, 2, 4, 8, 16, 32, 64),
             registry=registry,
-        )
-        self.page_requests = Gauge(
-            "mbpa_page_requests", "Open requests to pages, including streams", registry=registry
         )
         self.examples = Gauge("mbpa_examples", "Examples in the memory", registry=registry)
         self.labels = Gauge("mbpa_labels", "Labels", registry=registry)
@@ -71,18 +80,20 @@ class Middleware:
             wait at least, given the length of its body in bytes. It is called before the body is
             read, because parsing hundreds of bodies only to refuse them would delay the admitted
             requests.
+        format_error: returns the body of an error response as JSON, given its status and reason.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         settings: Settings,
-        metrics: Metrics,
+        metrics: HttpMetrics,
         paths: set[str],
-        estimate_wait_s: Callable[[int], float],
+        estimate_wait_s: Callable[[int], float] = lambda length: 0.0,
+        format_error: Callable[[int, str], Any] = lambda status, why: {"error": why},
     ) -> None:
         self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
-        self._estimate_wait_s = estimate_wait_s
+        self._estimate_wait_s, self._format_error = estimate_wait_s, format_error
         self.in_flight = self.receiving = self.held_bytes = self._page_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,7 +111,7 @@ class Middleware:
     async def _forward_to_page(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._page_requests >= self._settings.page_requests:
             self._metrics.shed.inc()
-            await refuse(send, 429, "too many open requests, try again", retry_after=1)
+            await self._refuse(send, 429, "too many open requests, try again", retry_after=1)
             return
         self._page_requests += 1
         self._metrics.page_requests.set(self._page_requests)
@@ -146,20 +157,25 @@ class Middleware:
         )
         if (is_full or wait_s > settings.wait_s) and path != "/health":
             self._metrics.shed.inc()
-            await refuse(send, 429, TOO_MANY_REQUESTS, retry_after=wait_s - settings.wait_s)
+            late_s = wait_s - settings.wait_s
+            await self._refuse(send, 429, TOO_MANY_REQUESTS, retry_after=late_s)
         elif not self._is_authorized(path, headers):
             text = "a valid token is required: Authorization: Bearer TOKEN"
-            await refuse(send, 401, text, extra=[(b"www-authenticate", b"Bearer")])
+            await self._refuse(send, 401, text, extra=[(b"www-authenticate", b"Bearer")])
         elif _get_content_length(headers) > settings.body_bytes:
             state.receive()
             await _drain(receive, _compute_deadline(settings.body_timeout_s))
-            await refuse(send, 413, f"the body must have at most {settings.body_bytes} bytes")
+            text = f"the body must have at most {settings.body_bytes} bytes"
+            await self._refuse(send, 413, text)
         elif not has_body:
             state.enter()
             await self._app(scope, receive, send)
         else:
             state.receive()
             await self._app(scope, self._admit_whole(receive, state), send)
+
+    async def _refuse(self, send: Send, status: int, why: str, **options: Any) -> None:
+        await refuse(send, status, why, body=self._format_error(status, why), **options)
 
     def _admit_whole(self, receive: Receive, state: _RequestState) -> Receive:
         """Admit a request once its body has arrived, so that slow clients delay nobody."""
@@ -236,15 +252,16 @@ async def refuse(
     *,
     retry_after: float | None = None,
     extra: list[tuple[bytes, bytes]] | None = None,
+    body: Any = None,
 ) -> None:
-    """Send an error response in JSON with the reason."""
-    body = json.dumps({"error": why}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    """Send an error response in JSON with the reason, or with another body."""
+    content = json.dumps({"error": why} if body is None else body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
     if retry_after is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after))))
     start = {"type": "http.response.start", "status": status, "headers": headers + (extra or [])}
     await send(start)
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": content})
 
 
 def _get_content_length(headers: dict[bytes, bytes]) -> int:
