@@ -15,10 +15,14 @@ from mbpa.errors import MissingExtraError, RunError
 
 @dataclass(frozen=True)
 class Serve(Command):
-    """Serve a run over HTTP: predict, learn, explain, forget. The API is documented at /docs."""
+    """Serve a run over HTTP. The API is documented at /docs.
+
+    A classifier predicts, learns, explains and forgets. A language run speaks OpenAI's protocol,
+    and learns and forgets documents.
+    """
 
     directory: tyro.conf.Positional[Path]
-    """Run directory written by `mbpa teach`."""
+    """Run directory written by `mbpa teach` or `mbpa lm read`."""
     host: str = "127.0.0.1"
     """Address to listen on. Use 0.0.0.0 for all interfaces, and then set a token."""
     port: int = 8000
@@ -30,7 +34,8 @@ class Serve(Command):
     The default is the environment variable MBPA_TOKEN, which does not appear in process lists.
     If neither is set, no password is required."""
     threshold: float | None = None
-    """Confidence below which the classifier abstains; by default the one chosen by `mbpa teach`."""
+    """Confidence below which the classifier abstains; by default the one chosen by `mbpa teach`.
+    Not for language runs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto uses a GPU if there is one."""
 
@@ -63,6 +68,10 @@ class Explore(Serve):
     """Serve a run with a web page: ask, see why, teach, undo, and review the examples."""
 
     def run(self) -> int:
+        from mbpa.language.run_directory import is_language_run
+
+        if is_language_run(self.directory):
+            raise RunError(f"{self.directory} is a language run, without a page: use `mbpa serve`")
         try:
             from mbpa.explorer import page
             from mbpa.serve import server

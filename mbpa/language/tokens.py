@@ -38,7 +38,10 @@ class Alternative:
 
     id: int
     text: str
+    """The text that it would add; if that is part of a character, its name in the vocabulary."""
     log_prob: float
+    is_part: bool = False
+    """Whether it is part of a character."""
 
 
 @dataclass(frozen=True)
@@ -134,17 +137,17 @@ class TokenReader:
 
     def name(self, token: Token) -> Token:
         """Return a token with the text that it adds, and likewise what could stand in its place."""
-        top = tuple(replace(each, text=self._peek(each.id)) for each in token.top)
+        top = tuple(self._name_alternative(each) for each in token.top)
         return replace(token, text=self.read(token.id), top=top)
 
-    def _peek(self, token: int) -> str:
-        """Return the text that a token would add; for part of a character, the token's name."""
-        self._ids.append(token)
+    def _name_alternative(self, alternative: Alternative) -> Alternative:
+        self._ids.append(alternative.id)
         text = self._decode()[self._shown :]
         self._ids.pop()
         if text and REPLACEMENT not in text:
-            return text
-        return str(self._tokenizer.convert_ids_to_tokens(token))
+            return replace(alternative, text=text)
+        name = str(self._tokenizer.convert_ids_to_tokens(alternative.id))
+        return replace(alternative, text=name, is_part=True)
 
     def _decode(self) -> str:
         text: str = self._tokenizer.decode(self._ids, clean_up_tokenization_spaces=False)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mbpa.device import choose_device
-from mbpa.errors import MissingExtraError, RunError
+from mbpa.errors import CheckpointError, MissingExtraError, RunError
+from mbpa.language import MemoryLM
+from mbpa.language.run_directory import is_language_run
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.heap import return_free_memory_regularly, return_large_blocks
 from mbpa.serve.journal import JournalError
@@ -25,11 +30,28 @@ try:
 
     from mbpa.serve.app import create_app
     from mbpa.serve.connections import WatchedProtocol, raise_file_limit
-    from mbpa.serve.settings import Settings
+    from mbpa.serve.language_app import create_language_app
+    from mbpa.serve.settings import LanguageSettings, Settings
 except ImportError as error:
     raise MissingExtraError("the HTTP service", extra="serve") from error
 
 SHUTDOWN_TIMEOUT_S = 10  # for open requests to finish after a signal to stop
+ENDING_TIMEOUT_S = 2  # of these, for requests that are ended early to be answered
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A run that is ready to be served."""
+
+    app: FastAPI
+    greeting: str
+    """What was loaded, in a few words."""
+    teaches: str
+    """What anyone could teach if there were no token."""
+    read_only: str | None = None
+    """Why nothing can be learnt, if so."""
+    on_stop: Callable[[], None] = lambda: None
+    """Ends requests that take long; called some seconds after a signal to stop."""
 
 
 def serve(
@@ -41,14 +63,20 @@ def serve(
     threshold: float | None = None,
     device: str = "auto",
     page: Callable[[FastAPI, Classifier], FastAPI] | None = None,
+    language_page: Callable[[FastAPI], FastAPI] | None = None,
     path: str = "/docs",
 ) -> None:
     """Load a run and serve it; return after a signal to stop, when everything is closed.
 
     Args:
-        threshold: confidence threshold to use in place of the run's.
+        directory: the run: a classifier's, or a language model's.
+        host: address to listen on.
+        port: port to listen on; 0 for any.
+        settings: the token and limits.
+        threshold: confidence threshold to use in place of the run's; for classifiers only.
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
-        page: mounts pages on the app and returns it.
+        page: mounts pages on the app of a classifier and returns it.
+        language_page: the same for the app of a language run.
         path: path of the page in the URL that is printed when the service is ready.
 
     Raises:
@@ -65,21 +93,72 @@ def serve(
         chosen = choose_device(device)
     except ValueError as error:
         raise RunError(str(error)) from error
-    RunInfo.read(directory)  # report a faulty run first, before anything slow
+    if is_language_run(directory):
+        if threshold is not None:
+            raise RunError("a language run has no threshold")
+        opening = _open_language_run(directory, settings, chosen, language_page)
+    else:
+        RunInfo.read(directory)  # report a faulty run first, before anything slow
+        opening = _open_classifier(directory, settings, chosen, threshold, page)
     listener = _open_listener(host, port)
     with listener:
         print(f"loading {directory}", file=sys.stderr, flush=True)
-        try:
-            classifier = Classifier.load(directory, device=chosen)
-        except JournalError as error:
-            raise RunError(str(error)) from error
-        with classifier:
-            if threshold is not None:
-                classifier.threshold = threshold
-            app = create_app(classifier, settings)
-            app = page(app, classifier) if page else app
-            _run(app, listener, lambda: _announce(classifier, listener, settings, path))
+        with opening as opened:
+            _run(
+                opened.app,
+                listener,
+                lambda: _announce(opened, listener, settings, path),
+                opened.on_stop,
+            )
     print(f"stopped; everything that was taught is in {directory}", file=sys.stderr)
+
+
+@contextmanager
+def _open_classifier(
+    directory: Path,
+    settings: Settings,
+    device: torch.device,
+    threshold: float | None,
+    page: Callable[[FastAPI, Classifier], FastAPI] | None,
+) -> Iterator[_Opened]:
+    try:
+        classifier = Classifier.load(directory, device=device)
+    except JournalError as error:
+        raise RunError(str(error)) from error
+    with classifier:
+        if threshold is not None:
+            classifier.threshold = threshold
+        app = create_app(classifier, settings)
+        yield _Opened(
+            page(app, classifier) if page else app,
+            greeting=f"{len(classifier)} examples of {len(classifier.labels)} labels",
+            teaches="the classifier",
+            read_only=classifier.journal.read_only,
+        )
+
+
+@contextmanager
+def _open_language_run(
+    directory: Path,
+    settings: Settings,
+    device: torch.device,
+    page: Callable[[FastAPI], FastAPI] | None,
+) -> Iterator[_Opened]:
+    try:
+        lm = MemoryLM.load(directory, device=device)
+    except (ValueError, CheckpointError) as error:
+        raise RunError(str(error)) from error
+    try:
+        app = create_language_app(lm, LanguageSettings(**vars(settings)))
+        service = app.state.service
+        yield _Opened(
+            page(app) if page else app,
+            greeting=f"{service.name}, {len(service.sources)} documents, {service.entries} tokens",
+            teaches="the model",
+            on_stop=service.end_all,
+        )
+    finally:
+        lm.close()
 
 
 def _open_listener(host: str, port: int) -> socket.socket:
@@ -103,36 +182,52 @@ def _open_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _announce(
-    classifier: Classifier, listener: socket.socket, settings: Settings, path: str
-) -> None:
+def _announce(opened: _Opened, listener: socket.socket, settings: Settings, path: str) -> None:
     host, port = listener.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
-    print(f"{len(classifier)} examples of {len(classifier.labels)} labels")
-    if reason := classifier.journal.read_only:
-        print(f"read-only: {reason}", file=sys.stderr)
+    print(opened.greeting)
+    if opened.read_only:
+        print(f"read-only: {opened.read_only}", file=sys.stderr)
     if settings.token is None and host not in ("127.0.0.1", "::1"):
         print(
-            "anyone who can reach this address can teach the classifier: set a token",
+            f"anyone who can reach this address can teach {opened.teaches}: set a token",
             file=sys.stderr,
         )
     print(f"serving on http://{where}:{port}{path}", flush=True)
 
 
 class _Server(uvicorn.Server):
-    """A server that calls `on_ready` once it accepts connections."""
+    """A server that calls `on_ready` once it accepts connections.
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    If requests are still open some seconds after a signal to stop, it calls `on_stop`.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._on_ready = on_ready
+        self._on_ready, self._on_stop = on_ready, on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        patience_s = SHUTDOWN_TIMEOUT_S - ENDING_TIMEOUT_S
+        ending = asyncio.get_running_loop().call_later(patience_s, self._on_stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
-def _run(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+
+def _run(
+    app: FastAPI,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    on_stop: Callable[[], None],
+) -> None:
     raise_file_limit()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     config = uvicorn.Config(
@@ -147,13 +242,13 @@ def _run(app: FastAPI, listener: socket.socket, on_ready: Callable[[], None]) ->
     # The model's thread needs the interpreter lock between any two operations. At the default
     # switch interval of 5 ms, a busy event loop would make it wait longer than it works.
     sys.setswitchinterval(5e-4)
-    # Uvicorn raises the signal again when it is done, but the classifier must still be closed.
+    # Uvicorn raises the signal again when it is done, but the run must still be closed.
     before = {
         each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)
     }
     stop_returning = return_free_memory_regularly()
     try:
-        _Server(config, on_ready).run(sockets=[listener])
+        _Server(config, on_ready, on_stop).run(sockets=[listener])
     finally:
         stop_returning.set()
         for each, handler in before.items():

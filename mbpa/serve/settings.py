@@ -54,3 +54,19 @@ class Settings:
     page_requests: int = 256
     """Maximum number of open requests to these pages, including endless streams; further requests
     get 429."""
+
+
+@dataclass(frozen=True)
+class LanguageSettings(Settings):
+    """Limits of the service of a language run."""
+
+    waiting_requests: int = 32
+    """Maximum number of requests waiting for the model; further requests get 429."""
+    waiting_documents: int = 8
+    """Maximum number of documents waiting to be learnt; further ones get 429."""
+    document_characters: int = 1_000_000
+    """Maximum length of a document; longer ones get 413. `mbpa lm read` takes any length."""
+    scored_tokens: int = 4096
+    """Maximum length of a text to score; longer ones get 400."""
+    chat_tokens: int = 512
+    """Maximum number of tokens that a chat answer has if the request sets none."""
