@@ -79,6 +79,8 @@ class RunDirectory:
         self.manifest = _read_manifest(self.root)
         self._lock_file = _take_lock(self.root) if writable else None
         self._next_number = max(self._list_files(), default=-1) + 1
+        self._unwanted: set[int] = set()
+        """Files that belong to no source, and whose removal is not known to be on disk."""
 
     @staticmethod
     def create(root: str | os.PathLike[str], settings: Mapping[str, Any]) -> RunDirectory:
@@ -121,6 +123,7 @@ class RunDirectory:
             replaces: number of the source that it replaces, in the same instant.
         """
         self._require_lock()
+        self._remove_unwanted()
         number = self._next_number
         tensors = {"tokens": source.tokens, "keys": source.keys}
         if source.summaries is not None:
@@ -133,17 +136,35 @@ class RunDirectory:
             "replaces": str(replaces),
             "sha256": _digest_tensors(tensors),
         }
-        files.write_durably(self._path(number), save(tensors, metadata))
         self._next_number = number + 1
+        try:
+            files.write_durably(self._path(number), save(tensors, metadata))
+        except BaseException:
+            # The file may be there, if only its name could not be flushed.
+            self._unwanted.add(number)
+            with contextlib.suppress(OSError):
+                self._remove_unwanted()
+            raise
         if replaces >= 0:
-            self.remove(replaces)
+            # From now on the new file counts, and the old one goes before anything else changes.
+            self._unwanted.add(replaces)
+            with contextlib.suppress(OSError):
+                self._remove_unwanted()
         return replace(source, number=number)
 
     def remove(self, number: int) -> None:
         """Remove a source; on return it would stay removed after a power cut."""
         self._require_lock()
-        self._path(number).unlink()
+        self._remove_unwanted()
+        self._path(number).unlink(missing_ok=True)  # an earlier call may have failed after this
         files.flush_directory(self.root / SOURCES)
+
+    def _remove_unwanted(self) -> None:
+        for number in self._unwanted:
+            self._path(number).unlink(missing_ok=True)
+        if self._unwanted:
+            files.flush_directory(self.root / SOURCES)
+            self._unwanted.clear()
 
     def load(self) -> Iterator[Source]:
         """Return all sources in the order in which they were read.

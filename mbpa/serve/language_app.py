@@ -138,7 +138,7 @@ def _add_openai_routes(app: FastAPI, service: LanguageService) -> None:
         _require_model(service, query.model)
         prompts = query.prompt
         if isinstance(prompts[0], str):
-            _check_length(prompts, service.max_prompt_characters)
+            _check_length(service, prompts, "prompt")
             prompts = await service.encode(prompts)
         limit = COMPLETION_TOKENS if query.max_tokens is None else query.max_tokens
         _check_prompts(service, prompts, limit, "prompt")
@@ -157,7 +157,7 @@ def _add_openai_routes(app: FastAPI, service: LanguageService) -> None:
         """Answer a conversation. As OpenAI's, and with `mbpa` where each token came from."""
         _require_model(service, query.model)
         text = await asyncio.to_thread(_render_chat, service, query.messages)
-        _check_length([text], service.max_prompt_characters)
+        _check_length(service, [text], "messages")
         prompts = await service.encode([text], add_special_tokens=False)
         limit = query.max_completion_tokens or query.max_tokens
         if limit is None:
@@ -179,14 +179,15 @@ def _require_model(service: LanguageService, name: str) -> None:
         )
 
 
-def _check_length(texts: list[str], most: int) -> None:
+def _check_length(service: LanguageService, texts: list[str], param: str) -> None:
     """Refuse a text that is certainly too long, since finding its tokens would take a while."""
     longest = max(map(len, texts))
-    if longest > most:
+    if longest > service.max_prompt_characters:
         raise ApiError(
             400,
-            f"a prompt of {longest} characters is longer than the model's context",
-            param="prompt",
+            f"This model's maximum context length is {service.lm.longest_text} tokens, too few "
+            f"for {longest} characters in the {param}",
+            param=param,
             code="context_length_exceeded",
         )
 
@@ -392,7 +393,7 @@ def _add_memory_routes(app: FastAPI, service: LanguageService) -> None:
     @app.post("/score", responses=ERRORS, response_model=messages.ScoreAnswer)
     async def score(query: messages.ScoreText, request: Request) -> Response:
         """Return the log-probability of each token of a text, with and without the memory."""
-        _check_length([query.text], service.max_prompt_characters)
+        _check_length(service, [query.text], "text")
         (ids,) = await service.encode([query.text])
         if not 2 <= len(ids) <= service.settings.scored_tokens:
             most = service.settings.scored_tokens

@@ -73,6 +73,9 @@ class LanguageMetrics(HttpMetrics):
         self.entries = Gauge("mbpa_entries", "Tokens in the memory", registry=registry)
         self.sources = Gauge("mbpa_sources", "Documents in the memory", registry=registry)
         self.waiting = Gauge("mbpa_waiting", "Requests waiting for the model", registry=registry)
+        self.waiting_documents = Gauge(
+            "mbpa_waiting_documents", "Documents waiting to be learnt", registry=registry
+        )
         self.read_only = Gauge(
             "mbpa_read_only",
             "1 if the last document could not be stored, else 0",
@@ -105,6 +108,7 @@ class LanguageService:
         self.metrics.entries.set_function(lambda: self.entries)
         self.metrics.sources.set_function(lambda: len(self.sources))
         self.metrics.waiting.set_function(lambda: self._model.waiting)
+        self.metrics.waiting_documents.set_function(lambda: self._reader.waiting)
         self.metrics.read_only.set_function(lambda: self.write_error is not None)
         self._note_sources()
 
@@ -119,7 +123,7 @@ class LanguageService:
         await self._model.stop()
 
     def end_all(self) -> None:
-        """End all work that has begun or waits; those who await it get `Ended`."""
+        """End all work that has begun or waits; those who await it get `Ended`. From any thread."""
         self._reader.end_all()
         self._model.end_all()
 

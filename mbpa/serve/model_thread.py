@@ -52,11 +52,14 @@ class Job(Generic[ResultT]):
             result = self._call(self)
         except Exception as error:
             failure = error
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(self.answer, result, failure)
+        self.answer(result, failure)
 
     def answer(self, result: Any, failure: Exception | None) -> None:
-        """Pass the result to whoever awaits it; call this from the event loop."""
+        """Pass the result to whoever awaits it; from any thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._answer, result, failure)
+
+    def _answer(self, result: Any, failure: Exception | None) -> None:
         if self.answered.done():
             return
         if failure is not None:
@@ -69,7 +72,7 @@ class Job(Generic[ResultT]):
 
 
 class ModelThread:
-    """Does jobs one at a time in a thread of its own; all methods are for the event loop.
+    """Does jobs one at a time in a thread of its own.
 
     Args:
         most: the most jobs that may wait; further ones are refused with `Overloaded`.
@@ -106,7 +109,7 @@ class ModelThread:
     def submit(
         self, call: Callable[[Job[ResultT]], ResultT], *, is_urgent: bool = False
     ) -> Job[ResultT]:
-        """Queue a call, which is given its job.
+        """Queue a call, which is given its job; from the event loop.
 
         Args:
             call: the work.
@@ -121,7 +124,8 @@ class ModelThread:
         with self._some:
             if self._is_stopped:
                 raise Ended
-            if not is_urgent and len(self._usual) >= self._most:
+            # If none is running, the thread is about to take the first.
+            if not is_urgent and len(self._usual) + (self._running is not None) > self._most:
                 raise Overloaded(self._job_s)
             (self._urgent if is_urgent else self._usual).append(job)
             self._some.notify()
