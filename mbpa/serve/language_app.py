@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -61,6 +62,8 @@ CODES = {
     413: "request_too_large",
     429: "rate_limit_exceeded",
 }
+PAGE_PATH = "/page"
+PAGE_POLICY = "default-src 'self'; frame-ancestors 'none'"  # browsers load nothing from other hosts
 log = logging.getLogger("mbpa.serve")
 
 
@@ -99,7 +102,7 @@ def create_language_app(lm: MemoryLM, settings: LanguageSettings | None = None) 
         redoc_url=None,
     )
     app.state.service = service
-    app.state.home = "/docs"
+    app.state.home = PAGE_PATH
     app.add_middleware(
         Middleware,
         settings=settings,
@@ -111,7 +114,25 @@ def create_language_app(lm: MemoryLM, settings: LanguageSettings | None = None) 
     _add_openai_routes(app, service)
     _add_memory_routes(app, service)
     http.add_pages(app, service.metrics, READ_ERRORS)
+    _add_page(app)
     return app
+
+
+def _add_page(app: FastAPI) -> None:
+    """Add the page on which one tries the model, from files of the package."""
+    folder = files("mbpa.serve") / "language_page"
+    headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
+
+    def add(path: str, name: str, kind: str) -> None:
+        content = (folder / name).read_bytes()
+
+        @app.get(path, include_in_schema=False)
+        async def show() -> Response:
+            return Response(content, media_type=kind, headers=headers)
+
+    add(PAGE_PATH, "index.html", "text/html")
+    add(f"{PAGE_PATH}/page.css", "page.css", "text/css")
+    add(f"{PAGE_PATH}/page.js", "page.js", "text/javascript")
 
 
 # OpenAI's protocol

@@ -30,7 +30,7 @@ try:
 
     from mbpa.serve.app import create_app
     from mbpa.serve.connections import WatchedProtocol, raise_file_limit
-    from mbpa.serve.language_app import create_language_app
+    from mbpa.serve.language_app import PAGE_PATH, create_language_app
     from mbpa.serve.settings import LanguageSettings, Settings
 except ImportError as error:
     raise MissingExtraError("the HTTP service", extra="serve") from error
@@ -63,7 +63,6 @@ def serve(
     threshold: float | None = None,
     device: str = "auto",
     page: Callable[[FastAPI, Classifier], FastAPI] | None = None,
-    language_page: Callable[[FastAPI], FastAPI] | None = None,
     path: str = "/docs",
 ) -> None:
     """Load a run and serve it; return after a signal to stop, when everything is closed.
@@ -76,7 +75,6 @@ def serve(
         threshold: confidence threshold to use in place of the run's; for classifiers only.
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
         page: mounts pages on the app of a classifier and returns it.
-        language_page: the same for the app of a language run.
         path: path of the page in the URL that is printed when the service is ready.
 
     Raises:
@@ -96,7 +94,8 @@ def serve(
     if is_language_run(directory):
         if threshold is not None:
             raise RunError("a language run has no threshold")
-        opening = _open_language_run(directory, settings, chosen, language_page)
+        opening = _open_language_run(directory, settings, chosen)
+        path = PAGE_PATH
     else:
         RunInfo.read(directory)  # report a faulty run first, before anything slow
         opening = _open_classifier(directory, settings, chosen, threshold, page)
@@ -142,7 +141,6 @@ def _open_language_run(
     directory: Path,
     settings: Settings,
     device: torch.device,
-    page: Callable[[FastAPI], FastAPI] | None,
 ) -> Iterator[_Opened]:
     try:
         lm = MemoryLM.load(directory, device=device)
@@ -152,7 +150,7 @@ def _open_language_run(
         app = create_language_app(lm, LanguageSettings(**vars(settings)))
         service = app.state.service
         yield _Opened(
-            page(app) if page else app,
+            app,
             greeting=f"{service.name}, {len(service.sources)} documents, {service.entries} tokens",
             teaches="the model",
             on_stop=service.end_all,

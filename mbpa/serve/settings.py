@@ -9,6 +9,9 @@ OPEN_PATHS = (
     "/",
     "/health",
     "/docs",
+    "/page",
+    "/page/page.css",
+    "/page/page.js",
     "/openapi.json",
     "/favicon.ico",
 )
