@@ -71,7 +71,7 @@ class Explore(Serve):
         from mbpa.language.run_directory import is_language_run
 
         if is_language_run(self.directory):
-            raise RunError(f"{self.directory} is a language run, without a page: use `mbpa serve`")
+            return super().run()  # its page needs nothing more
         try:
             from mbpa.explorer import page
             from mbpa.serve import server

@@ -48,7 +48,7 @@ class Visit:
     def score(self, text: str) -> None:
         self.page.locator("#text").fill(text)
         self.page.get_by_role("button", name="Score", exact=True).click()
-        expect(self.page.locator("#tokens button").first).to_be_visible()
+        expect(self.page.locator("#tokens [role=button]").first).to_be_visible()
 
     def add(self, name: str, text: str) -> None:
         self.page.get_by_text("Add a document").click()
@@ -81,11 +81,12 @@ def test_a_document_is_added_seen_and_forgotten(chromium: Browser, lm: MemoryLM)
         _, again, better, before = visit.read_figures()
         assert again == before == alone
         assert float(better) < float(alone) / 2
-        page.locator("#tokens button").nth(4).click()
+        page.locator("#tokens [role=button]").nth(4).click()
         place = page.locator("#places li").first
         expect(place).to_contain_text("heron.md")
         assert (
-            place.locator("mark").inner_text() == page.locator("#tokens button").nth(4).inner_text()
+            place.locator("mark").inner_text()
+            == page.locator("#tokens [role=button]").nth(4).inner_text()
         )
 
         page.get_by_role("button", name="Forget heron.md").click()
@@ -106,7 +107,7 @@ def test_a_text_is_completed_with_the_origin_of_each_token(chromium: Browser, lm
         page.locator("#text").fill("The heron stands")
         page.locator("#count").fill("6")
         page.get_by_role("button", name="Complete").click()
-        expect(page.locator("#tokens button")).to_have_count(6)
+        expect(page.locator("#tokens [role=button]")).to_have_count(6)
         written = lm.generate("The heron stands", max_new_tokens=6)
         shown = page.locator("#tokens").text_content()
         assert shown == "The heron stands" + "".join(token.text for token in written.tokens)

@@ -29,7 +29,7 @@ async function call(path, body) {
 
 // Run something that waits for the service, with the buttons disabled meanwhile.
 async function run(what, action) {
-  const buttons = document.querySelectorAll("main button:not(#tokens button)");
+  const buttons = document.querySelectorAll("main button");
   find("error").hidden = true;
   find("busy").textContent = `${what} …`;
   buttons.forEach((button) => { button.disabled = true; });
@@ -58,9 +58,15 @@ function shade(moved) {
 
 function showTokens(tokens, prompt) {
   const shown = tokens.map((token) => {
-    const button = make("button", token.text, { className: shade(token.moved), type: "button" });
+    // Not a button element, at which lines would break in the middle of a word.
+    const button = make("span", token.text, { className: shade(token.moved), tabIndex: 0 });
+    button.setAttribute("role", "button");
     button.title = `${token.moved >= 0 ? "+" : ""}${token.moved.toFixed(2)} nats`;
     button.addEventListener("click", () => showOrigins(token, button));
+    button.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" || event.key === " ") button.click();
+      if (event.key === " ") event.preventDefault();
+    });
     return button;
   });
   find("tokens").replaceChildren(make("span", prompt, { className: "prompt" }), ...shown);
@@ -69,7 +75,7 @@ function showTokens(tokens, prompt) {
 }
 
 function showOrigins(token, button) {
-  find("tokens").querySelectorAll("button").forEach((each) => each.setAttribute("aria-pressed", each === button));
+  find("tokens").querySelectorAll("[role=button]").forEach((each) => each.setAttribute("aria-pressed", each === button));
   const percent = (log) => `${(100 * Math.exp(log)).toFixed(log > -7 ? 1 : 4)}%`;
   find("token-figures").textContent =
     `“${token.text}”: ${percent(token.log_prob_alone)} without the memory, ${percent(token.log_prob)} with it`;
