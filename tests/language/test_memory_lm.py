@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -294,6 +296,39 @@ def test_a_failed_write_leaves_the_memory_as_it_was(
     assert get_scores(lm, OTHER) == before
     assert len(list((tmp_path / "run/sources").iterdir())) == 1
     lm.read(OTHER, source="shop")
+
+
+@pytest.mark.parametrize("is_forgotten_first", [True, False])
+def test_a_write_whose_name_was_not_flushed_does_not_come_back(
+    lm: MemoryLM,
+    model: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_forgotten_first: bool,
+) -> None:
+    lm.save(tmp_path / "run")
+    lm.read(TEXT, source="heron")
+    flush = os.fsync
+
+    def fail_for_directories(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(5, "Input/output error")
+        flush(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", fail_for_directories)
+        for source in ("heron", "shop"):
+            with pytest.raises(OSError, match="Input/output"):
+                lm.read(OTHER, source=source)
+        if is_forgotten_first:
+            with pytest.raises(OSError, match="Input/output"):
+                lm.forget("heron")
+        assert [source.tokens for source in lm.sources()] == [len(lm.encode(TEXT))]
+    lm.forget("heron")
+    lm.read(TEXT, source="other")
+    lm.close()
+    again = MemoryLM.load(tmp_path / "run", model, make_tokenizer())
+    assert [source.name for source in again.sources()] == ["other"]
 
 
 def test_our_generation_equals_that_of_transformers(lm: MemoryLM) -> None:
