@@ -53,7 +53,8 @@ class Server:
         for line in self.process.stdout:
             self.output.append(line)
             if "serving on " in line:
-                return line.split("serving on ")[1].strip().removesuffix("/docs")
+                page = line.split("serving on ")[1].strip()
+                return page.removesuffix("/docs").removesuffix("/page")
         raise AssertionError("the server did not start: " + "".join(self.output))
 
     def kill(self) -> None:

@@ -156,8 +156,8 @@ def test_prompts_and_copies_are_numbered_in_order(taught: Service) -> None:
     assert answer.usage.prompt_tokens == sum(map(len, ids))
 
 
-def test_many_choices_are_written_in_several_batches(taught: Service) -> None:
-    answer = taught.complete(n=40, max_tokens=2, temperature=1.5, seed=1)
+def test_many_choices_are_written_in_several_batches(untaught: Service) -> None:
+    answer = untaught.complete(n=40, max_tokens=2, temperature=1.5, seed=1)
     assert [choice.index for choice in answer.choices] == list(range(40))
     assert len({choice.text for choice in answer.choices}) > 5
 
@@ -740,13 +740,9 @@ def test_a_killed_server_loses_nothing_that_it_acknowledged(run: Path) -> None:
     again.close()
 
 
-def test_a_language_run_has_no_page_and_no_threshold(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_language_run_has_no_threshold(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from mbpa.cli import main
 
-    assert main(["explore", str(run)]) == 2
-    assert "language run" in capsys.readouterr().err
     assert main(["serve", str(run), "--threshold", "0.5"]) == 2
     assert "no threshold" in capsys.readouterr().err
 
@@ -767,4 +763,4 @@ def test_the_page_of_the_interface_names_every_path(untaught: Service) -> None:
     page = untaught.http.get("/docs").text
     for path in ("/v1/completions", "/v1/chat/completions", "/learn", "/forget", "/score"):
         assert f"<span>POST</span> {path}</h2>" in page
-    assert untaught.http.get("/", follow_redirects=False).headers["location"] == "/docs"
+    assert untaught.http.get("/", follow_redirects=True).status_code == 200
