@@ -8,7 +8,6 @@ never changed.
 
 from __future__ import annotations
 
-import bisect
 import math
 import os
 import threading
@@ -25,19 +24,17 @@ from mbpa.adaptation import Engine
 from mbpa.errors import CheckpointError, RunError
 from mbpa.kernels import InverseDistance, neighbor_weights
 from mbpa.language.gate import ScaledAdapted, make_predictor
-from mbpa.language.pretrained import check_causal, digest_model, load_pretrained, run_trunk
 from mbpa.language.run_directory import RunDirectory, Source, digest_tokens, make_source
+from mbpa.language.source_index import SourceIndex
 from mbpa.language.tokens import Alternative, Origin, Score, Token, TokenReader
-from mbpa.language.windows import Window, plan_windows
+from mbpa.language.trunk import Progress, Trunk
 from mbpa.memory import ExactMemory, Neighbors
 from mbpa.model import MbPA
 from mbpa.predictors import Adapted, Context, Predictor
 
 CAPACITY = 1 << 20
-WINDOW, CONTEXT = 2048, 512
 ACTIVE_WIDTH = 28  # with four more numbers, 128 bytes per entry
 ROWS_PER_PREDICTION = {"cpu": 64, "cuda": 512}  # each row holds a probability per token
-WINDOWS_PER_BATCH = {"cpu": 1, "cuda": 8}
 ROWS_PER_SUMMARY = 1024  # after so many rows a caller may end the reading
 LARGEST_HALF = 1e4  # states up to this size are kept in half precision
 ORIGINS, TOKENS_BEFORE, TOKENS_AFTER = 5, 24, 12  # shown per token
@@ -46,8 +43,6 @@ PROBE = (
     "with its own words. Given the first half of a sentence, it looks up similar places, compares "
     "how they went on, and predicts what comes next. In 2018, 37% of all questions were answered."
 )
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,26 +117,10 @@ class MemoryLM:
         half: bool | None = None,
         device: str | torch.device | None = None,
     ) -> None:
-        name: str | None = "" if isinstance(model, nn.Module) else None
-        if model is not None and not isinstance(model, nn.Module):
-            name = os.fspath(model)
-        if isinstance(model, nn.Module) != (tokenizer is not None):
-            raise ValueError("a model needs a tokenizer, the name of a model must come without one")
-        self._model: Any = model
-        self._tokenizer = tokenizer
-        if not isinstance(model, nn.Module):
-            self._model, self._tokenizer = load_pretrained(name, device=device)
-        check_causal(self._model)
-        self._name = name  # None for the default model, empty if it is not known
-        self._output_layer: nn.Linear = self._model.get_output_embeddings()
-        self._device = self._output_layer.weight.device
-        longest = _find_longest_text(self._model)
-        self.window = min(window or WINDOW, longest)
-        self.context = min(CONTEXT, self.window // 4) if context is None else context
-        plan_windows(1, self.window, self.context)  # raises if they do not fit
-        self.longest_text = longest
+        self._trunk = Trunk(model, tokenizer, window=window, context=context, device=device)
+        self._output_layer, self._device = self._trunk.output_layer, self._trunk.device
         self._lock = threading.RLock()
-        probe = self._embed(self._tokenize(PROBE))
+        probe = self._trunk.embed(self._trunk.tokenize(PROBE))
         self._key_dtype = torch.float16 if probe.abs().max() < LARGEST_HALF else torch.float32
         is_half = self._device.type == "cuda" if half is None else half
         memory = ExactMemory(
@@ -162,23 +141,20 @@ class MemoryLM:
             predictor=predictor or make_predictor(),
             engine=self._engine,
         )
-        self._sources: dict[str, Source] = {}
-        self._first_ids: list[int] = []
-        self._by_first_id: dict[int, str] = {}
+        self._sources = SourceIndex()
         self._directory: RunDirectory | None = None
-        self._digest: str | None = None
 
     # Properties
 
     @property
     def model(self) -> Any:
         """The language model, without the memory."""
-        return self._model
+        return self._trunk.model
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the model."""
-        return self._tokenizer
+        return self._trunk.tokenizer
 
     @property
     def memory(self) -> ExactMemory:
@@ -190,7 +166,7 @@ class MemoryLM:
     @property
     def name(self) -> str | None:
         """Name or folder of the model; `None` for the default one, "" if it was given as such."""
-        return self._name
+        return self._trunk.name
 
     @property
     def output_layer(self) -> nn.Linear:
@@ -198,31 +174,40 @@ class MemoryLM:
         return self._output_layer
 
     @property
+    def window(self) -> int:
+        """The most tokens that the model sees at a time when it reads or scores a text."""
+        return self._trunk.window
+
+    @property
+    def context(self) -> int:
+        """By how many tokens windows overlap."""
+        return self._trunk.context
+
+    @property
+    def longest_text(self) -> int:
+        """The most tokens of a prompt and its completion together."""
+        return self._trunk.longest_text
+
+    @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens with which the model ends a text."""
-        config = getattr(self._model, "generation_config", None)
-        ids = getattr(config, "eos_token_id", None)
-        ids = self._tokenizer.eos_token_id if ids is None else ids
-        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+        return self._trunk.end_tokens
 
     @property
     def pad_token(self) -> int:
         """A token that fills up short prompts; any will do, since it is masked."""
-        known = self._tokenizer.pad_token_id
-        return known if known is not None else min(self.end_tokens, default=0)
+        return self._trunk.pad_token
 
     @property
     def digest(self) -> str:
         """A digest of the model's weights and its tokenizer."""
-        if self._digest is None:
-            self._digest = digest_model(self._model, self._tokenizer)
-        return self._digest
+        return self._trunk.digest
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def __repr__(self) -> str:
-        kind = type(self._model).__name__
+        kind = type(self._trunk.model).__name__
         return f"MemoryLM({kind}, {len(self._sources)} sources, {len(self):,} entries)"
 
     # Reading
@@ -266,7 +251,7 @@ class MemoryLM:
         """
         if not isinstance(source, str) or not source:
             raise ValueError(f"source must be a name, got {source!r}")
-        tokens = self._tokenize(text)
+        tokens = self._trunk.tokenize(text)
         if len(tokens) < 2:
             raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
         # Without the lock, which `generate` holds: `store` checks both again.
@@ -309,7 +294,7 @@ class MemoryLM:
             )
 
     def _run_on(self, source: str, tokens: Int[Tensor, "T"], progress: Progress | None) -> Reading:
-        keys = self._embed(tokens, progress)[:-1].to(self._key_dtype)
+        keys = self._trunk.embed(tokens, progress)[:-1].to(self._key_dtype)
         if not keys.isfinite().all():
             raise ValueError("the states of the model must be finite, got NaN or infinite ones")
         parts = []
@@ -323,7 +308,7 @@ class MemoryLM:
     def forget(self, source: str) -> None:
         """Forget a document: from now on every prediction is as if it had never been read."""
         with self._lock:
-            known = self._require_source(source)
+            known = self._sources.require(source)
             if self._directory is not None:
                 self._directory.remove(known.number)
             self._drop(known)
@@ -331,11 +316,11 @@ class MemoryLM:
     def sources(self) -> list[SourceInfo]:
         """Return the documents in the memory, in the order in which they were read."""
         with self._lock:
-            return [_describe(source) for source in self._sources.values()]
+            return [_describe(source) for source in self._sources]
 
     def has_read(self, text: str | Sequence[int] | Int[Tensor, "T"], *, source: str) -> bool:
         """Return whether this very text was read under this name."""
-        return self._is_known(source, self._tokenize(text))
+        return self._is_known(source, self._trunk.tokenize(text))
 
     def _remember(self, source: Source) -> None:
         values = source.tokens[1:].to(self._device, torch.int32)
@@ -344,24 +329,11 @@ class MemoryLM:
         if source.summaries is not None:
             rows = source.summaries.to(self._device)
             self._engine.keep_summaries(self._output_layer, self.memory, ids, rows)
-        # Keys and summaries are in the memory now; only what `explain` shows is kept twice.
-        self._sources[source.name] = replace(
-            source, keys=source.keys.new_empty(len(source.keys), 0), summaries=None
-        )
-        self._first_ids.append(int(ids[0]))
-        self._by_first_id[int(ids[0])] = source.name
+        self._sources.add(source, int(ids[0]))
 
     def _drop(self, source: Source) -> None:
-        first = next(i for i, name in self._by_first_id.items() if name == source.name)
-        self.memory.delete(torch.arange(first, first + len(source.keys)))
-        del self._sources[source.name], self._by_first_id[first]
-        self._first_ids.remove(first)
-
-    def _require_source(self, name: str) -> Source:
-        if name not in self._sources:
-            known = ", ".join(list(self._sources)[:5]) or "none"
-            raise ValueError(f"source must be one that was read ({known}), got {name!r}")
-        return self._sources[name]
+        self.memory.delete(self._sources.list_ids(source.name))
+        self._sources.remove(source.name)
 
     # Predicting
 
@@ -443,7 +415,7 @@ class MemoryLM:
         """
         from mbpa.language.adapted_model import share_with_adapted_outputs
 
-        return share_with_adapted_outputs(self._model, self._output_layer, self.predict)
+        return share_with_adapted_outputs(self._trunk.model, self._output_layer, self.predict)
 
     def predict(self, states: Float[Tensor, "B D"], *, want_weights: bool = False) -> Prediction:
         """Return log-probabilities of the next token, given states of the model.
@@ -478,15 +450,15 @@ class MemoryLM:
         top: int,
         progress: Progress | None,
     ) -> Score:
-        tokens = self._tokenize(text)
+        tokens = self._trunk.tokenize(text)
         if len(tokens) < 2:
             raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
         ids = tokens.tolist()
-        size = len((text if isinstance(text, str) else self._tokenizer.decode(ids)).encode())
-        reader = TokenReader(self._tokenizer, ids[:1])
+        size = len((text if isinstance(text, str) else self._trunk.tokenizer.decode(ids)).encode())
+        reader = TokenReader(self._trunk.tokenizer, ids[:1])
         scored: list[Token] = []
         with self.hold():
-            states = self._embed(tokens)[:-1]
+            states = self._trunk.embed(tokens)[:-1]
             for at in range(0, len(states), self._rows):
                 prediction = self.predict(states[at : at + self._rows], want_weights=origins > 0)
                 targets = ids[1 + at : 1 + at + self._rows]
@@ -534,12 +506,11 @@ class MemoryLM:
 
     def _locate(self, entry: int, weight: float, distance: float) -> Origin:
         """Return where an entry of the memory comes from."""
-        first = self._first_ids[bisect.bisect_right(self._first_ids, entry) - 1]
-        source = self._sources[self._by_first_id[first]]
-        at, tokens = entry - first + 1, source.tokens
+        source, at = self._sources.locate(entry)
+        tokens = source.tokens
         spans = tokens[max(0, at - TOKENS_BEFORE) : at], tokens[at : at + 1]
         before, text, after = (
-            self._tokenizer.decode(span.tolist(), clean_up_tokenization_spaces=False)
+            self._trunk.tokenizer.decode(span.tolist(), clean_up_tokenization_spaces=False)
             for span in (*spans, tokens[at + 1 : at + 1 + TOKENS_AFTER])
         )
         return Origin(source.name, at, int(tokens[at]), weight, distance, before, text, after)
@@ -552,39 +523,8 @@ class MemoryLM:
 
     def encode(self, text: str | Sequence[int]) -> list[int]:
         """Return the token ids of a text."""
-        ids: list[int] = self._tokenize(text).tolist()
+        ids: list[int] = self._trunk.tokenize(text).tolist()
         return ids
-
-    def _tokenize(self, text: str | Sequence[int] | Int[Tensor, "T"]) -> Int[Tensor, "T"]:
-        if isinstance(text, str):
-            ids = self._tokenizer(text, truncation=False, verbose=False)["input_ids"]
-            return torch.tensor(ids, dtype=torch.int32)
-        tokens = torch.as_tensor(text)
-        if tokens.ndim != 1 or tokens.is_floating_point():
-            raise ValueError(f"token ids must be whole numbers in a row, got {tokens.shape}")
-        size = self._output_layer.out_features
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
-            raise ValueError(f"token ids must be from 0 to {size - 1}, got {int(tokens.max())}")
-        return tokens.to("cpu", torch.int32)
-
-    def _embed(
-        self, tokens: Int[Tensor, "T"], progress: Progress | None = None
-    ) -> Float[Tensor, "T D"]:
-        """Return the state of the model after each token."""
-        windows = plan_windows(len(tokens), self.window, self.context)
-        size = WINDOWS_PER_BATCH["cuda" if self._device.type == "cuda" else "cpu"]
-        parts, done = [], 0
-        for batch in _group_windows(windows, size):
-            ids = torch.stack([tokens[each.start : each.stop] for each in batch])
-            ids = ids.to(self._device, torch.int64)
-            states, _ = run_trunk(self._model, ids, use_cache=False)
-            parts += [
-                row[each.first - each.start :] for row, each in zip(states, batch, strict=True)
-            ]
-            done += sum(each.stop - each.first for each in batch)
-            if progress is not None:
-                progress(done, len(tokens))
-        return torch.cat(parts)
 
     # Saving
 
@@ -601,28 +541,26 @@ class MemoryLM:
                 raise RunError(f"the run is kept in {self._directory.root} already")
             target = RunDirectory.create(directory, self._settings())
             try:
-                stored = {name: target.add(self._restore(name)) for name in self._sources}
+                stored = [target.add(self._restore(source)) for source in self._sources]
             except BaseException:
                 target.close()
                 raise
-            for name, source in stored.items():
-                self._sources[name] = replace(self._sources[name], number=source.number)
+            for source in stored:
+                self._sources.renumber(source.name, source.number)
             self._directory = target
 
     def _settings(self) -> dict[str, Any]:
         return {
-            "model": self._name,
+            "model": self.name,
             "digest": self.digest,
             "capacity": self.memory.capacity,
             "window": self.window,
             "context": self.context,
         }
 
-    def _restore(self, name: str) -> Source:
+    def _restore(self, source: Source) -> Source:
         """Return a source with its keys, from the memory."""
-        source = self._sources[name]
-        first = next(i for i, known in self._by_first_id.items() if known == name)
-        ids = torch.arange(first, first + len(source.keys))
+        ids = self._sources.list_ids(source.name)
         keys = self.memory.get_keys(ids).to(self._key_dtype)
         summaries = self._engine.summarize(self._output_layer, self.memory, keys)
         return replace(source, keys=keys.cpu(), summaries=summaries)
@@ -678,7 +616,7 @@ class MemoryLM:
                     f"{run.root} was written with another model or tokenizer: its keys mean "
                     "nothing to this one"
                 )
-            lm._name = settings["model"]
+            lm._trunk.name = settings["model"]
             count = len(run)
             for done, source in enumerate(run.load(), 1):
                 lm._remember(source)
@@ -702,14 +640,6 @@ def _describe(source: Source) -> SourceInfo:
     return SourceInfo(source.name, len(source.tokens), source.read_at)
 
 
-def _find_longest_text(model: Any) -> int:
-    config = model.config
-    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
-        if isinstance(longest := getattr(config, name, None), int) and longest > 0:
-            return longest
-    return WINDOW
-
-
 def _weigh_neighbors(predictor: Predictor, context: Context) -> Float[Tensor, "B K"]:
     """Return the weights that a predictor gives to the neighbours it adapts to."""
     for part in (predictor, *getattr(predictor, "mixed", ())):
@@ -723,16 +653,3 @@ def _weigh_neighbors(predictor: Predictor, context: Context) -> Float[Tensor, "B
 
 def _list_alternatives(ids: list[int], log_probs: list[float]) -> tuple[Alternative, ...]:
     return tuple(Alternative(i, "", p) for i, p in zip(ids, log_probs, strict=True))
-
-
-def _group_windows(windows: list[Window], size: int) -> Iterator[list[Window]]:
-    """Yield windows of the same length together, at most `size` of them."""
-    group: list[Window] = []
-    for window in windows:
-        length = window.stop - window.start
-        if group and (len(group) == size or group[0].stop - group[0].start != length):
-            yield group
-            group = []
-        group.append(window)
-    if group:
-        yield group

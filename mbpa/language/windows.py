@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -30,3 +31,16 @@ def plan_windows(length: int, window: int, context: int) -> list[Window]:
         first = windows[-1].stop
         windows.append(Window(first - context, first, min(first - context + window, length)))
     return windows
+
+
+def group_windows(windows: list[Window], size: int) -> Iterator[list[Window]]:
+    """Yield windows of the same length together, at most `size` of them."""
+    group: list[Window] = []
+    for window in windows:
+        length = window.stop - window.start
+        if group and (len(group) == size or group[0].stop - group[0].start != length):
+            yield group
+            group = []
+        group.append(window)
+    if group:
+        yield group
