@@ -306,6 +306,60 @@ def test_a_head_that_changed_is_noticed() -> None:
     assert torch.equal(model(keys=QUERIES), other(keys=QUERIES))
 
 
+def test_a_trusted_head_is_compared_once() -> None:
+    engine = Engine(tolerance=math.inf, path="active")
+    model, other = fill(make_model(engine)), make_active()
+    before = model(keys=QUERIES)
+    head, changed = model.head, other.head
+    assert isinstance(head, nn.Linear)
+    assert isinstance(changed, nn.Linear)
+    with engine.trust_head():
+        assert torch.equal(model(keys=QUERIES), before)
+        head.weight.data[7] *= -2
+        stale = model(keys=QUERIES)
+    changed.weight.data[7] *= -2
+    expected = other(keys=QUERIES)
+    assert not torch.equal(stale, expected)
+    assert torch.equal(model(keys=QUERIES), expected)
+    with engine.trust_head():  # it compares in the next context, too
+        head.weight.data[7] *= 3
+        changed.weight.data[7] *= 3
+        assert torch.equal(model(keys=QUERIES), other(keys=QUERIES))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [20, 128])
+def test_kept_summaries_equal_those_of_the_first_read(dtype: torch.dtype, width: int) -> None:
+    keys, labels = draw_examples()
+    results = []
+    for saved in (False, True):
+        torch.manual_seed(2)
+        engine = Engine(tolerance=math.inf, path="active", width=width)
+        memory = mbpa.ExactMemory(ENTRIES, SIZE, dtype=dtype)
+        head = nn.Linear(SIZE, CLASSES)
+        predictor = mbpa.Adapted(mbpa.Gradient(0.05, 8), k=9)
+        model = mbpa.MbPA(head=head, memory=memory, predictor=predictor, engine=engine)
+        ids = model.write(keys=keys.to(dtype), values=labels)
+        if saved:
+            rows = engine.summarize(head, memory, keys)
+            assert rows is not None
+            engine.keep_summaries(head, memory, ids, rows.clone())
+        results.append(model(keys=QUERIES))
+        if saved:
+            engine.keep_summaries(head, memory, ids, torch.zeros_like(rows))
+            assert not torch.equal(model(keys=QUERIES), results[1])  # they are used
+    assert torch.equal(*results)
+
+
+def test_summaries_are_for_active_vocabularies() -> None:
+    keys, _ = draw_examples()
+    model = make_model(Engine())
+    assert model.memory.capacity == ENTRIES
+    assert Engine().summarize(model.head, model.memory, keys) is None
+    with pytest.raises(ValueError, match="width must be"):
+        Engine(tolerance=math.inf, width=0)
+
+
 def test_a_stream_scores_as_one_by_one() -> None:
     keys, labels = draw_examples()
     model, other = (make_model(Engine(tolerance=math.inf, path="active")) for _ in range(2))
