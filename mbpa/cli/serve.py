@@ -10,7 +10,7 @@ from typing import Literal
 import tyro
 
 from mbpa.cli.command import Command
-from mbpa.errors import MissingExtraError, RunError
+from mbpa.errors import CheckpointError, MissingExtraError, RunError
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,28 @@ class Check(Command):
     """
 
     directory: tyro.conf.Positional[Path]
-    """Run directory written by `mbpa teach`."""
+    """Run directory written by `mbpa teach` or `mbpa lm read`."""
 
     def run(self) -> int:
+        from mbpa.language.run_directory import is_language_run
+
+        if is_language_run(self.directory):
+            return self._check_documents()
         from mbpa.serve.verification import check_run
 
         for name, what in check_run(self.directory):
             print(f"{name:10} {what}")
         print(f"{self.directory} is intact")
+        return 0
+
+    def _check_documents(self) -> int:
+        from mbpa.language.run_directory import RunDirectory
+
+        documents = tokens = 0
+        try:
+            for source in RunDirectory(self.directory, writable=False).load():
+                documents, tokens = documents + 1, tokens + len(source.tokens)
+        except CheckpointError as error:
+            raise RunError(str(error)) from error
+        print(f"{self.directory} is intact: {documents} documents, {tokens} tokens")
         return 0

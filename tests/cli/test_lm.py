@@ -109,6 +109,16 @@ def test_errors_are_one_line(
     assert "Traceback" not in printed.err
 
 
+def test_a_run_is_verified(docs: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("read", "docs/deep", "--model", model) == 0
+    assert main(["check", "run"]) == 0
+    assert "run is intact: 1 documents" in capsys.readouterr().out
+    (path,) = Path("run/sources").iterdir()
+    path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+    assert main(["check", "run"]) == 2
+    assert path.name in capsys.readouterr().err
+
+
 def test_an_unknown_source_cannot_be_forgotten(
     docs: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
