@@ -87,11 +87,7 @@ class Read(Command):
             lm = MemoryLM(self.model, device=device, capacity=self.capacity)
             lm.save(self.out)
             return lm
-        lm = MemoryLM.load(self.out, device=device, capacity=self.capacity)
-        if self.model is not None and self.model != lm.name:
-            lm.close()
-            raise RunError(f"{self.out} was made with another model: choose another --out")
-        return lm
+        return MemoryLM.load(self.out, self.model, device=device, capacity=self.capacity)
 
     def _read(self, lm: MemoryLM, documents: list[Path]) -> int:
         from tqdm import tqdm
@@ -114,6 +110,8 @@ class Read(Command):
 
                 try:
                     text = read_document(path)
+                    if len(lm.encode(text)) < 2:
+                        raise DocumentError("a document must have at least two tokens, got fewer")
                     if lm.has_read(text, source=str(path)):
                         unchanged += 1
                     else:

@@ -6,6 +6,7 @@ layer to the neighbours of the new state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from mbpa.language.adapted_model import share_with_adapted_outputs
 from mbpa.language.tokens import Generation, Token, TokenReader
+from mbpa.memory import validation
+
+LEAST_TEMPERATURE = 1e-3  # below, the most probable token is taken
 
 if TYPE_CHECKING:
     from mbpa.language.memory_lm import MemoryLM, Prediction
@@ -53,8 +57,12 @@ def generate(
         on_token: called with the index of the prompt and each new token; if it returns true, no
             further token is written for this prompt.
     """
-    _check_settings(prompts, max_new_tokens, temperature, top_p, top_k)
-    ids = [lm.encode(prompt) for prompt in prompts]
+    _check_settings(prompts, temperature, top_p, stop, seed)
+    max_new_tokens = validation.count("max_new_tokens", max_new_tokens)
+    top_k, top = (
+        validation.count(name, given, least=0) for name, given in (("top_k", top_k), ("top", top))
+    )
+    ids = [_encode_prompt(lm, prompt) for prompt in prompts]
     longest = max(len(row) for row in ids)
     if not min(len(row) for row in ids):
         raise ValueError("prompt must have at least one token, got an empty one")
@@ -67,7 +75,9 @@ def generate(
     writer = _Writer(lm, ids, stop, origins, top, on_token)
     predict = partial(lm.predict, want_weights=origins > 0)
     model = share_with_adapted_outputs(lm.model, lm.output_layer, predict, writer.watch)
-    drawing = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
+    drawing: dict[str, Any] = {}
+    if temperature >= LEAST_TEMPERATURE:
+        drawing = {"temperature": float(temperature), "top_p": float(top_p), "top_k": top_k}
     device = lm.memory.device
     with lm.hold(), torch.random.fork_rng(_list_devices(device), enabled=seed is not None):
         if seed is not None:
@@ -133,22 +143,41 @@ class _Writer:
             self._is_done[index] = True
 
     def finish(self) -> list[Generation]:
+        """Return what was written, with the text of tokens that nothing completed."""
+        for written, reader in zip(self._written, self._readers, strict=True):
+            if written.tokens and written.finish_reason != "stop" and (left := reader.flush()):
+                last = written.tokens[-1]
+                written.tokens[-1] = replace(last, text=last.text + left)
+                written.text += left
         return self._written
 
 
 def _check_settings(
-    prompts: Sequence[Any], max_new_tokens: int, temperature: float, top_p: float, top_k: int
+    prompts: Sequence[Any],
+    temperature: float,
+    top_p: float,
+    stop: Sequence[str],
+    seed: int | None,
 ) -> None:
     if not prompts:
         raise ValueError("there must be at least one prompt, got none")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be a number from 0, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
-    if top_k < 0:
-        raise ValueError(f"top_k must be at least 0, got {top_k}")
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"stop must be a list of texts that are not empty, got {stop!r}")
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be a whole number of 64 bits, got {seed}")
+
+
+def _encode_prompt(lm: MemoryLM, prompt: str | Sequence[int]) -> list[int]:
+    """Return the tokens of a prompt, without the end that some tokenizers add to a text."""
+    ids = lm.encode(prompt)
+    if isinstance(prompt, str) and len(ids) > 1 and ids[-1] in lm.end_tokens:
+        plain: list[int] = lm.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return ids[:-1] if not plain or plain[-1] != ids[-1] else ids
+    return ids
 
 
 def _make_config(lm: MemoryLM, max_new_tokens: int, drawing: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from mbpa.language.gate import ScaledAdapted, make_predictor
 from mbpa.language.run_directory import RunDirectory, Source, digest_tokens, make_source
 from mbpa.language.source_index import SourceIndex
 from mbpa.language.tokens import Alternative, Origin, Score, Token, TokenReader
-from mbpa.language.trunk import Progress, Trunk
+from mbpa.language.trunk import Progress, Trunk, is_valid_text
 from mbpa.memory import ExactMemory, Neighbors
 from mbpa.model import MbPA
 from mbpa.predictors import Adapted, Context, Predictor
@@ -36,6 +36,7 @@ CAPACITY = 1 << 20
 ACTIVE_WIDTH = 28  # with four more numbers, 128 bytes per entry
 ROWS_PER_PREDICTION = {"cpu": 64, "cuda": 512}  # each row holds a probability per token
 ROWS_PER_SUMMARY = 1024  # after so many rows a caller may end the reading
+LOAD_ATTEMPTS = 10  # while another process replaces documents
 LARGEST_HALF = 1e4  # states up to this size are kept in half precision
 ORIGINS, TOKENS_BEFORE, TOKENS_AFTER = 5, 24, 12  # shown per token
 PROBE = (
@@ -143,6 +144,7 @@ class MemoryLM:
         )
         self._sources = SourceIndex()
         self._directory: RunDirectory | None = None
+        self._is_read_only = False
 
     # Properties
 
@@ -249,49 +251,58 @@ class MemoryLM:
             progress: called with the number of tokens read so far, and of all tokens. If it raises
                 an exception, reading ends.
         """
-        if not isinstance(source, str) or not source:
+        if not isinstance(source, str) or not source or not is_valid_text(source):
             raise ValueError(f"source must be a name, got {source!r}")
+        self._require_writable()
         tokens = self._trunk.tokenize(text)
         if len(tokens) < 2:
             raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
         # Without the lock, which `generate` holds: `store` checks both again.
         if self._is_known(source, tokens):
             return Reading(source, tokens, None, None)
-        self._require_room(source, tokens)
+        self._require_room(tokens)
         return self._run_on(source, tokens, progress)
 
     def store(self, reading: Reading) -> SourceInfo:
         """Put a document that was prepared into the memory, and on disk, as `read` does."""
         source, tokens = reading.source, reading.tokens
         with self._lock:
+            self._require_writable()
             old = self._sources.get(source)
             if old is not None and self._is_known(source, tokens):
                 return _describe(old)
-            self._require_room(source, tokens)
+            self._require_room(tokens)
             if reading.keys is None:  # it was known, and was forgotten since
                 reading = self._run_on(source, tokens, None)
             assert reading.keys is not None
             new = make_source(source, tokens, reading.keys.cpu(), reading.summaries)
-            if self._directory is not None:
-                number = -1 if old is None else old.number
-                new = self._directory.add(new, replaces=number)
+            ids = self._write(new)
+            try:
+                if self._directory is not None:
+                    new = self._directory.add(new, replaces=-1 if old is None else old.number)
+            except BaseException:
+                self.memory.delete(ids)
+                raise
             if old is not None:
                 self._drop(old)
-            self._remember(new)
+            self._sources.add(new, int(ids[0]))
             return _describe(new)
 
     def _is_known(self, source: str, tokens: Int[Tensor, "T"]) -> bool:
         known = self._sources.get(source)
         return known is not None and known.text_digest == digest_tokens(tokens)
 
-    def _require_room(self, source: str, tokens: Int[Tensor, "T"]) -> None:
-        old = self._sources.get(source)
-        room = self.memory.capacity - len(self) + (0 if old is None else len(old.keys))
+    def _require_room(self, tokens: Int[Tensor, "T"]) -> None:
+        room = self.memory.capacity - len(self)
         if len(tokens) - 1 > room:
             raise ValueError(
                 f"text must have at most {room + 1} tokens, for which the memory has room, got "
                 f"{len(tokens)}: forget a source, or load with a larger capacity"
             )
+
+    def _require_writable(self) -> None:
+        if self._is_read_only:
+            raise RunError("the run was opened for reading only, or closed")
 
     def _run_on(self, source: str, tokens: Int[Tensor, "T"], progress: Progress | None) -> Reading:
         keys = self._trunk.embed(tokens, progress)[:-1].to(self._key_dtype)
@@ -308,6 +319,7 @@ class MemoryLM:
     def forget(self, source: str) -> None:
         """Forget a document: from now on every prediction is as if it had never been read."""
         with self._lock:
+            self._require_writable()
             known = self._sources.require(source)
             if self._directory is not None:
                 self._directory.remove(known.number)
@@ -322,14 +334,14 @@ class MemoryLM:
         """Return whether this very text was read under this name."""
         return self._is_known(source, self._trunk.tokenize(text))
 
-    def _remember(self, source: Source) -> None:
+    def _write(self, source: Source) -> Int[Tensor, "N"]:
+        """Write the entries of a source into the memory and return their ids."""
         values = source.tokens[1:].to(self._device, torch.int32)
-        keys = source.keys.to(self._device, self.memory.dtype)
-        ids = self.memory.write(keys, values)
+        ids = self.memory.write(source.keys.to(self._device, self.memory.dtype), values)
         if source.summaries is not None:
             rows = source.summaries.to(self._device)
             self._engine.keep_summaries(self._output_layer, self.memory, ids, rows)
-        self._sources.add(source, int(ids[0]))
+        return ids
 
     def _drop(self, source: Source) -> None:
         self.memory.delete(self._sources.list_ids(source.name))
@@ -454,7 +466,6 @@ class MemoryLM:
         if len(tokens) < 2:
             raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
         ids = tokens.tolist()
-        size = len((text if isinstance(text, str) else self._trunk.tokenizer.decode(ids)).encode())
         reader = TokenReader(self._trunk.tokenizer, ids[:1])
         scored: list[Token] = []
         with self.hold():
@@ -465,7 +476,9 @@ class MemoryLM:
                 scored += self.describe(prediction, targets, origins, top)
                 if progress is not None:
                     progress(len(scored) + 1, len(tokens))
-        return Score(tuple(reader.name(token) for token in scored), bytes=size)
+        named = [reader.name(token) for token in scored]
+        named[-1] = replace(named[-1], text=named[-1].text + reader.flush())
+        return Score(tuple(named), bytes=sum(len(token.text.encode()) for token in named))
 
     def describe(
         self, prediction: Prediction, tokens: Sequence[int], origins: int, top: int = 0
@@ -531,7 +544,7 @@ class MemoryLM:
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Save the memory in a new directory; later reads and forgets are kept there as well.
 
-        The model is not saved, only a digest of it.
+        The model is not saved, only a digest of it. If saving fails, there is no run.
 
         Raises:
             RunError: the directory holds a run already.
@@ -539,12 +552,8 @@ class MemoryLM:
         with self._lock:
             if self._directory is not None:
                 raise RunError(f"the run is kept in {self._directory.root} already")
-            target = RunDirectory.create(directory, self._settings())
-            try:
-                stored = [target.add(self._restore(source)) for source in self._sources]
-            except BaseException:
-                target.close()
-                raise
+            whole = (self._restore(source) for source in self._sources)
+            target, stored = RunDirectory.create(directory, self._settings(), whole)
             for source in stored:
                 self._sources.renumber(source.name, source.number)
             self._directory = target
@@ -569,7 +578,7 @@ class MemoryLM:
     def load(
         cls,
         directory: str | os.PathLike[str],
-        model: nn.Module | None = None,
+        model: nn.Module | str | os.PathLike[str] | None = None,
         tokenizer: Any = None,
         *,
         writable: bool = True,
@@ -583,10 +592,11 @@ class MemoryLM:
 
         Args:
             directory: where the run was saved.
-            model: the model that it was saved with. Default: loaded by its name.
-            tokenizer: the tokenizer of the model.
+            model: the model that it was saved with, or its name or folder. Default: as saved.
+            tokenizer: the tokenizer of the model, if `model` is not a name.
             writable: allow `read` and `forget`, which only one process may do at a time.
-            capacity: the most tokens that the memory can hold. Default: as saved.
+            capacity: the most tokens that the memory can hold. Default: as saved, or as many as
+                there are.
             predictor: as for `MemoryLM`.
             half: as for `MemoryLM`.
             device: as for `MemoryLM`.
@@ -601,10 +611,15 @@ class MemoryLM:
             settings = run.manifest
             if model is None and settings["model"] == "":
                 raise ValueError(f"give the model with which {run.root} was saved")
+            needed = sum(entry.tokens - 1 for entry in run.list_sources())
+            if capacity is not None and capacity < needed:
+                raise ValueError(
+                    f"capacity must be at least {needed}, the tokens in {run.root}, got {capacity}"
+                )
             lm = cls(
                 settings["model"] if model is None else model,
                 tokenizer,
-                capacity=capacity or settings["capacity"],
+                capacity=capacity or max(needed, settings["capacity"]),
                 predictor=predictor,
                 window=settings["window"],
                 context=settings["context"],
@@ -617,23 +632,36 @@ class MemoryLM:
                     "nothing to this one"
                 )
             lm._trunk.name = settings["model"]
-            count = len(run)
-            for done, source in enumerate(run.load(), 1):
-                lm._remember(source)
-                if progress is not None:
-                    progress(done, count)
+            lm._fill(run, progress)
+            lm._is_read_only = not writable
             lm._directory = run if writable else None
             return lm
         except BaseException:
             run.close()
             raise
 
+    def _fill(self, run: RunDirectory, progress: Progress | None) -> None:
+        """Load all sources of a run, again if another process changes it meanwhile."""
+        for attempt in range(LOAD_ATTEMPTS):
+            try:
+                for done, source in enumerate(run.load(), 1):
+                    self._require_room(source.tokens)
+                    self._sources.add(source, int(self._write(source)[0]))
+                    if progress is not None:
+                        progress(done, len(run))
+                return
+            except FileNotFoundError:
+                if attempt == LOAD_ATTEMPTS - 1:
+                    raise
+                self.memory.clear()
+                self._sources = SourceIndex()
+
     def close(self) -> None:
-        """Release the directory for other processes."""
+        """Release the directory for other processes; the model can then only predict."""
         with self._lock:
             if self._directory is not None:
                 self._directory.close()
-                self._directory = None
+                self._directory, self._is_read_only = None, True
 
 
 def _describe(source: Source) -> SourceInfo:

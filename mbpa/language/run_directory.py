@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,28 +78,49 @@ class RunDirectory:
         self.root = Path(root).absolute()
         self.manifest = _read_manifest(self.root)
         self._lock_file = _take_lock(self.root) if writable else None
+        if writable:
+            self._remove_remains()
         self._next_number = max(self._list_files(), default=-1) + 1
         self._unwanted: set[int] = set()
         """Files that belong to no source, and whose removal is not known to be on disk."""
 
     @staticmethod
-    def create(root: str | os.PathLike[str], settings: Mapping[str, Any]) -> RunDirectory:
-        """Create an empty run with these settings, which `manifest` returns later.
+    def create(
+        root: str | os.PathLike[str], settings: Mapping[str, Any], sources: Iterable[Source] = ()
+    ) -> tuple[RunDirectory, list[Source]]:
+        """Create a run with these settings, which `manifest` returns later, and these sources.
+
+        It is a run only when everything is on disk. What an earlier call left that failed is
+        replaced.
+
+        Returns:
+            The run, and the sources with their numbers.
 
         Raises:
-            RunError: the directory holds a run already.
+            RunError: the directory holds a run already, or something else.
         """
         root = Path(root).absolute()
         if is_language_run(root):
             raise RunError(f"{root} holds a run already: choose another directory")
-        if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        if root.exists() and (not root.is_dir() or {*os.listdir(root)} - {SOURCES, LOCK}):
             raise RunError(f"{root} must be a new or an empty directory")
         files.make_directory(root / SOURCES)
-        content = {"format": FORMAT, **settings}
-        content["sha256"] = files.digest_json(content)
-        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-        files.write_durably(root / MANIFEST, text.encode())
-        return RunDirectory(root)
+        lock = _take_lock(root)
+        try:
+            for path in (root / SOURCES).iterdir():
+                path.unlink()
+            stored = [
+                _write_source(_make_path(root, number), source, number, replaces=-1)
+                for number, source in enumerate(sources)
+            ]
+            content = {"format": FORMAT, **settings}
+            content["sha256"] = files.digest_json(content)
+            text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+            files.write_durably(root / MANIFEST, text.encode())
+        finally:
+            files.unlock(lock)
+            os.close(lock)
+        return RunDirectory(root), stored
 
     def __len__(self) -> int:
         return len(self._list_files())
@@ -125,20 +146,9 @@ class RunDirectory:
         self._require_lock()
         self._remove_unwanted()
         number = self._next_number
-        tensors = {"tokens": source.tokens, "keys": source.keys}
-        if source.summaries is not None:
-            tensors["summaries"] = source.summaries
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        metadata = {
-            "name": source.name,
-            "text_digest": source.text_digest,
-            "read_at": str(source.read_at),
-            "replaces": str(replaces),
-            "sha256": _digest_tensors(tensors),
-        }
         self._next_number = number + 1
         try:
-            files.write_durably(self._path(number), save(tensors, metadata))
+            stored = _write_source(self._path(number), source, number, replaces)
         except BaseException:
             # The file may be there, if only its name could not be flushed.
             self._unwanted.add(number)
@@ -150,7 +160,7 @@ class RunDirectory:
             self._unwanted.add(replaces)
             with contextlib.suppress(OSError):
                 self._remove_unwanted()
-        return replace(source, number=number)
+        return stored
 
     def remove(self, number: int) -> None:
         """Remove a source; on return it would stay removed after a power cut."""
@@ -171,6 +181,7 @@ class RunDirectory:
 
         Raises:
             CheckpointError: a file is damaged.
+            FileNotFoundError: another process has removed a file meanwhile: load again.
         """
         for entry in self.list_sources():
             yield _read_source(self._path(entry.number), entry.number)
@@ -181,24 +192,65 @@ class RunDirectory:
         Raises:
             CheckpointError: a file is damaged.
         """
-        entries = [_read_entry(self._path(number), number) for number in sorted(self._list_files())]
+        entries = []
+        for number in sorted(self._list_files()):
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+                entries.append(_read_entry(self._path(number), number))
         # A crash may have come between the two halves of a replacement.
         replaced = {entry.replaces for entry in entries}
-        for entry in entries:
-            if entry.number in replaced and self.is_writable:
-                self.remove(entry.number)
-        return [entry for entry in entries if entry.number not in replaced]
+        if self.is_writable:
+            for entry in entries:
+                if self._path(entry.replaces).exists():
+                    _read_source(self._path(entry.number), entry.number)  # raises if it is damaged
+                    self.remove(entry.replaces)
+        entries = [entry for entry in entries if entry.number not in replaced]
+        names = [entry.name for entry in entries]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise CheckpointError(
+                f"{self.root / SOURCES} holds two files of {min(twice)}: remove one of them"
+            )
+        return entries
+
+    def _remove_remains(self) -> None:
+        """Remove files that a process left behind which was killed while it wrote them."""
+        for path in (self.root / SOURCES).glob("*.tmp"):
+            path.unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
-        return self.root / SOURCES / f"{number:08d}.safetensors"
+        return _make_path(self.root, number)
 
     def _list_files(self) -> list[int]:
-        names = os.listdir(self.root / SOURCES)
+        try:
+            names = os.listdir(self.root / SOURCES)
+        except OSError as error:
+            raise CheckpointError(f"{self.root / SOURCES} cannot be read: {error}") from error
         return [int(found[1]) for name in names if (found := _FILE_NAME.fullmatch(name))]
 
     def _require_lock(self) -> None:
         if not self.is_writable:
             raise RunError(f"{self.root} was opened for reading only")
+
+
+def _make_path(root: Path, number: int) -> Path:
+    return root / SOURCES / f"{number:08d}.safetensors"
+
+
+def _write_source(path: Path, source: Source, number: int, replaces: int) -> Source:
+    """Write the file of a source and return the source with its number."""
+    tensors = {"tokens": source.tokens, "keys": source.keys}
+    if source.summaries is not None:
+        tensors["summaries"] = source.summaries
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {
+        "name": source.name,
+        "text_digest": source.text_digest,
+        "read_at": str(source.read_at),
+        "number": str(number),
+        "replaces": str(replaces),
+    }
+    metadata["sha256"] = _digest(metadata, tensors)
+    files.write_durably(path, save(tensors, metadata))
+    return replace(source, number=number)
 
 
 def make_source(
@@ -242,8 +294,10 @@ def _take_lock(root: Path) -> int:
     return descriptor
 
 
-def _digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of everything that a file holds, except for the digest itself."""
+    plain = {name: value for name, value in metadata.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
         digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
@@ -253,6 +307,8 @@ def _digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 def _read_entry(path: Path, number: int) -> SourceEntry:
     with _refuse_damage(path), safe_open(path, "pt") as file:
         metadata, shape = file.metadata(), file.get_slice("tokens").get_shape()
+        if metadata["number"] != str(number):
+            raise CheckpointError(f"{path} was renamed: it is number {metadata['number']}")
         return SourceEntry(
             name=metadata["name"],
             tokens=shape[0],
@@ -266,7 +322,7 @@ def _read_source(path: Path, number: int) -> Source:
     with _refuse_damage(path), safe_open(path, "pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if metadata["sha256"] != _digest_tensors(tensors):
+        if metadata["sha256"] != _digest(metadata, tensors):
             raise CheckpointError(f"{path} is damaged: its content has changed")
         return Source(
             name=metadata["name"],
@@ -283,5 +339,7 @@ def _read_source(path: Path, number: int) -> Source:
 def _refuse_damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error

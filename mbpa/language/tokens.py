@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
+MAX_PENDING = 8  # tokens that may be needed for one character
+CONTEXT_TOKENS = 8  # before a token, which may decide whether a space comes before its text
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,8 @@ class Score:
     """The tokens of a text after the first, each predicted from the text before it."""
 
     tokens: tuple[Token, ...]
-    characters: int = 0
     bytes: int = 0
-    """Length of the whole text in UTF-8."""
+    """Length of the text of these tokens in UTF-8."""
 
     @property
     def perplexity(self) -> float:
@@ -121,19 +122,37 @@ class TokenReader:
 
     def __init__(self, tokenizer: Any, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(context[-8:])  # what comes before may decide about a space
-        self._shown = len(self._decode())
+        self._ids = list(context)
+        self._pending = 0  # tokens whose text has not been returned
+        self._text = self._decode(self._ids).rstrip(REPLACEMENT)
+        self._cut()
 
     def read(self, token: int) -> str:
         """Return the text that this token adds."""
         self._ids.append(token)
-        text = self._decode()
-        if text.endswith(REPLACEMENT) and len(self._ids) < 64:
+        self._pending += 1
+        text = self._decode(self._ids)
+        if text.endswith(REPLACEMENT) and self._pending < MAX_PENDING:
             return ""
-        piece = text[self._shown :]
-        self._ids = self._ids[-8:]
-        self._shown = len(self._decode())
+        return self._show(text)
+
+    def flush(self) -> str:
+        """Return what is left: the text of tokens that nothing completed."""
+        return self._show(self._decode(self._ids)) if self._pending else ""
+
+    def _show(self, text: str) -> str:
+        piece, self._pending, self._text = text[len(self._text) :], 0, text
+        self._cut()
         return piece
+
+    def _cut(self) -> None:
+        """Forget early tokens, unless what comes after would decode to something else."""
+        for kept in (CONTEXT_TOKENS, 4 * CONTEXT_TOKENS):
+            tail = self._ids[-kept:]
+            text = self._decode(tail)
+            if self._text.endswith(text) and not text.startswith(REPLACEMENT):
+                self._ids, self._text = tail, text
+                return
 
     def name(self, token: Token) -> Token:
         """Return a token with the text that it adds, and likewise what could stand in its place."""
@@ -141,14 +160,12 @@ class TokenReader:
         return replace(token, text=self.read(token.id), top=top)
 
     def _name_alternative(self, alternative: Alternative) -> Alternative:
-        self._ids.append(alternative.id)
-        text = self._decode()[self._shown :]
-        self._ids.pop()
+        text = self._decode([*self._ids, alternative.id])[len(self._text) :]
         if text and REPLACEMENT not in text:
             return replace(alternative, text=text)
         name = str(self._tokenizer.convert_ids_to_tokens(alternative.id))
         return replace(alternative, text=name, is_part=True)
 
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._ids, clean_up_tokenization_spaces=False)
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
         return text

@@ -81,14 +81,16 @@ class Trunk:
     def tokenize(self, text: str | Sequence[int] | Int[Tensor, "T"]) -> Int[Tensor, "T"]:
         """Return the token ids of a text; ids are checked and returned."""
         if isinstance(text, str):
-            ids = self.tokenizer(text, truncation=False, verbose=False)["input_ids"]
-            return torch.tensor(ids, dtype=torch.int32)
-        tokens = torch.as_tensor(text)
+            if not is_valid_text(text):
+                raise ValueError("text must be valid Unicode, got lone surrogates")
+            text = self.tokenizer(text, truncation=False, verbose=False)["input_ids"]
+        tokens = torch.as_tensor(text) if len(text) else torch.empty(0, dtype=torch.int64)
         if tokens.ndim != 1 or tokens.is_floating_point():
             raise ValueError(f"token ids must be whole numbers in a row, got {tokens.shape}")
         size = self.output_layer.out_features
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < size:
-            raise ValueError(f"token ids must be from 0 to {size - 1}, got {int(tokens.max())}")
+        wrong = tokens[(tokens < 0) | (tokens >= size)]
+        if len(wrong):
+            raise ValueError(f"token ids must be from 0 to {size - 1}, got {int(wrong[0])}")
         return tokens.to("cpu", torch.int32)
 
     def embed(
@@ -122,3 +124,12 @@ def _find_longest_text(model: Any) -> int:
         if isinstance(longest := getattr(config, name, None), int) and longest > 0:
             return longest
     return WINDOW
+
+
+def is_valid_text(text: str) -> bool:
+    """Return whether a text can be encoded in UTF-8, which lone surrogates cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -161,13 +161,18 @@ def measure_candidates(
     """
     if 2 * slots.shape[1] <= live or not len(slots):
         return _measure_each_query(queries, slots, fetch)
-    every = torch.arange(len(slot_ids), device=slots.device).where(slot_ids >= 0, slots[0, 0])
+    # Once for all queries, since most of them need most keys. Live entries in order of age: which
+    # slots they are in, and what was deleted, must not change the rounding of a product.
+    every = slot_ids.argsort()[len(slot_ids) - live :]
+    places = torch.zeros_like(slot_ids).index_copy_(
+        0, every, torch.arange(live, device=slots.device)
+    )[slots]
     distances, dots = [], []
     for part in every.split(max(1, SCRATCH_BYTES // (queries.shape[1] * queries.itemsize))):
-        keys = fetch(part)  # once for all queries, since most of them need most keys
+        keys = fetch(part)
         distances.append(compute_distances(queries, keys))
         dots.append(compute_scores(keys.new_zeros(len(keys)), queries, keys).mul_(-0.5))
-    return torch.cat(distances, 1).gather(1, slots), torch.cat(dots, 1).gather(1, slots)
+    return torch.cat(distances, 1).gather(1, places), torch.cat(dots, 1).gather(1, places)
 
 
 def _measure_each_query(
