@@ -271,6 +271,9 @@ def compute_scores(
     is left out.
     """
     bits = _count_product_bits(queries.dtype, queries.device)
+    if bits >= 24 and queries.device.type == "cpu":
+        # Up to 14 times as fast as `addmm`, which has no fast kernel on some CPUs.
+        return torch.mm(queries, keys.T).mul_(-2).add_(norms)
     if bits >= 24:
         return torch.addmm(norms, queries, keys.T, alpha=-2)
     (large_q, small_q), (large_k, small_k) = _split(queries, bits), _split(keys, bits)
