@@ -215,7 +215,7 @@ PTB = DataSet(
 
 WIKITEXT_2 = DataSet(
     name="wikitext-2",
-    used_by=("language",),
+    used_by=("language", "memory-language-model"),
     terms="CC BY-SA 3.0",
     home="https://wikitext.smerity.com/wikitext-2-v1.zip",
     size=13_175_278,
