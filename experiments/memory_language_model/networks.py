@@ -69,7 +69,7 @@ def locate(model: str) -> dict[str, str]:
 
 def get_head(network: nn.Module) -> nn.Linear:
     """Return a copy of the output layer as a plain linear layer."""
-    layer: Any = network.get_output_embeddings()  # type: ignore[operator]
+    layer: Any = network.get_output_embeddings()  # type: ignore[operator]  # unknown to nn.Module
     head = nn.Linear(
         layer.weight.shape[1],
         len(layer.weight),
@@ -122,7 +122,7 @@ def compute_states(
     """
     device = next(network.parameters()).device
     plan, ids = list(plan_windows(text.lengths, window)), text.ids.to(device)
-    body: Any = network.get_decoder()  # type: ignore[operator]
+    body: Any = network.get_decoder()  # type: ignore[operator]  # unknown to nn.Module
     keys, targets = [], []
     for first in range(0, len(plan), batch):
         part = plan[first : first + batch]

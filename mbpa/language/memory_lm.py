@@ -339,8 +339,12 @@ class MemoryLM:
         values = source.tokens[1:].to(self._device, torch.int32)
         ids = self.memory.write(source.keys.to(self._device, self.memory.dtype), values)
         if source.summaries is not None:
-            rows = source.summaries.to(self._device)
-            self._engine.keep_summaries(self._output_layer, self.memory, ids, rows)
+            try:
+                rows = source.summaries.to(self._device)
+                self._engine.keep_summaries(self._output_layer, self.memory, ids, rows)
+            except BaseException:
+                self.memory.delete(ids)
+                raise
         return ids
 
     def _drop(self, source: Source) -> None:
@@ -370,7 +374,23 @@ class MemoryLM:
             progress: called with the number of tokens scored so far, and of all tokens. If it
                 raises an exception, scoring ends.
         """
-        return self._score(text, origins, top, progress)
+        tokens = self._trunk.tokenize(text)
+        if len(tokens) < 2:
+            raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
+        ids = tokens.tolist()
+        reader = TokenReader(self._trunk.tokenizer, ids[:1])
+        scored: list[Token] = []
+        with self.hold():
+            states = self._trunk.embed(tokens)[:-1]
+            for at in range(0, len(states), self._rows):
+                prediction = self.predict(states[at : at + self._rows], want_weights=origins > 0)
+                targets = ids[1 + at : 1 + at + self._rows]
+                scored += self.describe(prediction, targets, origins, top)
+                if progress is not None:
+                    progress(len(scored) + 1, len(tokens))
+        named = [reader.name(token) for token in scored]
+        named[-1] = replace(named[-1], text=named[-1].text + reader.flush())
+        return Score(tuple(named), bytes=sum(len(token.text.encode()) for token in named))
 
     def generate(
         self,
@@ -454,31 +474,6 @@ class MemoryLM:
         """Keep the memory, and assume that the model stays as it is, while the context is open."""
         with self._lock, self._engine.trust_head():
             yield
-
-    def _score(
-        self,
-        text: str | Sequence[int] | Int[Tensor, "T"],
-        origins: int,
-        top: int,
-        progress: Progress | None,
-    ) -> Score:
-        tokens = self._trunk.tokenize(text)
-        if len(tokens) < 2:
-            raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
-        ids = tokens.tolist()
-        reader = TokenReader(self._trunk.tokenizer, ids[:1])
-        scored: list[Token] = []
-        with self.hold():
-            states = self._trunk.embed(tokens)[:-1]
-            for at in range(0, len(states), self._rows):
-                prediction = self.predict(states[at : at + self._rows], want_weights=origins > 0)
-                targets = ids[1 + at : 1 + at + self._rows]
-                scored += self.describe(prediction, targets, origins, top)
-                if progress is not None:
-                    progress(len(scored) + 1, len(tokens))
-        named = [reader.name(token) for token in scored]
-        named[-1] = replace(named[-1], text=named[-1].text + reader.flush())
-        return Score(tuple(named), bytes=sum(len(token.text.encode()) for token in named))
 
     def describe(
         self, prediction: Prediction, tokens: Sequence[int], origins: int, top: int = 0

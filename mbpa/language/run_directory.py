@@ -321,7 +321,7 @@ def _read_entry(path: Path, number: int) -> SourceEntry:
 def _read_source(path: Path, number: int) -> Source:
     with _refuse_damage(path), safe_open(path, "pt") as file:
         metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
         if metadata["sha256"] != _digest(metadata, tensors):
             raise CheckpointError(f"{path} is damaged: its content has changed")
         return Source(

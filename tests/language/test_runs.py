@@ -206,3 +206,21 @@ def test_forgetting_is_exact_in_a_small_memory(model: Any, kept: int) -> None:
     assert len(lm) == len(never) < 150
     assert get_scores(lm, OTHER) == get_scores(never, OTHER)
     assert lm.explain(TEXT) == never.explain(TEXT)
+
+
+def test_a_failure_in_the_cache_leaves_no_entries(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = MemoryLM(model, make_tokenizer(), capacity=1000)
+    lm.read(OTHER, source="shop")
+    before = get_scores(lm)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mbpa.adaptation.Engine.keep_summaries", fail)
+        with pytest.raises(MemoryError):
+            lm.read(TEXT, source="heron")
+    assert [source.name for source in lm.sources()] == ["shop"]
+    assert get_scores(lm) == before
