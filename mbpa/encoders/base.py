@@ -7,12 +7,11 @@ content.
 from __future__ import annotations
 
 import abc
-import contextlib
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -21,7 +20,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from mbpa import files
-from mbpa.errors import MissingExtraError
 
 ITEMS_PER_WRITE = 4096
 Item = TypeVar("Item", str, bytes)
@@ -90,48 +88,6 @@ def embed_items(
 
 def _to_bytes(item: str | bytes) -> bytes:
     return item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item
-
-
-# Models of transformers. Nothing is downloaded: a model is a directory, or in Hugging Face's cache.
-
-
-def find_model(name: str) -> Path:
-    """Return the directory of a model's files."""
-    if Path(name).is_dir():
-        return Path(name)
-    import_transformers()
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise ValueError(
-            "a directory, or the name of a model in Hugging Face's cache "
-            f"(`hf download NAME` puts it there), got {name!r}"
-        ) from error
-
-
-def import_transformers() -> Any:
-    """Return the module `transformers`; raise `MissingExtraError` if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError("transformers", extra="text") from error
-    return transformers
-
-
-@contextlib.contextmanager
-def hide_progress_bars(transformers: Any) -> Iterator[None]:
-    """Disable progress bars while loading a model, which is too fast to need them."""
-    logging = transformers.utils.logging
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
 
 
 def compute_fingerprint(directory: Path, *, version: int) -> str:

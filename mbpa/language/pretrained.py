@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mbpa import files
 from mbpa.errors import MissingExtraError
+from mbpa.hugging_face import find_model, hide_progress_bars, import_transformers
 from mbpa.language.gguf_conversion import convert_gguf
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -70,12 +71,12 @@ def load_pretrained(
         ValueError: there is no such model on this machine, it is damaged, or it is not a causal
             language model.
     """
-    transformers = _import_transformers()
+    transformers = import_transformers(extra="language")
     folder = _prepare_default() if name is None else _find_folder(name)
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-        with _hide_progress_bars(transformers):
+        with hide_progress_bars(transformers):
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype or torch.float32, output_loading_info=True, **options
             )
@@ -102,39 +103,11 @@ def find_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mbpa"
 
 
-def _import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError("transformers", extra="language") from error
-    return transformers
-
-
-@contextlib.contextmanager
-def _hide_progress_bars(transformers: Any) -> Iterator[None]:
-    logging = transformers.utils.logging
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
-
-
 def _find_folder(name: str | os.PathLike[str]) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
     try:
-        return Path(snapshot_download(os.fspath(name), local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise ValueError(
-            "the model must be a folder, or the name of a model in Hugging Face's cache "
-            f"(`hf download NAME` puts it there), got {os.fspath(name)!r}"
-        ) from error
+        return find_model(name, extra="language")
+    except ValueError as error:
+        raise ValueError(f"the model must be {error}") from error
 
 
 # The default model. Its folder is complete as soon as it has its name.

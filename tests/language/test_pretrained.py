@@ -83,7 +83,7 @@ def test_a_model_is_loaded_from_a_folder(tmp_path: Path, dtype: torch.dtype | No
 
 @pytest.mark.parametrize("name", ["somebody/nothing", "not a name!", "/no/such/folder"])
 def test_a_name_that_is_not_on_this_machine_is_an_error(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"must be a folder, or the name of .* got '{name}'"):
+    with pytest.raises(ValueError, match=rf"must be a directory, or the name of .* got '{name}'"):
         load_pretrained(name)
 
 
