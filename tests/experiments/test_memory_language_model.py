@@ -16,7 +16,12 @@ import mbpa
 from experiments.errors import ExperimentError
 from experiments.experiment import find
 from experiments.memory_language_model import EXPERIMENT
-from experiments.memory_language_model.comparison import find_weight, measure_perplexity, mix
+from experiments.memory_language_model.comparison import (
+    Comparison,
+    find_weight,
+    measure_perplexity,
+    mix,
+)
 from experiments.memory_language_model.config import PRESETS, MemoryLanguageConfig
 from experiments.memory_language_model.figures import sections
 from experiments.memory_language_model.fitting import Tables, fit_reaches, start_unrolled
@@ -28,14 +33,16 @@ from experiments.memory_language_model.networks import (
     compute_states,
     fine_tune,
     get_head,
+    make_head,
     plan_windows,
 )
 from experiments.memory_language_model.texts import Text, read_documents
-from experiments.results import Result, read_results
+from experiments.results import Record, Result, read_results
 from experiments.running import Run, execute
 from mbpa.language.gate import Neighborhood, Reach, ScaledAdapted
 
 CPU = torch.device("cpu")
+STAGES = ("choose", "test", "memories", "curves")
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch_dtype.*")
 
 
@@ -102,7 +109,7 @@ def test_fine_tuning_learns_the_text_and_leaves_the_network_alone() -> None:
 
     def measure(network: nn.Module) -> float:
         states = compute_states(network, text, 32, 4)
-        outputs = get_head(network)(states.keys.float())
+        outputs = make_head(get_head(network), CPU)(states.keys.float())
         return float(nn.functional.cross_entropy(outputs, states.targets))
 
     tuned, seconds = fine_tune(model, text, 32, FineTuning(10, 1e-2, batch=2), seed=0)
@@ -127,6 +134,14 @@ def test_neighbours_from_both_are_the_nearest_of_either() -> None:
     both = library.find("valid", BOTH)
     expected = torch.cat([domain.distances, text.distances], 1).sort(1).values[:, :64]
     assert torch.equal(both.distances, expected)
+
+
+def test_a_text_does_not_find_itself_in_the_domain() -> None:
+    library, fresh = make_library(), make_library()
+    library.add_texts()
+    assert len(library.memory) > len(fresh.memory)
+    for split in ("valid", "test"):
+        assert torch.equal(library.find(split).slots, fresh.find(split).slots)
 
 
 def test_scores_are_those_of_a_memory_read_directly() -> None:
@@ -191,6 +206,32 @@ def test_the_smoke_preset_runs_and_is_reported(folder: Path, tmp_path: Path) -> 
     titles = [table.title for section in sections([result]) for table in section.tables]
     assert "WikiText-2, frozen network, memory of the domain" in titles
     assert any("by tokens read" in title for title in titles)
+
+
+@pytest.mark.parametrize("stage", ["test", "memories", "curves"])
+def test_an_interrupted_run_goes_on_where_it_was(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    config = replace(PRESETS["smoke"], model=str(folder / "model"), networks=("tuned-1",))
+    ran, whole = list[str](), Comparison.run
+
+    def run(comparison: Comparison, name: str) -> None:
+        ran.append(name)
+        if name == stage and ran.count(name) == 1:
+            raise KeyboardInterrupt
+        whole(comparison, name)
+
+    def repeat(out: Path) -> list[Record]:
+        started = Run(EXPERIMENT, "smoke", config, out)
+        (result,) = execute(started, device=CPU, data_dir=folder / "data", progress=False)
+        return [each for each in result.metrics if "seconds" not in str(each["name"])]
+
+    expected = repeat(tmp_path / "whole")
+    monkeypatch.setattr(Comparison, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        repeat(tmp_path / "interrupted")
+    assert repeat(tmp_path / "interrupted") == expected
+    assert sorted(ran) == sorted([*STAGES, stage])
 
 
 def test_missing_corpora_and_wrong_settings_are_named(tmp_path: Path) -> None:
