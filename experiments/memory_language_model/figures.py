@@ -120,7 +120,13 @@ def _make_buckets(scores: Scores, where: dict[str, str]) -> Table:
 
 
 def _make_curve(scores: Scores, where: dict[str, str], axis: str) -> Table:
-    points = sorted({int(str(r[axis])) for r in scores.records if axis in r})
+    points = sorted(
+        {
+            int(str(record[axis]))
+            for record in scores.records
+            if axis in record and all(record[key] == value for key, value in where.items())
+        }
+    )
     rows = []
     for method in scores.all_of("method"):
         fields = {**where, "method": method, "split": "valid"}
