@@ -26,7 +26,7 @@ from mbpa.modules.head import Head, check_mode, device_of, dtype_of, eval_copy, 
 from mbpa.modules.split import grow
 from mbpa.predictors import Context, Predictor
 from mbpa.replay import Replayer, assume, is_replayed
-from mbpa.serialization import build, custom_parts, describe
+from mbpa.serialization import custom_parts, describe, restore_predictor
 
 MAX_READ_BYTES = 1 << 28  # of neighbours' keys at a time
 
@@ -466,7 +466,7 @@ class MbPA:
         try:
             saved, grown = checkpoint.description["memory"], checkpoint.description["grown_classes"]
             if predictor is None:
-                predictor = _restore_predictor(checkpoint.description["predictor"])
+                predictor = restore_predictor(checkpoint.description["predictor"])
             if memory is None:
                 memory = _make_memory(saved, device_of(head))
             stored = Entries(**checkpoint.tensors["memory"])
@@ -529,17 +529,6 @@ class MbPA:
                 f"and the keys of {with_keys}"
             )
         return neighbors.first(k)
-
-
-def _restore_predictor(description: Any) -> Predictor:
-    if custom := custom_parts(description):
-        raise ValueError(
-            f"the saved predictor has parts of your own, {', '.join(custom)}: pass predictor="
-        )
-    predictor = build(description)
-    if not isinstance(predictor, Predictor):
-        raise TypeError(f"not a predictor: {description}")
-    return predictor
 
 
 def _restore_head(head: nn.Module, classes: int, tensors: dict[str, Tensor]) -> nn.Module:

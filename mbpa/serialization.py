@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from mbpa.kernels import ExpDot, Gaussian, InverseDistance, Uniform
-from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric
+from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric, Predictor
 from mbpa.rules import MAP, Adam, Gradient, RMSprop
 
 _CLASSES: dict[str, type] = {
@@ -67,3 +67,15 @@ def build(description: Any) -> Any:
         return cls(*values.pop("mixed", ()), **values)  # mixtures take their parts by position
     except (TypeError, KeyError) as error:
         raise ValueError(f"{cls.__name__} does not take {sorted(values)}") from error
+
+
+def restore_predictor(description: Any) -> Predictor:
+    """Restore a predictor; raise `ValueError` if it has parts that only the user can supply."""
+    if custom := custom_parts(description):
+        raise ValueError(
+            f"the saved predictor has parts of your own, {', '.join(custom)}: pass predictor="
+        )
+    predictor = build(description)
+    if not isinstance(predictor, Predictor):
+        raise TypeError(f"not a predictor: {description}")
+    return predictor

@@ -31,6 +31,7 @@ from mbpa.language.trunk import Progress, Trunk, is_valid_text
 from mbpa.memory import ExactMemory, Neighbors
 from mbpa.model import MbPA
 from mbpa.predictors import Adapted, Context, Predictor
+from mbpa.serialization import describe, restore_predictor
 
 CAPACITY = 1 << 20
 ACTIVE_WIDTH = 28  # with four more numbers, 128 bytes per entry
@@ -142,6 +143,7 @@ class MemoryLM:
             predictor=predictor or make_predictor(),
             engine=self._engine,
         )
+        self._saved_predictor = None if predictor is None else describe(predictor)
         self._sources = SourceIndex()
         self._directory: RunDirectory | None = None
         self._is_read_only = False
@@ -560,6 +562,7 @@ class MemoryLM:
             "capacity": self.memory.capacity,
             "window": self.window,
             "context": self.context,
+            "predictor": self._saved_predictor,
         }
 
     def _restore(self, source: Source) -> Source:
@@ -592,7 +595,7 @@ class MemoryLM:
             writable: allow `read` and `forget`, which only one process may do at a time.
             capacity: the most tokens that the memory can hold. Default: as saved, or as many as
                 there are.
-            predictor: as for `MemoryLM`.
+            predictor: as for `MemoryLM`. Default: as saved.
             half: as for `MemoryLM`.
             device: as for `MemoryLM`.
             progress: called with the number of sources loaded so far, and of all sources.
@@ -611,6 +614,8 @@ class MemoryLM:
                 raise ValueError(
                     f"capacity must be at least {needed}, the tokens in {run.root}, got {capacity}"
                 )
+            if predictor is None and (saved := settings.get("predictor")) is not None:
+                predictor = restore_predictor(saved)
             lm = cls(
                 settings["model"] if model is None else model,
                 tokenizer,
@@ -657,6 +662,12 @@ class MemoryLM:
             if self._directory is not None:
                 self._directory.close()
                 self._directory, self._is_read_only = None, True
+
+    def __enter__(self) -> MemoryLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _describe(source: Source) -> SourceInfo:

@@ -220,6 +220,33 @@ def test_the_most_probable_tokens_are_named(lm: MemoryLM) -> None:
     assert lm.generate([lm.encode("The heron")], max_new_tokens=12, top=3) == [written]
 
 
+class Doubtful(mbpa.NeighborVote):
+    """A predictor that the library does not know."""
+
+
+@pytest.mark.parametrize("other", [None, mbpa.NeighborVote(mbpa.Gaussian(3.0), k=5)])
+def test_a_run_keeps_its_predictor(
+    model: Any, tmp_path: Path, other: mbpa.NeighborVote | None
+) -> None:
+    lm = MemoryLM(model, make_tokenizer(), capacity=2000, predictor=other)
+    lm.read(OTHER, source="shop")
+    lm.save(tmp_path / "run")
+    lm.close()
+    with MemoryLM.load(tmp_path / "run", model, make_tokenizer()) as loaded:
+        assert get_scores(loaded) == get_scores(lm)
+
+
+def test_a_predictor_of_ones_own_must_be_given_again(model: Any, tmp_path: Path) -> None:
+    lm = MemoryLM(model, make_tokenizer(), capacity=2000, predictor=Doubtful(k=5))
+    lm.read(OTHER, source="shop")
+    lm.save(tmp_path / "run")
+    lm.close()
+    with pytest.raises(ValueError, match="parts of your own, Doubtful: pass predictor="):
+        MemoryLM.load(tmp_path / "run", model, make_tokenizer())
+    given = MemoryLM.load(tmp_path / "run", model, make_tokenizer(), predictor=Doubtful(k=5))
+    assert get_scores(given) == get_scores(lm)
+
+
 def test_a_run_is_complete_after_loading(model: Any, lm: MemoryLM, tmp_path: Path) -> None:
     lm.read(TEXT, source="before")
     lm.save(tmp_path / "run")
