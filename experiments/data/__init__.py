@@ -11,6 +11,7 @@ from experiments.data.pictures import ImageFiles, ImageFolder, imagenet
 from experiments.data.read import (
     END_OF_LINE,
     Corpus,
+    Documents,
     Images,
     ImageSet,
     IntentSet,
@@ -19,6 +20,8 @@ from experiments.data.read import (
     clinc150,
     mnist,
     ptb,
+    python_docs,
+    read_wikitext_2,
     wikitext_2,
 )
 from experiments.data.sources import (
@@ -41,6 +44,7 @@ __all__ = [
     "DamagedDataError",
     "DataError",
     "DataSet",
+    "Documents",
     "Fetched",
     "File",
     "Finding",
@@ -62,6 +66,8 @@ __all__ = [
     "mnist",
     "pack_tiny_imagenet",
     "ptb",
+    "python_docs",
+    "read_wikitext_2",
     "require",
     "tiny_imagenet",
     "wikitext_2",

@@ -18,6 +18,7 @@ from experiments.data.read import (
     locate,
     mnist,
     ptb,
+    python_docs,
     wikitext_2,
 )
 from experiments.data.sources import (
@@ -138,6 +139,15 @@ def _count_tokens(load: Callable[[Path], Corpus]) -> Callable[[Path], Counts]:
     return count
 
 
+def _count_documents(root: Path) -> Counts:
+    documents = python_docs(root)
+    return {
+        "training files": len(documents.train),
+        "validation files": len(documents.valid),
+        "test files": len(documents.test),
+    }
+
+
 def _count_intents(load: Callable[[Path], IntentSet]) -> Callable[[Path], Counts]:
     def count(root: Path) -> Counts:
         intents = load(root)
@@ -190,6 +200,7 @@ _COUNTERS: Mapping[str, Callable[[Path], Counts]] = {
     "mnist": _count_mnist,
     "ptb": _count_tokens(ptb),
     "wikitext-2": _count_tokens(wikitext_2),
+    "python-docs": _count_documents,
     "clinc150": _count_intents(clinc150),
     "banking77": _count_intents(banking77),
     "tiny-imagenet": _count_tiny_imagenet,

@@ -29,6 +29,7 @@ from experiments.data.sources import (
     CLINC150,
     MNIST,
     PTB,
+    PYTHON_DOCS,
     WIKITEXT_2,
     DamagedDataError,
     DataSet,
@@ -87,6 +88,15 @@ class Corpus:
     """Words by id, in the order of their first occurrence in the training text."""
 
 
+@dataclass(frozen=True)
+class Documents:
+    """Texts by file name, in the order of the names."""
+
+    train: dict[str, str]
+    valid: dict[str, str]
+    test: dict[str, str]
+
+
 @dataclass(frozen=True, eq=False)
 class LabelledTexts:
     """Sentences and their intents."""
@@ -132,6 +142,24 @@ def ptb(directory: Directory = None) -> Corpus:
 def wikitext_2(directory: Directory = None) -> Corpus:
     """Load WikiText-2, tokenised by words: 33,278 different ones."""
     return _corpus(WIKITEXT_2, directory, "wiki.{}.tokens")
+
+
+def read_wikitext_2(split: str, directory: Directory = None) -> str:
+    """Read a split of WikiText-2, `train`, `valid` or `test`, as one text."""
+    path, content = _content(WIKITEXT_2, directory, f"wiki.{split}.tokens")
+    with _sound(path):
+        return content.decode()
+
+
+def python_docs(directory: Directory = None) -> Documents:
+    """Load the sources of Python's documentation: 497 files in three splits."""
+    parts = {}
+    for part in ("train", "valid", "test"):
+        path, content = _content(PYTHON_DOCS, directory, f"{part}.jsonl")
+        with _sound(path):
+            lines = map(json.loads, filter(None, content.split(b"\n")))
+            parts[part] = {line["path"]: line["text"] for line in lines}
+    return Documents(**parts)
 
 
 def clinc150(directory: Directory = None) -> IntentSet:

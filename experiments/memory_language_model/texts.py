@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import lzma
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from experiments.data.sources import data_dir
-from experiments.errors import ExperimentError
+from experiments.data.read import python_docs, read_wikitext_2
 
 CORPORA = ("wikitext-2", "python-docs")
 SPLITS = ("train", "valid", "test")
@@ -45,22 +42,12 @@ def read_documents(corpus: str, split: str, directory: Path | None) -> list[str]
     """Read the documents of one split: WikiText-2 as one text, the documentation by file.
 
     Raises:
-        ExperimentError: the file is missing or damaged.
+        DataError: the file is missing or damaged.
     """
-    folder = data_dir(directory) / corpus
-    name = f"wiki.{split}.tokens.xz" if corpus == "wikitext-2" else f"{split}.jsonl.xz"
-    try:
-        with lzma.open(folder / name, "rt", encoding="utf-8") as file:
-            if corpus == "wikitext-2":
-                return [file.read()]
-            return [json.loads(line)["text"] for line in file]
-    except FileNotFoundError as error:
-        raise ExperimentError(
-            f"{corpus} is not in {folder.parent}: point MBPA_DATA or --data-dir at a folder that "
-            f"has {corpus}/{name}"
-        ) from error
-    except (OSError, lzma.LZMAError, EOFError, ValueError, KeyError) as error:
-        raise ExperimentError(f"{folder / name} is damaged: {error}") from error
+    if corpus == "wikitext-2":
+        return [read_wikitext_2(split, directory)]
+    documents: dict[str, str] = getattr(python_docs(directory), split)
+    return list(documents.values())
 
 
 def read_text(

@@ -13,7 +13,7 @@ from tiny_language_model import TEXT, make_model, make_tokenizer
 from torch import Tensor, nn
 
 import mbpa
-from experiments.errors import ExperimentError
+from experiments.data.sources import MissingDataError
 from experiments.experiment import find
 from experiments.memory_language_model import EXPERIMENT
 from experiments.memory_language_model.comparison import (
@@ -235,7 +235,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 
 
 def test_missing_corpora_and_wrong_settings_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"python-docs is not in .*train\.jsonl\.xz"):
+    with pytest.raises(MissingDataError, match=r"python-docs is not in .*train\.jsonl"):
         read_documents("python-docs", "train", tmp_path)
     with pytest.raises(ValueError, match="networks must be among"):
         MemoryLanguageConfig(networks=("other",))
