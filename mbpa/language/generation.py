@@ -79,13 +79,15 @@ def generate(
     if temperature >= LEAST_TEMPERATURE:
         drawing = {"temperature": float(temperature), "top_p": float(top_p), "top_k": top_k}
     device = lm.memory.device
+    # Transformers fills in what a config leaves out from the model's own: penalties, beams.
+    model.generation_config = config = _make_config(lm, max_new_tokens, drawing)
     with lm.hold(), torch.random.fork_rng(_list_devices(device), enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
         model.generate(
             padded.to(device),
             attention_mask=mask.to(device),
-            generation_config=_make_config(lm, max_new_tokens, drawing),
+            generation_config=config,
             stopping_criteria=[writer],
         )
     return writer.finish()

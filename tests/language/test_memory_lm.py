@@ -370,6 +370,34 @@ def test_our_generation_equals_that_of_transformers(lm: MemoryLM) -> None:
         assert ours.text == lm.tokenizer.decode(theirs[0, ids.shape[1] :])
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 2.0},
+        {"no_repeat_ngram_size": 1},
+        {"num_beams": 3},
+        {"do_sample": True, "temperature": 0.6, "min_p": 0.5, "num_return_sequences": 2},
+        {"stop_strings": ["e"], "max_time": 1e-4},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+def test_generation_ignores_how_the_model_would_generate_by_itself(
+    settings: dict[str, Any], temperature: float
+) -> None:
+    def write(changes: dict[str, Any]) -> str:
+        model = make_model()
+        model.generation_config.update(**changes)
+        before = model.generation_config.to_dict()
+        lm = MemoryLM(model, make_tokenizer(), capacity=500)
+        lm.read(TEXT, source="heron")
+        prompt = "The heron stands in the water. The heron"
+        text: str = lm.generate(prompt, max_new_tokens=30, temperature=temperature, seed=1).text
+        assert model.generation_config.to_dict() == before
+        return text
+
+    assert write(settings) == write({})
+
+
 def test_generation_repeats_what_was_read(lm: MemoryLM) -> None:
     predictor = mbpa.Adapted(mbpa.Gradient(4 / 32, 20), k=8, kernel=mbpa.Gaussian(1.0))
     lm = MemoryLM(lm.model, lm.tokenizer, capacity=500, predictor=predictor)
