@@ -29,6 +29,7 @@ from mbpa.errors import CheckpointError, RunError
 MANIFEST, SOURCES, LOCK = "language.json", "sources", "lock"
 FORMAT = 1
 _FILE_NAME = re.compile(r"(\d{8})\.safetensors")
+_UNFINISHED_MANIFEST = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{32}\.tmp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,14 +101,14 @@ class RunDirectory:
             RunError: the directory holds a run already, or something else.
         """
         root = Path(root).absolute()
-        if is_language_run(root):
-            raise RunError(f"{root} holds a run already: choose another directory")
-        if root.exists() and (not root.is_dir() or {*os.listdir(root)} - {SOURCES, LOCK}):
+        if root.exists() and not (root.is_dir() and all(map(_may_replace, os.listdir(root)))):
+            _refuse_run(root)
             raise RunError(f"{root} must be a new or an empty directory")
         files.make_directory(root / SOURCES)
         lock = _take_lock(root)
         try:
-            for path in (root / SOURCES).iterdir():
+            _refuse_run(root)  # with the lock, so that no other process makes one meanwhile
+            for path in (*root.glob(f"{MANIFEST}.*.tmp"), *(root / SOURCES).iterdir()):
                 path.unlink()
             stored = [
                 _write_source(_make_path(root, number), source, number, replaces=-1)
@@ -229,6 +230,16 @@ class RunDirectory:
     def _require_lock(self) -> None:
         if not self.is_writable:
             raise RunError(f"{self.root} was opened for reading only")
+
+
+def _refuse_run(root: Path) -> None:
+    if is_language_run(root):
+        raise RunError(f"{root} holds a run already: choose another directory")
+
+
+def _may_replace(name: str) -> bool:
+    """Return whether a call of `create` that failed, or was killed, may have left this file."""
+    return name in {SOURCES, LOCK} or _UNFINISHED_MANIFEST.fullmatch(name) is not None
 
 
 def _make_path(root: Path, number: int) -> Path:

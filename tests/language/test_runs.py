@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from safetensors.torch import save_file
 from tiny_language_model import TEXT, make_model, make_tokenizer
 
 from mbpa.errors import CheckpointError, RunError
-from mbpa.language import MemoryLM
+from mbpa.language import MemoryLM, run_directory
 from mbpa.language.run_directory import RunDirectory
 
 OTHER = "The shop opens at nine. On Mondays it is closed, since the owner mends boats in the yard."
@@ -170,6 +174,46 @@ def test_a_save_that_fails_leaves_no_run_and_can_be_repeated(
     lm.save(tmp_path / "run")
     lm.close()
     assert get_scores(load(tmp_path / "run", model)) == expected
+
+
+def test_a_run_can_be_made_where_a_process_was_killed_while_it_made_one(
+    model: Any, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    code = (
+        "import os, pathlib, signal, sys\n"
+        "from mbpa.language.run_directory import RunDirectory\n"
+        "replace = os.replace\n"
+        "def die(one, other):\n"
+        "    if pathlib.Path(other).name == 'language.json':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    replace(one, other)\n"
+        "os.replace = die\n"
+        "RunDirectory.create(sys.argv[1], {})\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(run)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in run.glob("*.tmp")]
+    lm = MemoryLM(model, make_tokenizer(), capacity=500)
+    lm.save(run)
+    assert sorted(path.name for path in run.iterdir()) == ["language.json", "lock", "sources"]
+
+
+def test_a_run_that_another_process_has_just_made_is_not_replaced(
+    run: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, lm = tmp_path / "new", MemoryLM(model, make_tokenizer(), capacity=500)
+    take_lock = run_directory._take_lock
+
+    def take_after_the_other(root: Path) -> int:
+        shutil.copytree(run, root, dirs_exist_ok=True)  # the other process is quicker, and done
+        return take_lock(root)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_directory, "_take_lock", take_after_the_other)
+        with pytest.raises(RunError, match="holds a run already"):
+            lm.save(target)
+    assert [source.name for source in load(target, model).sources()] == ["heron", "shop"]
 
 
 def test_a_reader_beside_a_writer_sees_whole_documents(run: Path, model: Any) -> None:
