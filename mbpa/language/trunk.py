@@ -46,7 +46,7 @@ class Trunk:
         self.name: str | None = ""
         """Name or folder; `None` for the default model, "" if it was given as such."""
         if not isinstance(model, nn.Module):
-            self.name = None if model is None else os.fspath(model)
+            self.name = None if model is None else _make_absolute(os.fspath(model))
             self.model, self.tokenizer = load_pretrained(self.name, device=device)
         check_causal(self.model)
         self.output_layer: nn.Linear = self.model.get_output_embeddings()
@@ -116,6 +116,11 @@ class Trunk:
             if progress is not None:
                 progress(done, len(tokens))
         return torch.cat(parts)
+
+
+def _make_absolute(name: str) -> str:
+    """Return a folder such that it is found from any working directory, and a name as it is."""
+    return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 def _find_longest_text(model: Any) -> int:

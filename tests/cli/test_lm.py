@@ -74,6 +74,17 @@ def test_a_folder_is_read_scored_completed_and_forgotten(
     assert names == ["docs/page.html", "docs/deep/shop.txt"]
 
 
+def test_a_run_is_used_from_another_working_directory(
+    docs: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(model).parent)
+    out = str(tmp_path / "run")
+    assert run("read", str(docs), "--model", Path(model).name, "--out", out) == 0
+    monkeypatch.chdir(docs)
+    assert run("score", "../run", "heron.md") == 0
+    assert run("read", ".", "--out", "../run") == 0
+
+
 def test_reading_again_reads_only_what_has_changed(
     docs: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
