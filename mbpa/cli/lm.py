@@ -100,7 +100,8 @@ class Read(Command):
         read = 0
         with bar:
             for path, size in zip(documents, sizes, strict=True):
-                bar.set_description(path.name[-30:])
+                label = str(path).encode(errors="backslashreplace").decode()
+                bar.set_description(Path(label).name[-30:])
                 done = 0
 
                 def advance(part: int, whole: int, size: int = size) -> None:
@@ -109,6 +110,8 @@ class Read(Command):
                     done = size * part // whole
 
                 try:
+                    if label != str(path):
+                        raise DocumentError("the name of a document must be valid Unicode")
                     text = read_document(path)
                     if len(lm.encode(text)) < 2:
                         raise DocumentError("a document must have at least two tokens, got fewer")
@@ -119,7 +122,9 @@ class Read(Command):
                         read += 1
                 except (DocumentError, UnicodeError) as error:
                     skipped += 1
-                    bar.write(f"skipped {path}: {error}", file=sys.stderr)
+                    bar.write(f"skipped {label}: {error}", file=sys.stderr)
+                except ValueError as error:  # above all, the memory is full
+                    raise RunError(f"{path}: {error}") from error
                 bar.update(size - done)
         took = time.perf_counter() - start
         rate = f" ({tokens / took:.0f} tokens per second)" if tokens else ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,24 @@ def test_a_run_is_used_from_another_working_directory(
     monkeypatch.chdir(docs)
     assert run("score", "../run", "heron.md") == 0
     assert run("read", ".", "--out", "../run") == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_a_file_whose_name_is_not_unicode_is_skipped(
+    docs: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(os.fsdecode(bytes(docs / "a\udcff.txt"))).write_text(TEXT)
+    assert run("read", "docs", "--model", model) == 0
+    printed = capsys.readouterr()
+    assert "read 3 documents" in printed.out
+    assert "the name of a document must be valid Unicode" in printed.err
+
+
+def test_the_document_for_which_there_is_no_room_is_named(
+    docs: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("read", "docs", "--model", model, "--capacity", "60") == 2
+    assert "docs/heron.md: text must have at most 61 tokens" in capsys.readouterr().err
 
 
 def test_reading_again_reads_only_what_has_changed(
