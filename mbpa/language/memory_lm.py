@@ -26,7 +26,7 @@ from mbpa.kernels import InverseDistance, neighbor_weights
 from mbpa.language.gate import ScaledAdapted, make_predictor
 from mbpa.language.run_directory import RunDirectory, Source, digest_tokens, make_source
 from mbpa.language.source_index import SourceIndex
-from mbpa.language.tokens import Alternative, Origin, Score, Token, TokenReader
+from mbpa.language.tokens import Alternative, Origin, Score, Token, TokenReader, quote
 from mbpa.language.trunk import Progress, Trunk, is_valid_text
 from mbpa.memory import ExactMemory, Neighbors
 from mbpa.model import MbPA
@@ -518,12 +518,8 @@ class MemoryLM:
         """Return where an entry of the memory comes from."""
         source, at = self._sources.locate(entry)
         tokens = source.tokens
-        spans = tokens[max(0, at - TOKENS_BEFORE) : at], tokens[at : at + 1]
-        before, text, after = (
-            self._trunk.tokenizer.decode(span.tolist(), clean_up_tokenization_spaces=False)
-            for span in (*spans, tokens[at + 1 : at + 1 + TOKENS_AFTER])
-        )
-        return Origin(source.name, at, int(tokens[at]), weight, distance, before, text, after)
+        passage = quote(self._trunk.tokenizer, tokens, at, TOKENS_BEFORE, TOKENS_AFTER)
+        return Origin(source.name, at, int(tokens[at]), weight, distance, *passage)
 
     # Running the model
 

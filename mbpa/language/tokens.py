@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxtyping import Int
+from torch import Tensor
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
 MAX_PENDING = 8  # tokens that may be needed for one character
+CHARACTER_TOKENS = 4  # of one byte each, in the longest character
 CONTEXT_TOKENS = 8  # before a token, which may decide whether a space comes before its text
 
 
@@ -29,7 +33,7 @@ class Origin:
     before: str
     """Text before the token."""
     text: str
-    """Text of the token."""
+    """Text of the token; none if it holds part of a character that a later token completes."""
     after: str
     """Text after the token."""
 
@@ -112,6 +116,45 @@ class Generation:
 
 def _perplexity(log_probs: Sequence[float]) -> float:
     return math.exp(-math.fsum(log_probs) / len(log_probs)) if log_probs else math.nan
+
+
+def quote(
+    tokenizer: Any, tokens: Int[Tensor, "T"], at: int, before: int, after: int
+) -> tuple[str, str, str]:
+    """Return the text before a token, of the token, and after it, which join to the original.
+
+    A token may hold only part of a character. Its text then comes with the token that completes it.
+
+    Args:
+        tokenizer: of the tokens.
+        tokens: the whole text.
+        at: index of the token.
+        before: number of tokens before it, or a few more, so as not to begin within a character.
+        after: number of tokens after it, likewise.
+    """
+
+    def decode(start: int, stop: int) -> str:
+        ids = tokens[max(0, start) : stop].tolist()
+        text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text
+
+    ends = [
+        (at - before - more, at + 1 + after + further)
+        for more in range(CHARACTER_TOKENS)
+        for further in range(CHARACTER_TOKENS)
+    ]
+    passages = ((start, decode(start, stop)) for start, stop in ends)
+    whole = (found for found in passages if REPLACEMENT not in (found[1][0:1], found[1][-1:]))
+    start, passage = next(whole, (ends[0][0], decode(*ends[0])))
+
+    def count_characters(stop: int) -> int:
+        for last in range(stop, stop - CHARACTER_TOKENS, -1):
+            if passage.startswith(text := decode(start, last)):
+                return len(text)
+        return len(decode(start, stop).rstrip(REPLACEMENT))
+
+    first, second = count_characters(at), count_characters(at + 1)
+    return passage[:first], passage[first:second], passage[second:]
 
 
 class TokenReader:

@@ -7,10 +7,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from tiny_language_model import TEXT, make_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
-from mbpa.language.tokens import TokenReader
+from mbpa.language.tokens import TokenReader, quote
 
 SAMPLES = ["中文漢字", "👩‍👩‍👧 😀", "Größe — ½", "plain words, and more", "\n\n  x\t", "עברית", "ก็"]
 
@@ -52,6 +53,20 @@ def test_pieces_join_to_the_text(make: Any, seed: int) -> None:
     assert whole.endswith("".join(pieces))
     before = tokenizer.decode(ids[:start]).rstrip("\ufffd")
     assert before + "".join(pieces) == whole
+
+
+@pytest.mark.parametrize("make", [make_tokenizer, make_byte_fallback_tokenizer])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_quoted_passage_is_in_the_text(make: Any, seed: int) -> None:
+    draw, tokenizer = random.Random(seed), make()
+    text = "".join(draw.choice(SAMPLES) for _ in range(12))
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    whole, reader = tokenizer.decode(ids.tolist()), TokenReader(tokenizer, ids[:1].tolist())
+    for at in range(1, len(ids)):
+        before, token, after = quote(tokenizer, ids, at, 24, 12)
+        assert before + token + after in whole
+        assert "\ufffd" not in before + token + after
+        assert token == reader.read(int(ids[at]))
 
 
 def test_a_part_of_a_character_comes_with_what_completes_it() -> None:
