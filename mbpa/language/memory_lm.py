@@ -500,9 +500,13 @@ class MemoryLM:
         neighbors, weights = prediction.neighbors, prediction.weights
         if neighbors is None or weights is None or not count:
             return [()] * len(tokens)
-        same = neighbors.values == torch.tensor(tokens, device=self._device)[:, None]
-        order = (weights + same.to(weights.dtype)).masked_fill(~neighbors.mask, -1)
-        best = order.topk(min(count, order.shape[1])).indices.cpu()
+        same = neighbors.mask & (
+            neighbors.values == torch.tensor(tokens, device=self._device)[:, None]
+        )
+        ranked = weights.masked_fill(~neighbors.mask, -1).argsort(descending=True, stable=True)
+        # Not by a sum with the weights, which would round them.
+        order = same.gather(1, ranked).to(torch.int8).argsort(descending=True, stable=True)
+        best = ranked.gather(1, order[:, :count]).cpu()
         columns = zip(
             neighbors.ids.cpu().gather(1, best).tolist(),
             weights.cpu().gather(1, best).tolist(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -124,8 +125,28 @@ def test_origins_name_the_place_in_the_document(lm: MemoryLM) -> None:
         # The same text was read: the very place is at distance 0, and followed by this token.
         assert (found.source, found.position, found.token) == ("heron.txt", position, token.id)
         assert found.distance < 0.2
-        assert found.text == lm.tokenizer.decode([ids[position]])
-        assert lm.tokenizer.decode(ids[:position]).endswith(found.before)
+        assert found.text == token.text
+        assert lm.tokenizer.decode(ids[:position]).rstrip("\ufffd").endswith(found.before)
+
+
+def test_origins_are_in_the_order_that_is_documented(lm: MemoryLM) -> None:
+    lm.read(TEXT, source="heron")
+    with torch.no_grad():
+        states = lm.model.base_model(torch.tensor([lm.encode(TEXT)])).last_hidden_state[0]
+    prediction = lm.predict(states, want_weights=True)
+    assert prediction.neighbors is not None
+    # A kernel may be so sharp that all but the nearest weigh next to nothing.
+    weights = torch.full(prediction.neighbors.values.shape, 1e-9)
+    weights[:, 0], weights[:, 5], weights[:, 9] = 1.0, 3e-9, 0.0
+    prediction = dataclasses.replace(prediction, weights=weights)
+    for column in (5, 9, 20):
+        tokens = prediction.neighbors.values[:, column].tolist()
+        for token in lm.describe(prediction, tokens, 64):
+            ranks = [(place.token != token.id, -place.weight) for place in token.origins]
+            assert ranks == sorted(ranks)
+        assert all(
+            token.origins[0].token == token.id for token in lm.describe(prediction, tokens, 1)
+        )
 
 
 def test_what_is_read_later_does_not_change_an_earlier_score(lm: MemoryLM) -> None:
