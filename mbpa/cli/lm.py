@@ -296,7 +296,13 @@ def _load(directory: Path, device: str) -> MemoryLM:
     from mbpa.device import choose_device
     from mbpa.language import MemoryLM
 
-    return MemoryLM.load(directory, device=choose_device(device), writable=False)
+    try:
+        return MemoryLM.load(directory, device=choose_device(device), writable=False)
+    except ValueError as error:
+        if not str(error).startswith("the model must be"):
+            raise
+        command = f"mbpa lm read --model FOLDER --out {directory} DOCUMENT"
+        raise RunError(f"{error}; if it was moved: {command}") from error
 
 
 @contextmanager

@@ -590,7 +590,8 @@ class MemoryLM:
 
         Args:
             directory: where the run was saved.
-            model: the model that it was saved with, or its name or folder. Default: as saved.
+            model: the model that it was saved with, or its name or folder; the latter is recorded
+                if the run is writable. Default: as saved.
             tokenizer: the tokenizer of the model, if `model` is not a name.
             writable: allow `read` and `forget`, which only one process may do at a time.
             capacity: the most tokens that the memory can hold. Default: as saved, or as many as
@@ -631,7 +632,9 @@ class MemoryLM:
                     f"{run.root} was written with another model or tokenizer: its keys mean "
                     "nothing to this one"
                 )
-            lm._trunk.name = settings["model"]
+            if writable and lm.name:
+                run.set_model(lm.name)
+            lm._trunk.name = run.manifest["model"]
             lm._fill(run, progress)
             lm._is_read_only = not writable
             lm._directory = run if writable else None

@@ -114,14 +114,17 @@ class RunDirectory:
                 _write_source(_make_path(root, number), source, number, replaces=-1)
                 for number, source in enumerate(sources)
             ]
-            content = {"format": FORMAT, **settings}
-            content["sha256"] = files.digest_json(content)
-            text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-            files.write_durably(root / MANIFEST, text.encode())
+            _write_manifest(root, {"format": FORMAT, **settings})
         finally:
             files.unlock(lock)
             os.close(lock)
         return RunDirectory(root), stored
+
+    def set_model(self, name: str | None) -> None:
+        """Record where the model is found now; it must be the same model."""
+        self._require_lock()
+        if name != self.manifest["model"]:
+            self.manifest = _write_manifest(self.root, {**self.manifest, "model": name})
 
     def __len__(self) -> int:
         return len(self._list_files())
@@ -292,6 +295,14 @@ def _read_manifest(root: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} must have format {FORMAT}, got {found}: update mbpa")
     if manifest.get("sha256") != files.digest_json(manifest):
         raise CheckpointError(f"{path} was altered")
+    return manifest
+
+
+def _write_manifest(root: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Write a manifest with the digest of its content, and return it."""
+    manifest = {**content, "sha256": files.digest_json(content)}
+    text = json.dumps(manifest, indent=2, allow_nan=False) + "\n"
+    files.write_durably(root / MANIFEST, text.encode())
     return manifest
 
 

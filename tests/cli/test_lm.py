@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -88,6 +89,20 @@ def test_a_run_is_used_from_another_working_directory(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_a_model_that_was_moved_is_named_once(
+    docs: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(model, first)
+    assert run("read", "docs/heron.md", "--model", str(first)) == 0
+    first.rename(second)
+    assert run("complete", "run", "The heron", "--max-tokens", "2") == 2
+    assert "if it was moved: mbpa lm read --model FOLDER" in capsys.readouterr().err
+    assert run("read", "docs/heron.md", "--model", str(second)) == 0
+    assert run("complete", "run", "The heron", "--max-tokens", "2") == 0
+    assert main(["check", "run"]) == 0
+
+
 def test_a_file_whose_name_is_not_unicode_is_skipped(
     docs: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
