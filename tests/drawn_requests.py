@@ -38,7 +38,10 @@ def draw_cases(
         if operation.path in skipped:
             continue
         for mode in schemathesis.GenerationMode:
-            if not operation.body and mode == schemathesis.GenerationMode.NEGATIVE:
+            if (
+                not (operation.body or operation.query)
+                and mode == schemathesis.GenerationMode.NEGATIVE
+            ):
                 continue  # there is nothing to be wrong
 
             @settings

@@ -7,6 +7,7 @@ import sys
 from mbpa.cli import lm
 from mbpa.cli.command import Command, parse_command, run_command
 from mbpa.cli.demo import Demo
+from mbpa.cli.runs import Export
 from mbpa.cli.serve import Check, Explore, Serve
 from mbpa.cli.teach import Teach
 
@@ -18,6 +19,7 @@ COMMANDS: dict[str, type[Command]] = {
     "serve": Serve,
     "explore": Explore,
     "check": Check,
+    "export": Export,
     "lm": lm.LanguageModel,
     "demo": Demo,
 }

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Path, Request, Response
+from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -44,7 +44,17 @@ WRITE_ERRORS: dict[int | str, dict[str, Any]] = {
 }
 COUNTED_PATHS = {
     *("/predict", "/learn", "/explain", "/forget"),
-    *("/labels", "/stats", "/health", "/metrics", "/", "/docs", "/openapi.json", "/favicon.ico"),
+    *(
+        "/examples",
+        "/labels",
+        "/stats",
+        "/health",
+        "/metrics",
+        "/",
+        "/docs",
+        "/openapi.json",
+        "/favicon.ico",
+    ),
 }
 
 
@@ -80,6 +90,7 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
     _add_prediction_routes(app, service)
     _add_teaching_routes(app, service)
     _add_status_routes(app, service)
+    _add_listing_routes(app, service)
     if classifier.takes == "images":
         _add_picture_route(app, classifier)
     docs_page.describe_inputs(app.openapi(), classifier.takes)
@@ -146,6 +157,25 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
         return http.serialize(schemas.Health(status=status, reason=reason))
 
     http.add_pages(app, service.metrics, refused)
+
+
+def _add_listing_routes(app: FastAPI, service: Service) -> None:
+    described: dict[int | str, Any] = {
+        503: {"model": Error, "description": "The journal cannot be read"},
+        **{status: REQUEST_ERRORS[status] for status in (401, 422, 429)},
+    }
+
+    @app.get("/examples", responses=described, response_model=schemas.Examples)
+    async def examples(query: Annotated[schemas.ExamplesQuery, Query()]) -> Response:
+        """List the examples of the memory, a page at a time.
+
+        Examples that are present from the first page to the last are listed exactly once, whatever
+        is taught or forgotten meanwhile.
+        """
+        found = await service.list_examples(query)
+        made = [schemas.make_stored_example(each) for each in found[: query.limit]]
+        cursor = made[-1].id if len(found) > query.limit else None
+        return http.serialize(schemas.Examples.model_construct(examples=made, cursor=cursor))
 
 
 def _add_picture_route(app: FastAPI, classifier: Classifier) -> None:

@@ -26,7 +26,7 @@ from mbpa.modules.new_rows import NewRows
 from mbpa.serve.answers import Answer, Lesson, Reason, name_answers
 from mbpa.serve.example_index import Counts
 from mbpa.serve.input_checks import InputChecks, Limits
-from mbpa.serve.journal import Example, Journal, Row
+from mbpa.serve.journal import Example, ExampleFilter, Journal, ListedExample, Row
 from mbpa.serve.run_info import (
     JOURNAL_FILE,
     RunInfo,
@@ -186,6 +186,23 @@ class Classifier:
             for id, each in held
             if label is None or each.label == label
         ]
+
+    def list_examples(
+        self,
+        wanted: ExampleFilter,
+        *,
+        limit: int,
+        after: int | None = None,
+        newest_first: bool = False,
+    ) -> list[ListedExample]:
+        """Return one page of the examples that the filter passes, by id; see `Journal`."""
+        return self.journal.list_examples(
+            wanted,
+            limit=limit,
+            after=after,
+            newest_first=newest_first,
+            last_trained=self.info.trained_examples,
+        )
 
     def image(self, id: int) -> bytes | None:
         """Return the picture of an example; `None` if there is no such example, or no picture."""

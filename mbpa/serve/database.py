@@ -111,9 +111,12 @@ class Database:
     def rows(self, statement: str, *arguments: str | bytes | int | None) -> list[Any]:
         return self._connection.execute(statement, arguments).fetchall()
 
-    def stream(self, statement: str, *arguments: str | bytes | int | None) -> Iterator[Any]:
-        """Iterate over the rows one at a time, for tables too large to fetch at once."""
-        return iter(self._connection.execute(statement, arguments))
+    def stream(self, statement: str, *arguments: str | bytes | int | None) -> sqlite3.Cursor:
+        """Iterate over the rows one at a time, for tables too large to fetch at once.
+
+        Close the result if not all rows are read: an open one keeps the log from being emptied.
+        """
+        return self._connection.execute(statement, arguments)
 
     def size(self) -> int:
         ((pages,),), ((page,),) = self.rows("PRAGMA page_count"), self.rows("PRAGMA page_size")

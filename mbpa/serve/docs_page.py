@@ -138,6 +138,11 @@ def _describe_operation(
             "paragraphs": _split_paragraphs(schema.get("description", "")),
             "fields": list(_list_fields(schema, schemas, ())),
         }
+    elif queried := [each for each in operation.get("parameters", ()) if each["in"] == "query"]:
+        schema = {"properties": {each["name"]: each["schema"] for each in queried}}
+        fields = list(_list_fields(schema, schemas, ()))
+        commands = [f"curl -s {shlex.quote(url + path)}"]
+        body = {"commands": commands, "paragraphs": [], "fields": fields}
     responses = operation["responses"]
     content = responses.get("200", {}).get("content", {}).get("application/json", {})
     result = _resolve(content.get("schema", {}), schemas)
@@ -190,6 +195,8 @@ def _name_type(field: dict[str, Any], schemas: dict[str, Any]) -> str:
     if "anyOf" in field:
         return " or ".join(_name_type(each, schemas) for each in field["anyOf"])
     found = _resolve(field, schemas)
+    if "enum" in found:
+        return " or ".join(json.dumps(each) for each in found["enum"])
     kind = str(found.get("type", "anything"))
     if kind == "array":
         length = _format_range(found, "minItems", "maxItems")

@@ -57,7 +57,7 @@ def describe_invalid_body(error: RequestValidationError) -> tuple[int, str, str]
         return 400, "", f"the body must be JSON: {first.get('ctx', {}).get('error', '')}"
     if first["type"] == "model_attributes_type":
         return 422, "", "send a JSON object, with Content-Type: application/json"
-    place = [str(part) for part in first["loc"] if part not in ("body", "path")]
+    place = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
     why = str(first["msg"]).removeprefix("Value error, ")  # pydantic's prefix for our errors
     if first["type"] == schemas.UNKNOWN_FIELD:
         place.append(first["ctx"]["name"])

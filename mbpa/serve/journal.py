@@ -12,13 +12,16 @@ Standard library only, like `database`: without ``mbpa`` itself, neither torch n
 """
 
 import operator
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Self, SupportsIndex
 
 from mbpa.serve import journal_schema
+from mbpa.serve.audit import Action, AuditEntry
 from mbpa.serve.database import Database
 from mbpa.serve.journal_errors import DamagedError, InUseError, JournalError
 from mbpa.serve.journal_schema import OVERWRITE, SCHEMA, SIZE, Row, Totals
@@ -35,6 +38,7 @@ __all__ = [
 
 REMEMBERED_REQUESTS = 10_000
 WASTE_BYTES = 1 << 20
+AUDITED_CHANGES = 100_000  # about 5 MB
 
 _MAX_EXAMPLE_BYTES = 1 << 28  # SQLite's limit is 10⁹ per row
 _SELECT = "SELECT id, label, text, key FROM examples WHERE live AND"
@@ -65,6 +69,33 @@ class Example:
         return self.text if self.image is None else self.image
 
 
+@dataclass(frozen=True)
+class ExampleFilter:
+    """Which examples to list; by default all of them."""
+
+    label: str | None = None
+    since_ms: int | None = None
+    """Earliest time of teaching, in milliseconds since 1970, UTC."""
+    is_trained: bool | None = None
+    """Whether the head was trained with the example."""
+
+
+@dataclass(frozen=True)
+class ListedExample:
+    """An example with its origin, without key and picture."""
+
+    id: int
+    label: str
+    text: str | None
+    is_trained: bool
+    """Whether the head was trained with it."""
+    taught_ms: int | None
+    """Time of teaching, in milliseconds since 1970, UTC; `None` for examples of journals before
+    format 3, which did not record it."""
+    by: str | None
+    """Name of the token that it was taught with."""
+
+
 class Journal:
     """Taught examples on disk, for one process and any number of its threads.
 
@@ -77,6 +108,9 @@ class Journal:
         remembered_requests: number of names of calls that are remembered.
         waste_bytes: overwritten rows of more than this many bytes are removed if they also take up
             a third of the file; `WASTE_BYTES` by default.
+        audited_changes: number of changes that the audit trail holds at least. The entry of a
+            lesson is kept as long as one of its examples is.
+        clock: returns the seconds since 1970, UTC.
 
     Raises:
         JournalError: the journal has a later format, or cannot be read or created.
@@ -92,6 +126,8 @@ class Journal:
         writable: bool = True,
         remembered_requests: int = REMEMBERED_REQUESTS,
         waste_bytes: int | None = None,
+        audited_changes: int = AUDITED_CHANGES,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._database = Database(path, SCHEMA, create=create, writable=writable)
         try:
@@ -105,6 +141,9 @@ class Journal:
         self._restored, self._waste = found.restored, found.waste
         self._remembered_requests = remembered_requests
         self._waste_bytes = WASTE_BYTES if waste_bytes is None else waste_bytes
+        self._lessons, self._clock = found.lessons, clock
+        self._audited_changes = audited_changes
+        self._entries = found.totals.entries  # not counting those that had to be kept
 
     @property
     def read_only(self) -> str | None:
@@ -130,6 +169,7 @@ class Journal:
         request: str | None = None,
         *,
         restoring: bool = False,
+        by: str | None = None,
     ) -> list[int]:
         """Write examples, all or none, and return their ids once they are durable.
 
@@ -139,6 +179,7 @@ class Journal:
                 same ids and writes nothing, even if they were forgotten since. Only the newest
                 ``remembered_requests`` names are remembered.
             restoring: list these examples in ``restored`` from now on.
+            by: name of the token, for the audit trail.
 
         Raises:
             ValueError: an example cannot be stored.
@@ -157,8 +198,11 @@ class Journal:
                 ids, totals = self._insert(examples, restoring)
                 if request is not None:
                     totals = self._remember(request, ids[0], examples, totals)
+                action: Action = "restore" if restoring else "learn"
+                entry, totals = self._audit(action, ids[0], len(ids), by, totals)
                 totals.write(database)
             self._totals = totals
+            self._add_lesson(entry)
             self._restored = self._restored.union(ids if restoring else ())
             self._labels = self._labels + Counter(label for label, _, _ in examples)
             database.acknowledge(totals.change)
@@ -180,7 +224,13 @@ class Journal:
         with self._database.writing():
             return self._find_request(examples, request)
 
-    def forget(self, ids: Sequence[SupportsIndex] = (), label: str | None = None) -> list[int]:
+    def forget(
+        self,
+        ids: Sequence[SupportsIndex] = (),
+        label: str | None = None,
+        *,
+        by: str | None = None,
+    ) -> list[int]:
         """Remove the examples with these ids and all those of ``label``; return the ids that
         existed.
 
@@ -202,8 +252,10 @@ class Journal:
                 for id in found:
                     database.rows(OVERWRITE, id)
                 totals = totals.count_examples(-1, [each.checksum for each in found.values()])
+                entry, totals = self._audit("forget", min(found), len(found), by, totals)
                 totals.write(database)
             self._totals = totals
+            self._add_lesson(entry)
             self._restored = self._restored.difference(found)
             self._labels = self._labels - Counter(each.label for each in found.values())
             self._waste += sum(each.size for each in found.values())
@@ -235,6 +287,69 @@ class Journal:
         with self._database.reading() as database:
             rows = database.rows(f"{_SELECT} id = ?", id)
         return _make_example(*rows[0]) if rows else None
+
+    def list_examples(
+        self,
+        wanted: ExampleFilter,
+        *,
+        limit: int,
+        after: int | None = None,
+        newest_first: bool = False,
+        last_trained: int = 0,
+    ) -> list[ListedExample]:
+        """Return one page of the examples that the filter passes, by id.
+
+        Args:
+            wanted: the filter.
+            limit: maximum number of examples.
+            after: return those that follow the example with this id, which need not exist.
+            newest_first: sort by falling ids.
+            last_trained: highest id of the examples that the head was trained with. Restored ones
+                count as trained, too.
+        """
+        lowest, highest = 0, 2**63 - 1
+        if after is not None:
+            lowest, highest = (0, after) if newest_first else (after, highest)
+        if wanted.since_ms is not None:
+            first = self._lessons.find_first_since(wanted.since_ms)
+            if first is None:
+                return []
+            lowest = max(lowest, first - 1)
+        select = """
+        SELECT id, label, CASE typeof(text) WHEN 'text' THEN text END, id <= ? OR restored
+        FROM examples WHERE live AND id > ? AND id < ?
+        """
+        arguments: list[int | str] = [last_trained, lowest, highest]
+        if wanted.label is not None:
+            select, arguments = f"{select} AND label = ?", [*arguments, wanted.label]
+        if wanted.is_trained is not None:
+            select = f"{select} AND (id <= ? OR restored) = ?"
+            arguments += [last_trained, int(wanted.is_trained)]
+        order = "DESC" if newest_first else "ASC"
+        found: list[ListedExample] = []
+        with (
+            self._database.reading() as database,
+            closing(database.stream(f"{select} ORDER BY id {order}", *arguments)) as rows,
+        ):
+            for id, label, text, is_trained in rows:
+                taught_ms, by = self._lessons.find(id) or (None, None)
+                if wanted.since_ms is not None and (taught_ms or 0) < wanted.since_ms:
+                    continue
+                found.append(ListedExample(id, label, text, bool(is_trained), taught_ms, by))
+                if len(found) == limit:
+                    break
+        return found
+
+    def audit(self, *, limit: int, before: int | None = None) -> list[AuditEntry]:
+        """Return entries of the audit trail, newest first.
+
+        Args:
+            limit: maximum number of entries.
+            before: return those of changes with lower numbers than this.
+        """
+        with self._database.reading() as database:
+            first = self._totals.change + 1 if before is None else before
+            return journal_schema.read_entries(database, first, limit)
 
     @property
     def restored(self) -> frozenset[int]:
@@ -272,6 +387,30 @@ class Journal:
         ]
         totals = replace(self._totals, change=self._totals.change + 1, last=ids[-1])
         return ids, totals.count_examples(1, checksums)
+
+    def _audit(
+        self, action: Action, first: int, count: int, by: str | None, totals: Totals
+    ) -> tuple[AuditEntry, Totals]:
+        """Write an entry of the audit trail, and from time to time delete old ones."""
+        now_ms = int(self._clock() * 1000)
+        entry = AuditEntry(totals.change, now_ms, by, action, first, count)
+        totals = totals.count_entries(1, [journal_schema.insert_entry(self._database, entry)])
+        if self._is_audit_long():
+            gone = journal_schema.delete_entries(self._database, self._audited_changes)
+            totals = totals.count_entries(-1, gone)
+        return entry, totals
+
+    def _add_lesson(self, entry: AuditEntry) -> None:
+        """Bring the index of lessons up to date after a change was committed."""
+        if self._is_audit_long():
+            self._lessons = journal_schema.index_lessons(self._database)
+            self._entries = self._audited_changes
+        else:
+            self._lessons.add(entry)
+            self._entries += 1
+
+    def _is_audit_long(self) -> bool:
+        return self._entries > self._audited_changes + self._audited_changes // 10
 
     def _remember(
         self, request: str, first: int, examples: Sequence[Row], totals: Totals

@@ -13,10 +13,11 @@ from dataclasses import astuple, dataclass, replace
 from hashlib import blake2b
 from typing import Any, Self
 
+from mbpa.serve.audit import AuditEntry, LessonIndex
 from mbpa.serve.database import Database, Schema
 from mbpa.serve.journal_errors import DamagedError
 
-JOURNAL_FORMAT = 2  # 1: without checksums
+JOURNAL_FORMAT = 3  # 1: without checksums; 2: without the audit trail
 
 Row = tuple[str, str | bytes | None, bytes | None]
 """An example to write: label, text or picture file, key."""
@@ -34,10 +35,15 @@ _TABLES = {
     number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, first INTEGER NOT NULL,
     count INTEGER NOT NULL, content BLOB, keys BLOB, checksum BLOB NOT NULL
 )""",
+    "audit": """(
+    change INTEGER PRIMARY KEY, time_ms INTEGER NOT NULL, name TEXT, action TEXT NOT NULL,
+    first INTEGER NOT NULL, count INTEGER NOT NULL, checksum BLOB NOT NULL
+)""",
     "counters": """(
     change INTEGER NOT NULL, last INTEGER NOT NULL,
     examples INTEGER NOT NULL, example_checksums BLOB NOT NULL,
-    requests INTEGER NOT NULL, request_checksums BLOB NOT NULL, checksum BLOB NOT NULL
+    requests INTEGER NOT NULL, request_checksums BLOB NOT NULL,
+    entries INTEGER NOT NULL, entry_checksums BLOB NOT NULL, checksum BLOB NOT NULL
 )""",
 }
 # Zeros of the same length keep the row's size and place, so SQLite overwrites it.
@@ -58,6 +64,7 @@ SELECT id, restored, CASE typeof(label) WHEN 'text' THEN CAST(label AS BLOB) END
 FROM examples WHERE live
 """
 _VERIFY_REQUESTS = "SELECT number, name, first, count, content, keys, checksum FROM requests"
+_SELECT_ENTRIES = "SELECT change, time_ms, name, action, first, count, checksum FROM audit"
 _TAGS = {type(None): b"n", int: b"i", str: b"s", bytes: b"b"}
 _SQLITE_TYPES = {type(None): "null", str: "text", bytes: "blob"}  # SQLite's names of the types
 
@@ -74,6 +81,9 @@ class Totals:
     example_checksums: bytes = _ZERO_CHECKSUM
     requests: int = 0
     request_checksums: bytes = _ZERO_CHECKSUM
+    entries: int = 0
+    """Number of entries of the audit trail."""
+    entry_checksums: bytes = _ZERO_CHECKSUM
 
     def count_examples(self, sign: int, checksums: Sequence[bytes]) -> Self:
         """Return the totals after adding (1) or removing (-1) these examples."""
@@ -87,11 +97,17 @@ class Totals:
         combined = combine_checksums([self.request_checksums, *checksums])
         return replace(self, requests=count, request_checksums=combined)
 
+    def count_entries(self, sign: int, checksums: Sequence[bytes]) -> Self:
+        """Return the totals after adding (1) or removing (-1) these entries of the audit trail."""
+        count = self.entries + sign * len(checksums)
+        combined = combine_checksums([self.entry_checksums, *checksums])
+        return replace(self, entries=count, entry_checksums=combined)
+
     def write(self, database: Database) -> None:
         columns = astuple(self)
         database.rows(
             "UPDATE counters SET change = ?, last = ?, examples = ?, example_checksums = ?,"
-            " requests = ?, request_checksums = ?, checksum = ?",
+            " requests = ?, request_checksums = ?, entries = ?, entry_checksums = ?, checksum = ?",
             *(*columns, compute_checksum(*columns)),
         )
 
@@ -105,6 +121,7 @@ class VerifiedCounts:
     restored: frozenset[int]
     waste: int
     """Size of the overwritten rows, in bytes."""
+    lessons: LessonIndex
 
 
 # Checksums
@@ -176,6 +193,41 @@ def insert_request(database: Database, *call: int | str | bytes | None) -> bytes
     return checksum
 
 
+def insert_entry(database: Database, entry: AuditEntry) -> bytes:
+    """Write an entry of the audit trail and return its checksum."""
+    row = entry.to_row()
+    checksum = compute_checksum(*row)
+    database.rows("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?)", *row, checksum)
+    return checksum
+
+
+def delete_entries(database: Database, newest: int) -> list[bytes]:
+    """Delete entries of the audit trail before the newest ones; return their checksums.
+
+    Entries of lessons of which an example is left are kept: they say who taught it.
+    """
+    gone = """
+    FROM audit WHERE change <= (SELECT max(change) FROM audit) - ? AND NOT EXISTS (
+        SELECT 1 FROM examples WHERE live AND id >= first AND id < first + count
+        AND action IN ('learn', 'restore')
+    )"""
+    checksums = [checksum for (checksum,) in database.rows(f"SELECT checksum {gone}", newest)]
+    database.rows(f"DELETE {gone}", newest)
+    return checksums
+
+
+def read_entries(database: Database, before: int, limit: int) -> list[AuditEntry]:
+    """Return entries of the audit trail, newest first, that are older than change `before`."""
+    select = f"{_SELECT_ENTRIES} WHERE change < ? ORDER BY change DESC LIMIT ?"
+    return [AuditEntry(*row[:-1]) for row in database.rows(select, before, limit)]
+
+
+def index_lessons(database: Database) -> LessonIndex:
+    """Read the audit trail and return the index of its lessons."""
+    rows = database.stream(f"{_SELECT_ENTRIES} ORDER BY change")
+    return LessonIndex(AuditEntry(*row[:-1]) for row in rows)
+
+
 def copy_live_rows(database: Database) -> None:
     """Move the live examples to a new table and drop the one with overwritten rows."""
     database.rows("ALTER TABLE examples RENAME TO forgotten")
@@ -224,12 +276,19 @@ def _verify_rows(database: Database) -> VerifiedCounts:
         if checksum != compute_checksum(*parts):
             raise _describe_damage(database, f"request {parts[0]} was altered")
         checksums.append(checksum)
-    if found.count_requests(1, checksums) != totals:
+    found = found.count_requests(1, checksums)
+    checksums, lessons = [], LessonIndex()
+    for *parts, checksum in database.stream(f"{_SELECT_ENTRIES} ORDER BY change"):
+        if checksum != compute_checksum(*parts):
+            raise _describe_damage(database, f"entry {parts[0]} of the audit trail was altered")
+        checksums.append(checksum)
+        lessons.add(AuditEntry(*parts))
+    if found.count_entries(1, checksums) != totals:
         raise _describe_damage(
             database, f"{totals.examples} examples were written, {found.examples} were found"
         )
     ((waste,),) = database.rows(f"SELECT ifnull(sum({SIZE}), 0) FROM examples WHERE NOT live")
-    return VerifiedCounts(totals, labels, frozenset(restored), waste)
+    return VerifiedCounts(totals, labels, frozenset(restored), waste, lessons)
 
 
 def _describe_damage(database: Database, what: str) -> DamagedError:
@@ -242,15 +301,35 @@ def _describe_damage(database: Database, what: str) -> DamagedError:
 def _fill(database: Database) -> None:
     columns = astuple(Totals())
     checksum = compute_checksum(*columns)
-    database.rows("INSERT INTO counters VALUES (?, ?, ?, ?, ?, ?, ?)", *columns, checksum)
+    database.rows("INSERT INTO counters VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", *columns, checksum)
 
 
 def _upgrade(database: Database, format: int) -> None:
-    """Copy the tables of format 1, which had no checksums, to new ones."""
     rows = database.rows
     found = {name for (name,) in rows("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if format != 1 or not found <= {*_TABLES, "restored"}:
+    known = {"examples", "requests", "counters"}
+    if format == 2 and found == known:
+        _add_audit(database)
+    elif format == 1 and found <= {*known, "restored"}:
+        _add_checksums(database, found)
+    else:
         raise _describe_damage(database, f"format {format}, tables {', '.join(sorted(found))}")
+
+
+def _add_audit(database: Database) -> None:
+    """Add an empty audit trail to a journal of format 2; its other rows stay as they are."""
+    ((*columns, checksum),) = database.rows("SELECT * FROM counters")
+    if checksum != compute_checksum(*columns):
+        raise _describe_damage(database, "the counters were altered")
+    database.rows("DROP TABLE counters")
+    SCHEMA.create(database, "audit", "counters")
+    _fill(database)
+    Totals(*columns).write(database)
+
+
+def _add_checksums(database: Database, found: set[str]) -> None:
+    """Copy the tables of format 1, which had no checksums, to new ones."""
+    rows = database.rows
     for name in found:
         rows(f"ALTER TABLE {name} RENAME TO earlier_{name}")
     SCHEMA.create(database, *_TABLES)

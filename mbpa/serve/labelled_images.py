@@ -34,6 +34,8 @@ class LabelledImages:
     """Number of pictures with more than one label; all of them are kept."""
     strays: int = 0
     """Number of files whose suffix is not that of a picture, or that lie beside the sub-folders."""
+    lessons: tuple[tuple[bytes, str], ...] = ()
+    """Pictures and labels that were taught to an exported run after it was trained, in order."""
 
     @property
     def items(self) -> tuple[bytes, ...]:
@@ -63,7 +65,7 @@ def read_labelled_images(
     Raises:
         RunError: a file is invalid; the message names it.
     """
-    strays = 0
+    strays, taught = 0, list[tuple[Path, str]]()
     if path.is_dir():
         found, strays = _find_pictures(path)
         rows = len(found)
@@ -75,6 +77,7 @@ def read_labelled_images(
             (path.parent / name, label)
             for name, label in zip(table.texts, table.labels, strict=True)
         ]
+        taught = [(path.parent / name, label) for name, label in table.lessons]
         rows = table.rows  # including duplicates, which the table leaves out
     pairs = dict.fromkeys(_read_pictures(found, progress))
     images, labels = zip(*pairs, strict=True)
@@ -82,7 +85,8 @@ def read_labelled_images(
         raise RunError(f"{path} has only one label, {labels[0]!r}: at least two are needed")
     seen = Counter(picture for picture, _ in pairs)
     contradictions = sum(count > 1 for count in seen.values())
-    return LabelledImages(images, labels, rows, contradictions, strays)
+    lessons = tuple(_read_pictures(taught, progress))
+    return LabelledImages(images, labels, rows, contradictions, strays, lessons)
 
 
 def _find_pictures(root: Path) -> tuple[list[tuple[Path, str]], int]:

@@ -15,6 +15,7 @@ from mbpa.errors import RunError
 from mbpa.serve.input_checks import check_label, check_text
 from mbpa.serve.journal import InputError
 
+ORIGIN, ORIGINS = "origin", ("trained", "taught")  # the column that `mbpa export` writes
 ENCODINGS = "utf-8-sig", "utf-16"  # chosen by the byte order mark
 MAX_FIELD_CHARACTERS = 1 << 20  # characters per field of a CSV file
 
@@ -31,6 +32,8 @@ class LabelledTexts:
     """Number of rows in the file, without empty ones."""
     contradictions: int
     """Number of texts with more than one label; all of them are kept."""
+    lessons: tuple[tuple[str, str], ...] = ()
+    """Texts and labels that were taught to an exported run after it was trained, in order."""
 
     @property
     def items(self) -> tuple[str, ...]:
@@ -53,6 +56,9 @@ def read_labelled_texts(
 ) -> LabelledTexts:
     """Read a file of texts and labels: JSONL or CSV with a header, depending on the suffix.
 
+    A file that `mbpa export` wrote says of each row whether it was trained or taught. The taught
+    ones become lessons, exactly as they were; if none was trained, all are examples to train with.
+
     Args:
         text, label: names of the columns. If `label` is the default, there is no such column, and
             there is only one other column besides the texts, that one holds the labels.
@@ -65,13 +71,21 @@ def read_labelled_texts(
     content = _decode_file(path, encoding)
     is_json = path.suffix.lower() in {".jsonl", ".ndjson", ".json"}
     lines = _parse_json_lines(path, content) if is_json else _parse_csv(path, content)
+    numbered = list(lines)
+    origins = {row.get(ORIGIN) for _, row in numbered}
+    is_exported = "trained" in origins and origins <= set(ORIGINS)
     pairs: dict[tuple[str, str], None] = {}
+    lessons: list[tuple[str, str]] = []
     rows = 0
     names: tuple[str, str] | None = None
-    for number, row in lines:
+    for number, row in numbered:
         names = names or _choose_columns(path, list(row), text, label, option)
-        pair = _parse_pair(f"{path}, line {number}", row, *names)
-        if pair is not None:
+        pair = _parse_pair(f"{path}, line {number}", row, *names, trim=not is_exported)
+        if pair is None:
+            continue
+        if is_exported and row[ORIGIN] == "taught":
+            lessons.append(pair)
+        else:
             rows += 1
             pairs.setdefault(pair)
     if not pairs:
@@ -80,7 +94,8 @@ def read_labelled_texts(
     texts, labels = zip(*pairs, strict=True)
     if len(set(labels)) == 1:
         raise RunError(f"{path} has only one label, {labels[0]!r}: at least two are needed")
-    return LabelledTexts(texts, labels, rows, sum(count > 1 for count in labels_per_text.values()))
+    contradictions = sum(count > 1 for count in labels_per_text.values())
+    return LabelledTexts(texts, labels, rows, contradictions, tuple(lessons))
 
 
 def _decode_file(path: Path, encoding: str | None) -> str:
@@ -156,8 +171,17 @@ def _choose_columns(
     return text, label
 
 
-def _parse_pair(where: str, row: dict[str, Any], text: str, label: str) -> tuple[str, str] | None:
-    """Return the text and label of a row, trimmed; `None` if both are empty."""
+def _parse_pair(
+    where: str, row: dict[str, Any], text: str, label: str, *, trim: bool
+) -> tuple[str, str] | None:
+    """Return the text and label of a row; `None` if both are empty.
+
+    Args:
+        where: the place in the file, for error messages.
+        row: the fields.
+        text, label: names of the columns.
+        trim: remove white space around the text. Labels are always trimmed.
+    """
     values = []
     for name in (text, label):
         value = row.get(name)
@@ -165,7 +189,8 @@ def _parse_pair(where: str, row: dict[str, Any], text: str, label: str) -> tuple
             value = str(value)  # numbered labels
         if value is not None and not isinstance(value, str):
             raise RunError(f"{where}: {name!r} must be text, got {value!r}")
-        values.append((value or "").strip())
+        value = value or ""
+        values.append(value.strip() if trim or name == label or not value.strip() else value)
     if not any(values):
         return None
     for name, value, check in zip((text, label), values, (check_text, check_label), strict=True):

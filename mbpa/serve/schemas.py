@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 from pydantic_core import PydanticCustomError
 
 from mbpa.serve.answers import Answer, NearExample, Reason
+from mbpa.serve.audit import format_time
 from mbpa.serve.input_checks import MAX_LABEL_CHARACTERS, MAX_PICTURE_BYTES, MAX_TEXT_CHARACTERS
+from mbpa.serve.journal import ListedExample
 
 MAX_BASE64_CHARACTERS = 4 * MAX_PICTURE_BYTES // 3
 MAX_QUERIES_PER_CALL = 256
 MAX_EXPLAINED_PER_CALL = 16
 MAX_EXAMPLES_PER_CALL = 256
 MAX_IDS_PER_CALL = 10_000
+MAX_LISTED_PER_CALL = 1000
 UNKNOWN_FIELD = "unknown_field"  # type of the validation error for unknown fields
 MAX_NAME_CHARACTERS = 100  # of an unknown field's name that are compared and repeated
 
@@ -257,6 +260,41 @@ class ForgetResult(ApiModel):
     """Ids of the deleted examples."""
 
 
+class ExamplesQuery(ApiModel):
+    """Which examples to list."""
+
+    model_config = ConfigDict(strict=False)  # values of a query string are always texts
+
+    label: Label | None = None
+    since: AwareDatetime | None = None
+    """Earliest time of teaching, in ISO 8601 with a time zone, such as 2026-01-31T12:00:00Z."""
+    origin: Literal["trained", "taught"] | None = None
+    """Whether the examples are those that the head was trained with, or were taught later."""
+    order: Literal["oldest", "newest"] = "oldest"
+    """Which examples come first."""
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED_PER_CALL)] = 100
+    cursor: Annotated[int, Field(ge=0, le=2**62)] | None = None
+    """The `cursor` of the page before; without it, the first page is returned."""
+
+
+class StoredExample(ApiModel):
+    id: int
+    label: str
+    text: str | None
+    origin: str
+    """"trained" if the head was trained with it, else "taught"."""
+    taught_at: str | None
+    """Time of teaching, in ISO 8601; `null` if a version that did not record it stored it."""
+    by: str | None
+    """Name of the token with which it was taught; `null` if none was needed."""
+
+
+class Examples(ApiModel):
+    examples: list[StoredExample]
+    cursor: int | None
+    """Pass this to get the next page; `null`: this is the last page."""
+
+
 class LabelCount(ApiModel):
     label: str
     examples: int
@@ -310,6 +348,17 @@ def make_explanation(reason: Reason) -> Explanation:
         before=_make_probabilities(reason.before),
         neighbors=[_make_neighbor(each) for each in reason.neighbors],
         change=reason.change,
+    )
+
+
+def make_stored_example(listed: ListedExample) -> StoredExample:
+    return StoredExample.model_construct(
+        id=listed.id,
+        label=listed.label,
+        text=listed.text,
+        origin="trained" if listed.is_trained else "taught",
+        taught_at=None if listed.taught_ms is None else format_time(listed.taught_ms),
+        by=listed.by,
     )
 
 

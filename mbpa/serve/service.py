@@ -5,8 +5,10 @@ One thread runs the model, one encodes examples to be taught, one writes, and on
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +28,7 @@ from mbpa.serve.input_checks import (
     naming_picture,
     standardize_picture,
 )
-from mbpa.serve.journal import InputError
+from mbpa.serve.journal import ExampleFilter, InputError, ListedExample
 from mbpa.serve.middleware import Metrics
 from mbpa.serve.model_work import Chunk, ModelRequest, ModelWork, weigh
 from mbpa.serve.settings import Settings
@@ -168,6 +170,23 @@ class Service:
         if request.label is not None:
             check_label(request.label)
         return await self.writer(lambda: self.classifier.forget(request.ids or (), request.label))
+
+    async def list_examples(self, query: schemas.ExamplesQuery) -> list[ListedExample]:
+        """Return the examples of a page, and one more if there is a next page."""
+        if query.label is not None:
+            check_label(query.label)
+        wanted = ExampleFilter(
+            label=None if query.label is None else query.label.strip(),
+            since_ms=None if query.since is None else math.ceil(query.since.timestamp() * 1000),
+            is_trained=None if query.origin is None else query.origin == "trained",
+        )
+        return await asyncio.to_thread(
+            self.classifier.list_examples,
+            wanted,
+            limit=query.limit + 1,
+            after=query.cursor,
+            newest_first=query.order == "newest",
+        )
 
     def _handle(self, batch: list[Chunk]) -> list[Sequence[Answer | Reason]]:
         self.metrics.batch.observe(len(batch))

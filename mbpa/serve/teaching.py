@@ -23,10 +23,11 @@ import mbpa
 from mbpa.encoders.base import Encoder, embed_items
 from mbpa.modules.new_rows import NewRows, even_scale, label_sums, require_unit_norm
 from mbpa.predictors import in_short
+from mbpa.serve.journal import Journal
 from mbpa.serve.labelled_images import LabelledImages
 from mbpa.serve.labelled_texts import LabelledTexts
 from mbpa.serve.run_directory import replace_directory, reporting_errors
-from mbpa.serve.run_info import RunInfo, write_run
+from mbpa.serve.run_info import JOURNAL_FILE, RunInfo, encode_key, write_run
 from mbpa.serve.selection import EXAMPLES_PER_NEW_LABEL, Choice, rehearse
 from mbpa.serve.training import Training, choose_held_out, train_head
 
@@ -44,6 +45,8 @@ class NewRun:
     keys: Float[Tensor, "N D"]
     rows: NewRows | None = None
     """How to make rows of the head for new labels; `None`: they start from zero."""
+    lesson_keys: Float[Tensor, "L D"] | None = None
+    """Keys of the lessons of the data, if it has any."""
 
 
 def teach(
@@ -70,6 +73,8 @@ def teach(
         total=len(data.items), desc="embedding", file=sys.stderr, disable=not progress
     ) as bar:
         keys = embed_items(encoder, data.items, cache, bar.update)
+    lesson_items: list[Any] = [item for item, _ in data.lessons]
+    lesson_keys = embed_items(encoder, lesson_items, cache) if lesson_items else None
     require_unit_norm(keys)
     names = tuple(sorted(set(data.labels)))
     places = {name: place for place, name in enumerate(names)}
@@ -92,7 +97,8 @@ def teach(
         summary=summary,
         takes=encoder.takes,
     )
-    return NewRun(info, head, predictor, keys, _fit_new_rows(head, keys, labels, choice))
+    rows = _fit_new_rows(head, keys, labels, choice)
+    return NewRun(info, head, predictor, keys, rows, lesson_keys)
 
 
 def write_new_run(
@@ -104,6 +110,11 @@ def write_new_run(
     with reporting_errors(out), replace_directory(out, replace=replace) as directory:
         examples = zip(data.labels, items, strict=True)
         write_run(directory, *parts, examples, taught.keys, taught.rows)
+        if taught.lesson_keys is not None:
+            given: Sequence[tuple[str | bytes, str]] = data.lessons
+            lessons = zip(given, taught.lesson_keys, strict=True)
+            with Journal(directory / JOURNAL_FILE) as journal:
+                journal.learn([(label, item, encode_key(key)) for (item, label), key in lessons])
 
 
 def _fit_new_rows(
@@ -190,6 +201,8 @@ def report(taught: NewRun, data: LabelledTexts | LabelledImages) -> str:
         ("examples", f"{len(data.items)} of {summary['labels']} labels"),
         *_describe_left_out(data),
     ]
+    if data.lessons:
+        lines.append(("taught", f"{len(data.lessons)} more, as the exported run was"))
     if "accuracy" in summary:
         alone, answers = summary["accuracy_of_the_head_alone"], summary["accuracy_of_answers"]
         lines += [

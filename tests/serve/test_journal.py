@@ -461,7 +461,7 @@ def write_damaged(path: Path) -> None:
 def of_a_later_format(path: Path) -> None:
     Journal(path).close()
     with sqlite3.connect(path) as database:
-        database.execute("PRAGMA user_version = 3")
+        database.execute("PRAGMA user_version = 4")
     database.close()
 
 
@@ -478,7 +478,7 @@ def somebody_elses(path: Path) -> None:
         (somebody_elses, "not a journal: use another path"),
         (
             of_a_later_format,
-            "has format 3, and this version of mbpa reads formats up to 2: use the version",
+            "has format 4, and this version of mbpa reads formats up to 3: use the version",
         ),
         (write_damaged, "damaged .*: restore it from a backup"),
         (lambda path: path.mkdir(), "must be a file in an existing directory"),
