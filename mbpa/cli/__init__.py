@@ -7,7 +7,7 @@ import sys
 from mbpa.cli import lm
 from mbpa.cli.command import Command, parse_command, run_command
 from mbpa.cli.demo import Demo
-from mbpa.cli.runs import Export
+from mbpa.cli.runs import Audit, Export
 from mbpa.cli.serve import Check, Explore, Serve
 from mbpa.cli.teach import Teach
 
@@ -20,6 +20,7 @@ COMMANDS: dict[str, type[Command]] = {
     "explore": Explore,
     "check": Check,
     "export": Export,
+    "audit": Audit,
     "lm": lm.LanguageModel,
     "demo": Demo,
 }

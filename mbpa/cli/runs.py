@@ -1,8 +1,9 @@
-"""The commands that maintain a run, or the service that serves it: `mbpa export`."""
+"""The commands that maintain a run, or the service that serves it, such as `mbpa export`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +57,40 @@ class Export(RunCommand):
             count = export.export_examples(source, self.out, label=self.label, origin=self.origin)
         print(f"wrote {count} {'example' if count == 1 else 'examples'} to {self.out}")
         return 0
+
+
+@dataclass(frozen=True)
+class Audit(RunCommand):
+    """List who taught and forgot what and when, newest first."""
+
+    limit: int = 20
+    """Number of changes to list."""
+
+    def run(self) -> int:
+        from mbpa.serve import client, export
+        from mbpa.serve.schemas import MAX_LISTED_PER_CALL, make_audited_change
+
+        if not 1 <= self.limit <= MAX_LISTED_PER_CALL:
+            raise RunError(f"limit must be between 1 and {MAX_LISTED_PER_CALL}, got {self.limit}")
+        if client.is_url(self.run_or_url):
+            service = _open_service(self.run_or_url, self.token)
+            changes = service.get("/audit", {"limit": self.limit})["changes"]
+        else:
+            with export.open_journal(Path(self.run_or_url)) as journal:
+                found = journal.audit(limit=self.limit)
+            changes = [make_audited_change(each).model_dump() for each in found]
+        for change in changes:
+            print(_describe_change(change))
+        if not changes:
+            print("no change is recorded")
+        return 0
+
+
+def _describe_change(change: Mapping[str, Any]) -> str:
+    """Return a line about an entry of the audit trail, as `GET /audit` returns it."""
+    count, first = change["count"], change["first"]
+    what = f"example {first}" if count == 1 else f"{count} examples from {first} on"
+    return f"{change['time']}  {change['by'] or '-':12}  {change['action']:8}  {what}"
 
 
 def _open_service(url: str, token: str | None) -> Any:

@@ -33,6 +33,9 @@ class Serve(Command):
     The page asks for the password.
     The default is the environment variable MBPA_TOKEN, which does not appear in process lists.
     If neither is set, no password is required."""
+    tokens: Path | None = None
+    """File of named tokens: on each line a name, white space, and the token.
+    Each is as good as the password. The audit trail then says whose token was used."""
     threshold: float | None = None
     """Confidence below which the classifier abstains; by default the one chosen by `mbpa teach`.
     Not for language runs."""
@@ -47,11 +50,16 @@ class Serve(Command):
             self.directory,
             host=self.host,
             port=self.port,
-            settings=Settings(token=self._get_token()),
+            settings=Settings(token=self._get_token(), tokens=self._read_tokens()),
             threshold=self.threshold,
             device=self.device,
         )
         return 0
+
+    def _read_tokens(self) -> dict[str, str]:
+        from mbpa.serve.settings import read_tokens
+
+        return {} if self.tokens is None else read_tokens(self.tokens)
 
     def _get_token(self) -> str | None:
         """Return the token, if any, and refuse an empty one.
@@ -83,7 +91,9 @@ class Explore(Serve):
             self.directory,
             host=self.host,
             port=self.port,
-            settings=Settings(token=self._get_token(), open_paths=(page.PATH,)),
+            settings=Settings(
+                token=self._get_token(), tokens=self._read_tokens(), open_paths=(page.PATH,)
+            ),
             threshold=self.threshold,
             device=self.device,
             page=page.mount,

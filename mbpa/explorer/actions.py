@@ -20,6 +20,7 @@ from mbpa.serve.classifier import Classifier
 from mbpa.serve.input_checks import check_label, naming_picture, standardize_picture
 from mbpa.serve.journal import InputError
 from mbpa.serve.service import Service
+from mbpa.serve.settings import Settings
 
 LABELS_PER_EXPLANATION = 100  # all of them, in most runs
 
@@ -46,6 +47,10 @@ class Actions:
     def classifier(self) -> Classifier:
         return self._service.classifier
 
+    @property
+    def settings(self) -> Settings:
+        return self._service.settings
+
     async def read(self, files: Sequence[Path]) -> list[bytes]:
         """Read a visitor's pictures and convert them to the form in which they are stored.
 
@@ -66,8 +71,13 @@ class Actions:
         assert isinstance(reason, Reason)
         return reason
 
-    async def teach(self, label: str, given: str | Sequence[Path]) -> Change:
-        """Teach examples of a label: texts, one per line, or files of pictures."""
+    async def teach(
+        self, label: str, given: str | Sequence[Path], *, by: str | None = None
+    ) -> Change:
+        """Teach examples of a label: texts, one per line, or files of pictures.
+
+        As for the other actions, `by` is the name of the visitor's token, for the audit trail.
+        """
         label = label.strip()
         check_label(label)
         examples = split_examples(given) if isinstance(given, str) else given
@@ -83,12 +93,12 @@ class Actions:
         else:
             lessons = [Lesson(label, image=each) for each in dict.fromkeys(await self.read(given))]
         is_new = label not in self.classifier.labels
-        ids, _ = await self._service.teach(lessons)
+        ids, _ = await self._service.teach(lessons, by=by)
         count = "1 example" if len(ids) == 1 else f"{len(ids)} examples"
         new = "the new label " if is_new else ""
         return Change(f"Taught {count} of {new}“{label}”.", added=tuple(ids))
 
-    async def relabel(self, id: int, label: str) -> Change:
+    async def relabel(self, id: int, label: str, *, by: str | None = None) -> Change:
         """Give an example another label."""
         label = label.strip()
         check_label(label)
@@ -99,32 +109,32 @@ class Actions:
             if before.label == label:
                 raise InputError(f"it already has the label “{label}”")
             # In this order, a crash in between leaves two copies of the example rather than none.
-            added = self.classifier.learn([replace(before, label=label)])
-            self.classifier.forget([id])
+            added = self.classifier.learn([replace(before, label=label)], by=by)
+            self.classifier.forget([id], by=by)
             description = f"Now “{label}”, was “{before.label}”."
             return Change(description, tuple(added), (before,), was_trained_with)
 
         return await self._service.writer(work)
 
-    async def forget(self, id: int) -> Change:
+    async def forget(self, id: int, *, by: str | None = None) -> Change:
         """Delete an example."""
 
         def work() -> Change:
             before = get_lesson(self.classifier, id)
             was_trained_with = self.classifier.was_trained_with(id)
-            self.classifier.forget([id])
+            self.classifier.forget([id], by=by)
             description = f"Forgot one example of “{before.label}”."
             return Change(description, removed=(before,), was_trained_with=was_trained_with)
 
         return await self._service.writer(work)
 
-    async def undo(self, change: Change) -> None:
+    async def undo(self, change: Change, *, by: str | None = None) -> None:
         """Undo a change."""
 
         def work() -> None:
-            self.classifier.learn(change.removed, restoring=change.was_trained_with)
+            self.classifier.learn(change.removed, restoring=change.was_trained_with, by=by)
             if change.added:
-                self.classifier.forget(change.added)
+                self.classifier.forget(change.added, by=by)
 
         await self._service.writer(work)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from html import escape
@@ -19,6 +18,7 @@ from mbpa.explorer import rendering, review
 from mbpa.explorer.memory_map import MemoryMap
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.input_checks import MAX_PICTURE_BYTES
+from mbpa.serve.settings import Settings
 
 try:
     import gradio as gr
@@ -68,7 +68,7 @@ def mount(app: FastAPI, classifier: Classifier) -> FastAPI:
     service = app.state.service
     assert service.classifier is classifier
     app.state.home = PATH
-    token = service.settings.token
+    settings = service.settings
     system = ("ui-sans-serif", "system-ui", "sans-serif")
     theme = gr.themes.Default(
         primary_hue="indigo",
@@ -86,8 +86,13 @@ def mount(app: FastAPI, classifier: Classifier) -> FastAPI:
         PATH,
         theme=theme,
         css=PAGE_CSS,
-        auth=_make_password_check(token) if token else None,
-        auth_message="The password is the token of the service; any user name will do.",
+        auth=_make_password_check(settings) if settings.requires_token else None,
+        auth_message="The password is the token of the service. "
+        + (
+            "The user name is the name of the token."
+            if settings.tokens
+            else "Any user name will do."
+        ),
         footer_links=[],
         run_history=False,
         show_error=True,
@@ -101,14 +106,14 @@ def mount(app: FastAPI, classifier: Classifier) -> FastAPI:
     mounted.add_middleware(
         UploadMiddleware, path=PATH, uploads=uploads, max_body_bytes=service.settings.body_bytes
     )
-    if token:
+    if settings.requires_token:
         mounted.add_middleware(LoginMiddleware, path=PATH, is_known=_make_login_check(mounted))
     return mounted
 
 
-def _make_password_check(token: str) -> Callable[[str, str], bool]:
-    def is_right(_: str, password: str) -> bool:
-        return secrets.compare_digest(password.encode(), token.encode())
+def _make_password_check(settings: Settings) -> Callable[[str, str], bool]:
+    def is_right(user: str, password: str) -> bool:
+        return settings.find_visitor_name(user, password) is not None
 
     return is_right
 
@@ -160,7 +165,7 @@ class ExplorerPage:
         self.actions, self._map = actions, MemoryMap(actions.classifier, self._form.noun)
         self.confirmed: set[int] = set()
         """Ids of examples that a visitor has confirmed."""
-        self.sessions = Sessions()
+        self.sessions = Sessions(actions.settings.name_visitor)
         with gr.Blocks(
             title="mbpa explorer",
             analytics_enabled=False,
@@ -258,7 +263,7 @@ class ExplorerPage:
     async def _on_teach(self, query: Any, label: str, given: Any, request: gr.Request) -> Updates:
         session = self.sessions.get_session(request)
         change = await show_errors(
-            self._teach_label(label, lambda: self._form.read_examples(given))
+            self._teach_label(label, lambda: self._form.read_examples(given), session.by)
         )
         session.changes.append(change)
         self._form.delete_files(given, query)
@@ -272,13 +277,15 @@ class ExplorerPage:
             raise make_refusal("choose a label first")
         session = self.sessions.get_session(request)
         change = await show_errors(
-            self._teach_label(label, lambda: self._form.read_correction(query))
+            self._teach_label(label, lambda: self._form.read_correction(query), session.by)
         )
         session.changes.append(change)
         return await self.update_after(session, change.description, query)
 
-    async def _teach_label(self, label: str, lesson: Callable[[], str | list[Path]]) -> Change:
-        return await self.actions.teach(label, lesson())
+    async def _teach_label(
+        self, label: str, lesson: Callable[[], str | list[Path]], by: str | None
+    ) -> Change:
+        return await self.actions.teach(label, lesson(), by=by)
 
     async def _on_undo(self, query: Any, request: gr.Request) -> Updates:
         session = self.sessions.get_session(request)
@@ -286,7 +293,7 @@ class ExplorerPage:
             raise make_refusal("there is nothing to undo")
         change = session.changes.pop()
         try:
-            await show_errors(self.actions.undo(change))
+            await show_errors(self.actions.undo(change, by=session.by))
         except gr.Error:
             session.changes.append(change)
             raise

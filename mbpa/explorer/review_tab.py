@@ -152,13 +152,15 @@ class ReviewTab:
         if not label:
             raise make_refusal("choose a label first")
         session, opinion = self._get_selected(request)
-        change = await show_errors(self._page.actions.relabel(opinion.example.id, label))
+        change = await show_errors(
+            self._page.actions.relabel(opinion.example.id, label, by=session.by)
+        )
         self._page.confirmed.update(change.added)
         return await self.finish_change(session, opinion, change, query)
 
     async def _on_forget(self, query: Any, request: gr.Request) -> Updates:
         session, opinion = self._get_selected(request)
-        change = await show_errors(self._page.actions.forget(opinion.example.id))
+        change = await show_errors(self._page.actions.forget(opinion.example.id, by=session.by))
         return await self.finish_change(session, opinion, change, query)
 
     async def finish_change(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from html import escape
 
@@ -24,6 +24,8 @@ class Session:
     a connection.
     """
 
+    by: str | None = None
+    """Name of the visitor's token; `None` if the page requires none."""
     changes: list[Change] = field(default_factory=list)
     queues: dict[str, list[Opinion]] = field(default_factory=dict)
     """Examples of the review lists, by title."""
@@ -36,9 +38,14 @@ class Session:
 
 
 class Sessions:
-    """The sessions of visitors; the least recently used are dropped if there are too many."""
+    """The sessions of visitors; the least recently used are dropped if there are too many.
 
-    def __init__(self) -> None:
+    Args:
+        name_visitor: returns the name of a visitor's token, given the user name of the login.
+    """
+
+    def __init__(self, name_visitor: Callable[[str | None], str | None]) -> None:
+        self._name_visitor = name_visitor
         self._sessions: dict[str, Session] = {}
 
     def get_session(self, request: gr.Request) -> Session:
@@ -46,6 +53,7 @@ class Sessions:
         name = request.session_hash or ""
         session = self._sessions.pop(name, None) or Session()
         self._sessions[name] = session
+        session.by = self._name_visitor(request.username)
         if len(self._sessions) > MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         return session

@@ -24,7 +24,7 @@ from mbpa.serve.answers import Answer, Reason
 from mbpa.serve.batching import ResultT
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import InputError, JournalError
-from mbpa.serve.middleware import Middleware
+from mbpa.serve.middleware import TOKEN_NAME, Middleware
 from mbpa.serve.model_work import BYTES_PER_TOKEN
 from mbpa.serve.schemas import Error
 from mbpa.serve.service import Service
@@ -46,6 +46,7 @@ COUNTED_PATHS = {
     *("/predict", "/learn", "/explain", "/forget"),
     *(
         "/examples",
+        "/audit",
         "/labels",
         "/stats",
         "/health",
@@ -119,14 +120,15 @@ def _add_teaching_routes(app: FastAPI, service: Service) -> None:
     async def learn(lessons: schemas.LearnRequest, request: Request) -> Response:
         """Add examples. When the response arrives they are on disk and used by every prediction."""
         ids, labels = await _cancel_if_disconnected(
-            request, len(lessons.examples), service.learn(lessons)
+            request, len(lessons.examples), service.learn(lessons, by=_get_token_name(request))
         )
         return http.serialize(schemas.LearnResult.model_construct(ids=ids, labels=labels))
 
     @app.post("/forget", responses=WRITE_ERRORS, response_model=schemas.ForgetResult)
-    async def forget(query: schemas.ForgetRequest) -> Response:
+    async def forget(query: schemas.ForgetRequest, request: Request) -> Response:
         """Delete examples from the memory and from the files on disk."""
-        return http.serialize(schemas.ForgetResult.model_construct(ids=await service.forget(query)))
+        ids = await service.forget(query, by=_get_token_name(request))
+        return http.serialize(schemas.ForgetResult.model_construct(ids=ids))
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:
@@ -177,6 +179,16 @@ def _add_listing_routes(app: FastAPI, service: Service) -> None:
         cursor = made[-1].id if len(found) > query.limit else None
         return http.serialize(schemas.Examples.model_construct(examples=made, cursor=cursor))
 
+    @app.get("/audit", responses=described, response_model=schemas.Audit)
+    async def audit(query: Annotated[schemas.AuditQuery, Query()]) -> Response:
+        """List the changes of the memory, newest first, with the token that was used for each."""
+        found = await asyncio.to_thread(
+            service.classifier.journal.audit, limit=query.limit + 1, before=query.cursor
+        )
+        made = [schemas.make_audited_change(each) for each in found[: query.limit]]
+        cursor = made[-1].change if len(found) > query.limit else None
+        return http.serialize(schemas.Audit.model_construct(changes=made, cursor=cursor))
+
 
 def _add_picture_route(app: FastAPI, classifier: Classifier) -> None:
     described: dict[int | str, Any] = {
@@ -221,6 +233,12 @@ async def _cancel_if_disconnected(
     A request of one item is not watched: it finishes before a disconnect could be noticed.
     """
     return await (work if size == 1 else http.cancel_if_disconnected(request, work))
+
+
+def _get_token_name(request: Request) -> str | None:
+    """Return the name of the token that a request was sent with."""
+    name: str | None = request.scope.get(TOKEN_NAME)
+    return name
 
 
 def _make_error(status: int, why: str, headers: Mapping[str, str] | None = None) -> Response:

@@ -274,6 +274,7 @@ class Classifier:
         *,
         request: str | None = None,
         restoring: bool = False,
+        by: str | None = None,
     ) -> list[int]:
         """Add examples durably and return their ids. The next answer uses them.
 
@@ -282,6 +283,7 @@ class Classifier:
                 returns the same ids.
             restoring: the head was trained with these examples, and they were forgotten since.
                 Adding them back also brings back the trained rows of their labels.
+            by: name of the token, for the audit trail.
 
         Raises:
             InputError: a lesson is invalid; nothing was added.
@@ -309,7 +311,7 @@ class Classifier:
             with self._state:
                 self._model.make_room(len(rows))  # may fail, so it comes before the write
             with self._applying_change():
-                ids = self.journal.learn(rows, request, restoring=restoring)
+                ids = self.journal.learn(rows, request, restoring=restoring, by=by)
                 with self._state:
                     self._add(ids, named, keys)
             return ids
@@ -338,7 +340,13 @@ class Classifier:
             held = self._model.index.examples.get(id)
             return held is not None and held.is_trained
 
-    def forget(self, ids: Iterable[SupportsIndex] = (), label: str | None = None) -> list[int]:
+    def forget(
+        self,
+        ids: Iterable[SupportsIndex] = (),
+        label: str | None = None,
+        *,
+        by: str | None = None,
+    ) -> list[int]:
         """Delete examples by id, or all of a label, permanently; return the ids that existed.
 
         Forgetting a taught example leaves no trace. Examples that the head was trained with are
@@ -348,7 +356,8 @@ class Classifier:
         self.journal.require_owner()
         with self._writing:
             with self._applying_change():
-                gone = self.journal.forget(list(ids), None if label is None else label.strip())
+                name = None if label is None else label.strip()
+                gone = self.journal.forget(list(ids), name, by=by)
                 with self._state:
                     self._model.remove(gone)
             return gone

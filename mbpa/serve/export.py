@@ -23,6 +23,23 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 EXAMPLES_PER_PART = 1000
 
 
+def open_journal(directory: Path, *, writable: bool = False) -> Journal:
+    """Open the journal of a run that is not being served.
+
+    Raises:
+        RunError: there is no run, it is damaged, or it is being served.
+    """
+    RunInfo.read(directory)
+    try:
+        return Journal(directory / JOURNAL_FILE, create=False, writable=writable)
+    except InUseError as error:
+        raise RunError(
+            f"{error}; or give the URL of the service in place of the directory"
+        ) from error
+    except JournalError as error:
+        raise RunError(str(error)) from error
+
+
 class ExampleSource(abc.ABC):
     """Where the examples to export come from. Use it as a context manager, which closes it."""
 
@@ -55,14 +72,7 @@ class RunSource(ExampleSource):
         info = RunInfo.read(directory)
         self.takes = None if info.encoder is None else info.takes
         self._last_trained = info.trained_examples
-        try:
-            self._journal = Journal(directory / JOURNAL_FILE, create=False, writable=False)
-        except InUseError as error:
-            raise RunError(
-                f"{error}; or give the URL of the service in place of the directory"
-            ) from error
-        except JournalError as error:
-            raise RunError(str(error)) from error
+        self._journal = open_journal(directory)
 
     def list_examples(self, label: str | None, origin: Origin | None) -> Iterator[dict[str, Any]]:
         wanted = ExampleFilter(label, None, None if origin is None else origin == "trained")

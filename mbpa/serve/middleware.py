@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import math
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mbpa.serve.settings import OPEN_PATHS, Settings
 
 MAX_DRAINED_BYTES = 1 << 26  # of an oversized body that are read before it is refused
+TOKEN_NAME = "mbpa.token_name"  # in the scope of a request that was sent with a token
 WAITING_PATHS = ("/predict", "/explain")
 TOO_MANY_REQUESTS = "too many requests at once, try again"
 LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -159,7 +159,7 @@ class Middleware:
             self._metrics.shed.inc()
             late_s = wait_s - settings.wait_s
             await self._refuse(send, 429, TOO_MANY_REQUESTS, retry_after=late_s)
-        elif not self._is_authorized(path, headers):
+        elif not self._authenticate(scope, headers):
             text = "a valid token is required: Authorization: Bearer TOKEN"
             await self._refuse(send, 401, text, extra=[(b"www-authenticate", b"Bearer")])
         elif _get_content_length(headers) > settings.body_bytes:
@@ -199,13 +199,14 @@ class Middleware:
         self.in_flight += change
         self._metrics.in_flight.set(self.in_flight)
 
-    def _is_authorized(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        token = self._settings.token
-        if token is None or path in OPEN_PATHS:
+    def _authenticate(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        """Return whether a request may pass; note the name of its token in the scope."""
+        if not self._settings.requires_token or scope["path"] in OPEN_PATHS:
             return True
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        is_right = secrets.compare_digest(given.strip(), token.encode())
-        return is_right and scheme.lower() == b"bearer"  # the scheme is case-insensitive
+        scope[TOKEN_NAME] = self._settings.find_token_name(given.strip())
+        is_bearer = scheme.lower() == b"bearer"  # the scheme is case-insensitive
+        return is_bearer and scope[TOKEN_NAME] is not None
 
 
 class _RequestState:

@@ -9,7 +9,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, FiniteFloat, m
 from pydantic_core import PydanticCustomError
 
 from mbpa.serve.answers import Answer, NearExample, Reason
-from mbpa.serve.audit import format_time
+from mbpa.serve.audit import AuditEntry, format_time
 from mbpa.serve.input_checks import MAX_LABEL_CHARACTERS, MAX_PICTURE_BYTES, MAX_TEXT_CHARACTERS
 from mbpa.serve.journal import ListedExample
 
@@ -295,6 +295,37 @@ class Examples(ApiModel):
     """Pass this to get the next page; `null`: this is the last page."""
 
 
+class AuditQuery(ApiModel):
+    """Which changes to list."""
+
+    model_config = ConfigDict(strict=False)  # values of a query string are always texts
+
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED_PER_CALL)] = 100
+    cursor: Annotated[int, Field(ge=0, le=2**62)] | None = None
+    """The `cursor` of the page before; without it, the newest changes are returned."""
+
+
+class AuditedChange(ApiModel):
+    change: int
+    """Number of the change, as in `/stats`."""
+    time: str
+    """Time of the change, in ISO 8601."""
+    by: str | None
+    """Name of the token; `null` if none was needed."""
+    action: str
+    """"learn", "forget", or "restore" for examples whose forgetting was undone."""
+    first: int
+    """Lowest id of the examples that were changed."""
+    count: int
+    """Number of examples that were changed."""
+
+
+class Audit(ApiModel):
+    changes: list[AuditedChange]
+    cursor: int | None
+    """Pass this to get older changes; `null`: there are none."""
+
+
 class LabelCount(ApiModel):
     label: str
     examples: int
@@ -359,6 +390,17 @@ def make_stored_example(listed: ListedExample) -> StoredExample:
         origin="trained" if listed.is_trained else "taught",
         taught_at=None if listed.taught_ms is None else format_time(listed.taught_ms),
         by=listed.by,
+    )
+
+
+def make_audited_change(entry: AuditEntry) -> AuditedChange:
+    return AuditedChange.model_construct(
+        change=entry.change,
+        time=format_time(entry.time_ms),
+        by=entry.by,
+        action=entry.action,
+        first=entry.first,
+        count=entry.count,
     )
 
 

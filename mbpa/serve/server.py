@@ -186,7 +186,7 @@ def _announce(opened: _Opened, listener: socket.socket, settings: Settings, path
     print(opened.greeting)
     if opened.read_only:
         print(f"read-only: {opened.read_only}", file=sys.stderr)
-    if settings.token is None and host not in ("127.0.0.1", "::1"):
+    if not settings.requires_token and host not in ("127.0.0.1", "::1"):
         print(
             f"anyone who can reach this address can teach {opened.teaches}: set a token",
             file=sys.stderr,

@@ -122,24 +122,33 @@ class Service:
                 pictures.append(await self.reader(partial(standardize_picture, file)))
         return pictures
 
-    async def learn(self, request: schemas.LearnRequest) -> tuple[list[int], int]:
-        """Teach the examples of a request; return their ids and the resulting number of labels."""
+    async def learn(
+        self, request: schemas.LearnRequest, *, by: str | None = None
+    ) -> tuple[list[int], int]:
+        """Teach the examples of a request; return their ids and the resulting number of labels.
+
+        Args:
+            request: the examples.
+            by: name of the token, for the audit trail.
+        """
         encoded = [each.image for each in request.examples if each.image is not None]
         pictures = iter(await self.read_pictures(encoded) if encoded else ())
         lessons = [
             _make_lesson(each, None if each.image is None else next(pictures))
             for each in request.examples
         ]
-        return await self.teach(lessons, request.request)
+        return await self.teach(lessons, request.request, by=by)
 
     async def teach(
-        self, lessons: Sequence[Lesson], request: str | None = None
+        self, lessons: Sequence[Lesson], request: str | None = None, *, by: str | None = None
     ) -> tuple[list[int], int]:
         """Encode examples, taking turns with other requests, and then write them.
 
         Args:
+            lessons: the examples.
             request: a name for this call. Repeating a call under the same name adds nothing and
                 returns the same ids.
+            by: name of the token, for the audit trail.
         """
         for each in lessons:
             check_label(each.label)
@@ -160,16 +169,20 @@ class Service:
 
         def write() -> tuple[list[int], int]:
             repeated = None if request is None else self.classifier.find_repeated(lessons, request)
-            ids = self.classifier.learn(whole, request=request) if repeated is None else repeated
+            if repeated is not None:
+                return repeated, len(self.classifier.labels)
+            ids = self.classifier.learn(whole, request=request, by=by)
             return ids, len(self.classifier.labels)  # counted before the next write
 
         return await self.writer(write)
 
-    async def forget(self, request: schemas.ForgetRequest) -> list[int]:
+    async def forget(self, request: schemas.ForgetRequest, *, by: str | None = None) -> list[int]:
         """Delete the examples that a request names; return the ids of those that existed."""
         if request.label is not None:
             check_label(request.label)
-        return await self.writer(lambda: self.classifier.forget(request.ids or (), request.label))
+        return await self.writer(
+            lambda: self.classifier.forget(request.ids or (), request.label, by=by)
+        )
 
     async def list_examples(self, query: schemas.ExamplesQuery) -> list[ListedExample]:
         """Return the examples of a page, and one more if there is a next page."""

@@ -601,7 +601,7 @@ def test_the_commands_of_that_page_work(client):
     page = get(client.base_url.join("/docs")).text
     commands = [html.unescape(found) for found in re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)]
     queries = [shlex.split(each)[2] for each in commands if " -d " not in each]
-    assert [httpx.URL(url).path for url in queries] == ["/examples"]
+    assert [httpx.URL(url).path for url in queries] == ["/examples", "/audit"]
     for url in queries:
         client.get(url).raise_for_status()
     commands = [each for each in commands if " -d " in each]
@@ -698,7 +698,7 @@ def test_explanations_are_limited_as_the_description_says(client):
 def test_optional_fields_are_not_described_as_nullable(client):
     page = get(client.base_url.join("/docs")).text
     takes = re.findall(r"<h3>takes</h3>(.*?)</table>", page, re.DOTALL)
-    assert len(takes) == 5
+    assert len(takes) == 6
     assert not any("null" in table for table in takes)
     row = r"<tr><td><code>threshold</code></td><td>number \(0 to 1\)</td><td>Optional\. "
     assert re.search(row, takes[0])
@@ -750,7 +750,7 @@ def test_the_service_keeps_to_its_description(tmp_path):
         asking = {"/predict", "/learn", "/forget"} | ({"/explain"} if LONG else set())
         answered = {path for path, status in drawn if status == 200}
         assert answered >= asking | {"/stats", "/labels", "/health", "/metrics"}
-        assert {path for path, status in drawn if status == 422} == asking | {"/examples"}
+        assert {path for path, status in drawn if status == 422} == asking | {"/examples", "/audit"}
         assert len(classifier) == len(classifier.journal)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from runs import (
     write_random_run,
     write_word_run,
 )
-from servers import open_client, running
+from servers import get, open_client, post, running
 
 from mbpa import cli
 from mbpa.errors import RunError
@@ -29,6 +30,7 @@ from mbpa.serve.export import RunSource, export_examples
 from mbpa.serve.journal import ExampleFilter, InputError, Journal
 from mbpa.serve.labelled_images import read_labelled_images
 from mbpa.serve.labelled_texts import LabelledTexts, read_labelled_texts
+from mbpa.serve.settings import Settings, read_tokens
 
 UNAUDITED = Path(__file__).parents[1] / "files" / "unaudited-run"
 QUERIES = ["a robin", "saw and plum", "apples", "sings a hammer", "nothing known"]
@@ -235,6 +237,89 @@ def test_examples_are_listed_by_page_and_filtered(run):
             assert answer.status_code == 422
             assert why in answer.json()["error"]
             assert "\n" not in answer.json()["error"]
+
+
+# Who it was
+
+
+def test_changes_are_recorded_with_the_name_of_the_token(run, tmp_path, capsys):
+    settings = Settings(token="plain secret", tokens={"ana": "first secret", "bob": "other secret"})
+    with load(run) as classifier, running(create_app(classifier, settings)) as url:
+
+        def send(secret: str, path: str, body: dict) -> None:
+            headers = {"Authorization": f"Bearer {secret}"}
+            post(f"{url}{path}", json=body, headers=headers).raise_for_status()
+
+        robin = {"label": "bird", "text": "a robin"}
+        send("first secret", "/learn", {"examples": [robin, robin]})
+        send("other secret", "/forget", {"ids": [5]})
+        send("plain secret", "/learn", {"examples": [robin]})
+        assert get(f"{url}/audit").status_code == 401
+        wrong = {"Authorization": "Bearer ana"}  # the name is no token
+        assert get(f"{url}/audit", headers=wrong).status_code == 401
+        with open_client(url, headers={"Authorization": "Bearer other secret"}) as client:
+            page = client.get("/audit", params={"limit": 3}).raise_for_status().json()
+            known = [(e["by"], e["action"], e["first"], e["count"]) for e in page["changes"]]
+            assert known == [
+                ("token", "learn", 7, 1),
+                ("bob", "forget", 5, 1),
+                ("ana", "learn", 5, 2),
+            ]
+            rest = client.get("/audit", params={"cursor": page["cursor"]}).json()
+            assert [(e["by"], e["count"]) for e in rest["changes"]] == [(None, 4)]
+            assert rest["cursor"] is None
+            birds = client.get("/examples", params={"label": "bird"}).json()["examples"]
+            assert [each["by"] for each in birds] == ["ana", "token"]
+        assert cli.main(["audit", url, "--token", "first secret", "--limit", "1"]) == 0
+        assert re.fullmatch(r"\S+Z  token +learn +example 7\n", capsys.readouterr().out)
+    assert cli.main(["audit", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:3] for line in lines[1:]] == [
+        *(["bob", "forget"], ["ana", "learn"], ["-", "learn"]),
+    ]
+    assert lines[2].endswith("2 examples from 5 on")
+    assert cli.main(["audit", str(run), "--limit", "0"]) == 2
+    stored = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    assert b"ana" in stored
+    assert b"secret" not in stored
+
+
+def test_a_visitor_gives_the_name_of_the_token_or_any_name_for_the_one_without():
+    settings = Settings(token="plain", tokens={"ana": "first", "bob": "other"})
+    for user, password, name in (
+        ("ana", "first", "ana"),
+        ("ana", "other", None),
+        ("bob", "plain", None),  # else anyone could act in the name of bob
+        ("carl", "first", None),
+        ("carl", "plain", "token"),
+        ("token", "plain", "token"),
+        ("", "", None),
+    ):
+        assert settings.find_visitor_name(user, password) == name
+        if name is not None:
+            assert settings.name_visitor(user) == name
+    assert "first" not in repr(settings)
+
+
+def test_a_file_of_tokens_is_read_and_errors_do_not_repeat_tokens(tmp_path, run, capsys):
+    path = tmp_path / "tokens"
+    path.write_text("# of the office\n\nana  s3cret\nbob\tother\n")
+    assert read_tokens(path) == {"ana": "s3cret", "bob": "other"}
+    for content, why in (
+        ("ana s3cret more\n", "line 1: must be a name and a token"),
+        ("ana s3cret\ns3cret\n", "line 2: must be a name and a token"),
+        ("ana s3cret\nana other\n", "line 2: the name must be unique"),
+        ("token s3cret\n", "line 1: the name must be unique, other than 'token'"),
+        ("ana s3cret\nbob s3cret\n", "line 2: two names must not have the same token"),
+        ("#\n", "has no tokens"),
+    ):
+        path.write_text(content)
+        assert cli.main(["serve", str(run), "--tokens", str(path), "--port", "0"]) == 2
+        printed = capsys.readouterr().err
+        assert why in printed
+        assert "s3cret" not in printed
+    assert cli.main(["serve", str(run), "--tokens", str(tmp_path / "none")]) == 2
+    assert "cannot be read: No such file" in capsys.readouterr().err
 
 
 # Export
