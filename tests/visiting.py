@@ -47,6 +47,32 @@ class Visitor:
         self.page.get_by_role("button", name=button).filter(visible=True).click()
         self.page.locator("#message").get_by_text(then).wait_for()
 
+    def open_tab(self, name: str) -> None:
+        self.page.get_by_role("tab", name=name).click()
+
+    def choose(self, name: str, option: str) -> None:
+        """Choose an option of a dropdown."""
+        self.page.get_by_role("combobox", name=name, exact=True).filter(visible=True).click()
+        self.page.get_by_role("option", name=option, exact=True).click()
+
+    def pick_row(self, text: str) -> None:
+        """Select the row of the visible list that shows a text."""
+        self.page.locator(".list").filter(visible=True).get_by_text(text).filter(
+            visible=True
+        ).click()
+
+    def wait_for_rows(self, texts: list[str], known: list[str]) -> None:
+        """Wait until the visible list shows these texts in this order, and no other known ones."""
+        self.page.wait_for_function(
+            """([texts, known]) => {
+                const lists = [...document.querySelectorAll(".list")];
+                const lines = lists.find(each => each.offsetParent).innerText.split(/[\\n\\t]/);
+                const found = lines.filter(line => known.includes(line));
+                return JSON.stringify(found) === JSON.stringify(texts);
+            }""",
+            arg=[texts, known],
+        )
+
     @property
     def answer(self) -> str:
         return self.page.locator("#answer .verdict b").inner_text()

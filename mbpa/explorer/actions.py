@@ -18,7 +18,7 @@ from mbpa.serve import schemas
 from mbpa.serve.answers import Lesson, Reason
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.input_checks import check_label, naming_picture, standardize_picture
-from mbpa.serve.journal import InputError
+from mbpa.serve.journal import InputError, ListedExample
 from mbpa.serve.service import Service
 from mbpa.serve.settings import Settings
 
@@ -128,6 +128,27 @@ class Actions:
 
         return await self._service.writer(work)
 
+    async def take_back(self, ids: Sequence[int], *, by: str | None = None) -> Change:
+        """Delete examples that were taught; those that no longer exist are left out."""
+
+        def work() -> Change:
+            removed = get_lessons(self.classifier, ids)
+            if not removed:
+                raise InputError("these examples no longer exist")
+            if any(self.classifier.was_trained_with(id) for id in removed):
+                raise InputError("only what was taught can be taken back")
+            self.classifier.forget(removed, by=by)
+            labels = {each.label for each in removed.values()}
+            of = f" of “{next(iter(labels))}”" if len(labels) == 1 else ""
+            count = "1 example" if len(removed) == 1 else f"{len(removed)} examples"
+            return Change(f"Took back {count}{of}.", removed=tuple(removed.values()))
+
+        return await self._service.writer(work)
+
+    async def list_taught(self, query: schemas.ExamplesQuery) -> list[ListedExample]:
+        """Return a page of examples, and one more if there is a next page."""
+        return await self._service.list_examples(query)
+
     async def undo(self, change: Change, *, by: str | None = None) -> None:
         """Undo a change."""
 
@@ -171,10 +192,19 @@ def make_data_url(picture: bytes) -> str:
 
 def get_lesson(classifier: Classifier, id: int) -> Lesson:
     """Return an example as a lesson with its key; raise `InputError` if it does not exist."""
-    found: Sequence[int]
-    found, keys = classifier.entries()
-    texts = {each.id: each for each in classifier.examples()}
-    if id not in texts or id not in found:
+    found = get_lessons(classifier, [id])
+    if id not in found:
         raise InputError(f"example {id} no longer exists")
-    key = keys[list(found).index(id)]
-    return Lesson(texts[id].label, texts[id].text, key, classifier.image(id))
+    return found[id]
+
+
+def get_lessons(classifier: Classifier, ids: Iterable[int]) -> dict[int, Lesson]:
+    """Return those of these examples that exist, as lessons with their keys, by id."""
+    wanted = set(ids)
+    held, keys = classifier.entries()
+    places = {id: place for place, id in enumerate(held) if id in wanted}
+    return {
+        each.id: Lesson(each.label, each.text, keys[places[each.id]], classifier.image(each.id))
+        for each in classifier.examples()
+        if each.id in places
+    }

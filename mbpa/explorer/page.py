@@ -37,6 +37,7 @@ try:
     from mbpa.explorer.login import LoginMiddleware
     from mbpa.explorer.review_tab import ReviewTab
     from mbpa.explorer.sessions import Session, Sessions, make_refusal, show_errors
+    from mbpa.explorer.taught_tab import TaughtTab
     from mbpa.explorer.uploads import MAX_TOTAL_BYTES, UploadMiddleware, Uploads
 except ImportError as error:
     raise MissingExtraError("the page", extra="explore") from error
@@ -179,6 +180,7 @@ class ExplorerPage:
                     self._undo = gr.Button("Undo", interactive=False, **SIDE_BUTTON_OPTIONS)
             with gr.Tab("Ask and teach"):
                 self._lay_out_asking()
+            TaughtTab(self)
             ReviewTab(self, "Least certain", review.sort_by_uncertainty)
             ReviewTab(self, "Probably mislabelled", review.find_mislabelled)
             self._connect()

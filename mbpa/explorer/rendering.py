@@ -13,6 +13,8 @@ from markupsafe import Markup, escape
 
 from mbpa.explorer.review import Opinion
 from mbpa.serve.answers import Reason
+from mbpa.serve.audit import format_time
+from mbpa.serve.journal import ListedExample
 
 COLOURS = ("#4f7cff", "#f08c2e", "#2fa36b", "#b065c9", "#e0566b")  # readable on light and dark
 OTHER_COLOUR = "#98a1b3"
@@ -125,6 +127,17 @@ Its neighbours vote for <b>{{ opinion.label | breakable }}</b>, with
 """
 
 
+_TAUGHT = """
+{% from "parts" import show_example %}
+<div class="mbpa"><div style="font-size: 17px; margin-bottom: 8px">
+{{ show_example(example, "large") }}</div>
+<div class="quiet">taught as</div><b>{{ label | breakable }}</b>
+{% if when %}<div class="quiet" style="margin-top: 8px">
+{{ when }} UTC{% if by %}, by {{ by }}{% endif %}</div>{% endif %}
+</div>
+"""
+
+
 def allow_breaks(label: str) -> Markup:
     """Return a label, escaped, with line breaks allowed after underscores."""
     return escape(label).replace("_", Markup("_<wbr/>"))
@@ -160,6 +173,7 @@ _TEMPLATES = make_environment(
         "answer": _ANSWER,
         "memories": _MEMORIES,
         "opinion": _OPINION,
+        "taught": _TAUGHT,
     }
 )
 
@@ -251,6 +265,21 @@ def render_opinion(opinion: Opinion, thumbs: Mapping[int, str] = NO_THUMBS) -> s
         label=example.label,
         example=describe_example(example.id, example.text, thumbs, MAX_LONG_CHARACTERS),
     )
+
+
+def render_taught(listed: ListedExample, thumbs: Mapping[int, str] = NO_THUMBS) -> str:
+    """Return a taught example with its label, time and teacher."""
+    return _TEMPLATES.get_template("taught").render(
+        example=describe_example(listed.id, listed.text, thumbs, MAX_LONG_CHARACTERS),
+        label=listed.label,
+        when=format_minute(listed.taught_ms),
+        by=listed.by,
+    )
+
+
+def format_minute(time_ms: int | None) -> str:
+    """Return a time in UTC, to the minute."""
+    return "" if time_ms is None else format_time(time_ms)[:16].replace("T", " ")
 
 
 def describe_example(

@@ -11,7 +11,7 @@ import gradio as gr
 from mbpa.explorer.actions import Change
 from mbpa.explorer.review import Opinion
 from mbpa.serve.batching import Overloaded, ResultT
-from mbpa.serve.journal import InputError, JournalError
+from mbpa.serve.journal import InputError, JournalError, ListedExample
 
 MAX_SESSIONS = 1000  # sessions kept in memory
 
@@ -31,6 +31,10 @@ class Session:
     """Examples of the review lists, by title."""
     chosen: int = 0
     """Index of the selected example in the current list."""
+    taught: list[ListedExample] = field(default_factory=list)
+    """Examples that the list of taught ones shows."""
+    chosen_taught: int | None = None
+    """Id of the example that is selected there."""
 
     def remove(self, title: str, opinion: Opinion) -> None:
         """Remove an example from a list, if it is still there."""

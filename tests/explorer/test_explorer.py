@@ -30,8 +30,9 @@ from visiting import Visitor, collect_state, run_visits, visit_page
 import mbpa
 import mbpa.explorer
 from benchmarks import mislabelled
-from mbpa.explorer import actions, memory_map, rendering, review
-from mbpa.serve.answers import Answer, NearExample, Reason
+from mbpa.explorer import actions, memory_map, rendering, review, taught_tab
+from mbpa.explorer.sessions import Session
+from mbpa.serve.answers import Answer, Lesson, NearExample, Reason
 from mbpa.serve.app import create_app
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import Example, InputError
@@ -118,6 +119,91 @@ def test_a_visitor_teaches_and_undoes_and_nothing_leaves_the_machine(classifier,
     assert visitor.troubles == []
     assert visitor.hosts == {url.removeprefix("http://")}
     assert {address[0] for address in visited if isinstance(address, tuple)} <= {"127.0.0.1"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # Playwright's pipe to its driver
+def test_what_was_taught_is_listed_after_a_reload_and_taken_back(classifier):
+    from playwright.sync_api import sync_playwright
+
+    from mbpa.explorer import page
+
+    chromium = browser.find_or_skip()
+
+    async def mount_page():  # within a loop: else Gradio makes loops and leaves them open
+        return page.mount(create_app(classifier), classifier)
+
+    app = asyncio.run(mount_page())
+    untaught = collect_state(classifier)
+    with (
+        running(app) as url,
+        sync_playwright() as driver,
+        driver.chromium.launch(
+            executable_path=chromium.program, env=chromium.environment
+        ) as opened,
+    ):
+        visitor = Visitor(opened, f"{url}{page.PATH}")
+        visitor.page.get_by_role("textbox", name="Teach a label").fill(LABEL)
+        visitor.page.get_by_role("textbox", name="Examples").fill(LUGGAGE)
+        visitor.press("Teach", "Taught 3 examples")
+        classifier.learn([Lesson("pin", "pin of the suitcase")], by="ana")  # as over HTTP
+        visitor.page.reload()
+        visitor.page.locator("#map svg").wait_for()
+        assert visitor.page.get_by_role("button", name="Undo").is_disabled()
+        visitor.open_tab("Taught")
+        texts = ["pin of the suitcase", *LUGGAGE.replace("\n\n", "\n").splitlines()[::-1]]
+        visitor.wait_for_rows(texts, texts)
+        assert visitor.page.get_by_role("button", name="Take this one back").is_disabled()
+        visitor.choose("Label", "pin")
+        visitor.wait_for_rows(texts[:1], texts)
+        visitor.choose("Taught within", "the last hour")
+        visitor.wait_for_rows(texts[:1], texts)
+        visitor.pick_row("pin of the suitcase")
+        visitor.page.locator("#taught").get_by_text("by ana").wait_for()
+        visitor.press("Take this one back", "Took back 1 example of “pin”.")
+        visitor.wait_for_rows([], texts)
+        visitor.choose("Label", "all labels")
+        visitor.wait_for_rows(texts[1:], texts)
+        visitor.press("Take back all 3 that are listed", "Took back 3 examples of")
+        visitor.wait_for_rows([], texts)
+        assert collect_state(classifier) == untaught
+        visitor.press("Undo", "Undone: Took back 3 examples")
+        assert classifier.labels[LABEL] == 3
+        visitor.press("Undo", "Undone: Took back 1 example")
+        assert classifier.examples("pin")[-1].text == "pin of the suitcase"
+    gc.collect()  # here, where what is left open is no error
+    assert visitor.troubles == []
+
+
+def test_taking_back_is_for_what_was_taught_and_what_is_still_there(classifier):
+    untaught = collect_state(classifier)
+    first, second = classifier.learn([Lesson("pin", "one"), Lesson("card", "two")])
+    with pytest.raises(InputError, match="only what was taught"):
+        run_visits(classifier, lambda actions: actions.take_back([1, first]))
+    classifier.forget([second])
+    done = run_visits(classifier, lambda actions: actions.take_back([first, second], by="ana"))
+    assert done.description == "Took back 1 example of “pin”."
+    assert collect_state(classifier) == untaught
+    assert classifier.journal.audit(limit=1)[0].by == "ana"
+    with pytest.raises(InputError, match="no longer exist"):
+        run_visits(classifier, lambda actions: actions.take_back([first]))
+    run_visits(classifier, lambda actions: actions.undo(done))
+    assert classifier.examples("pin")[-1].text == "one"
+
+
+def test_a_long_list_of_what_was_taught_is_shown_in_pages(classifier):
+    ids = classifier.learn([Lesson("pin", f"pin {i}") for i in range(120)])
+
+    async def visit(page: object) -> None:
+        tab = taught_tab.TaughtTab.__new__(taught_tab.TaughtTab)
+        tab._page, session = page, Session()
+        for count, has_more in ((50, True), (100, True), (150, False)):
+            table, more, *_ = await tab.show_list(session, "all labels", "any time", count)
+            assert [each.id for each in session.taught] == ids[::-1][:count]
+            assert len(table) == len(session.taught)
+            assert more.visible == has_more
+
+    visit_page(classifier, visit)
 
 
 def _teaches_a_label_and_undoes_it(visitor: Visitor, classifier: Classifier, untaught) -> None:
