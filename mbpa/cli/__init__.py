@@ -7,7 +7,7 @@ import sys
 from mbpa.cli import lm
 from mbpa.cli.command import Command, parse_command, run_command
 from mbpa.cli.demo import Demo
-from mbpa.cli.runs import Audit, Export
+from mbpa.cli.runs import Audit, Export, Merge, Rename
 from mbpa.cli.serve import Check, Explore, Serve
 from mbpa.cli.teach import Teach
 
@@ -21,6 +21,8 @@ COMMANDS: dict[str, type[Command]] = {
     "check": Check,
     "export": Export,
     "audit": Audit,
+    "rename": Rename,
+    "merge": Merge,
     "lm": lm.LanguageModel,
     "demo": Demo,
 }

@@ -14,7 +14,7 @@ from mbpa.cli.command import Command
 from mbpa.errors import RunError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunCommand(Command):
     """A command for a run directory, or for a running service."""
 
@@ -25,7 +25,7 @@ class RunCommand(Command):
     """Token of the service, if it requires one; by default the environment variable MBPA_TOKEN."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Export(RunCommand):
     """Write the examples of a run to a file that `mbpa teach` and spreadsheets read.
 
@@ -59,7 +59,7 @@ class Export(RunCommand):
         return 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Audit(RunCommand):
     """List who taught and forgot what and when, newest first."""
 
@@ -86,10 +86,68 @@ class Audit(RunCommand):
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rename(RunCommand):
+    """Rename a label, as if it had been taught with the new name from the start."""
+
+    label: tyro.conf.Positional[str]
+    """Label to rename."""
+    to: tyro.conf.Positional[str]
+    """New name, which no label has yet."""
+
+    def run(self) -> int:
+        count = self._change("rename", {"label": self.label, "to": self.to})
+        print(f"{count} {'example has' if count == 1 else 'examples have'} the label {self.to!r}")
+        return 0
+
+    def _change(self, kind: str, names: dict[str, str]) -> int:
+        """Rename or merge in the service or in the directory; return the number of examples."""
+        from mbpa.serve import client
+        from mbpa.serve.classifier import Classifier
+        from mbpa.serve.input_checks import check_label
+        from mbpa.serve.journal import InputError, JournalError
+
+        if client.is_url(self.run_or_url):
+            service = _open_service(self.run_or_url, self.token)
+            return int(service.post(f"/labels/{kind}", names)["examples"])
+        try:
+            for name in names.values():
+                check_label(name)
+            with Classifier.load(self.run_or_url, encodes=False) as classifier:
+                return len(getattr(classifier, kind)(*names.values()))
+        except (InputError, JournalError) as error:
+            raise RunError(_advise(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(Rename):
+    """Merge a label into another, as if its examples had been taught with that one."""
+
+    label: tyro.conf.Positional[str]
+    """Label to merge; it ceases to exist."""
+    to: tyro.conf.Positional[str]
+    """Label that its examples get."""
+
+    def run(self) -> int:
+        count = self._change("merge", {"label": self.label, "into": self.to})
+        print(f"{count} {'example' if count == 1 else 'examples'} moved to the label {self.to!r}")
+        return 0
+
+
+def _advise(error: Exception) -> str:
+    """Return the message of an error; if the run is being served, say what to do."""
+    from mbpa.serve.journal import InUseError
+
+    hint = "; or give the URL of the service in place of the directory"
+    return f"{error}{hint if isinstance(error, InUseError) else ''}"
+
+
 def _describe_change(change: Mapping[str, Any]) -> str:
     """Return a line about an entry of the audit trail, as `GET /audit` returns it."""
     count, first = change["count"], change["first"]
     what = f"example {first}" if count == 1 else f"{count} examples from {first} on"
+    if change["label"] is not None:
+        what = f"{change['label']!r} to {change['new_label']!r}, {count} examples"
     return f"{change['time']}  {change['by'] or '-':12}  {change['action']:8}  {what}"
 
 

@@ -48,6 +48,8 @@ COUNTED_PATHS = {
         "/examples",
         "/audit",
         "/labels",
+        "/labels/rename",
+        "/labels/merge",
         "/stats",
         "/health",
         "/metrics",
@@ -90,6 +92,7 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
     _add_error_handlers(app, service)
     _add_prediction_routes(app, service)
     _add_teaching_routes(app, service)
+    _add_label_routes(app, service)
     _add_status_routes(app, service)
     _add_listing_routes(app, service)
     if classifier.takes == "images":
@@ -129,6 +132,20 @@ def _add_teaching_routes(app: FastAPI, service: Service) -> None:
         """Delete examples from the memory and from the files on disk."""
         ids = await service.forget(query, by=_get_token_name(request))
         return http.serialize(schemas.ForgetResult.model_construct(ids=ids))
+
+
+def _add_label_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/labels/rename", responses=WRITE_ERRORS, response_model=schemas.RelabelResult)
+    async def rename(query: schemas.RenameRequest, request: Request) -> Response:
+        """Rename a label. From then on it is as if it had been taught with the new name."""
+        count = await service.rename(query, by=_get_token_name(request))
+        return http.serialize(schemas.RelabelResult(examples=count))
+
+    @app.post("/labels/merge", responses=WRITE_ERRORS, response_model=schemas.RelabelResult)
+    async def merge(query: schemas.MergeRequest, request: Request) -> Response:
+        """Merge a label into another, as if its examples had been taught with that one."""
+        count = await service.merge(query, by=_get_token_name(request))
+        return http.serialize(schemas.RelabelResult(examples=count))
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:

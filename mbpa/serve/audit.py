@@ -1,18 +1,19 @@
 """The audit trail of a journal: who changed what and when, one entry per durable change.
 
-Entries name ids, never texts, so that a forgotten text leaves no trace here either.
+Entries name ids, never texts, so that a forgotten text leaves no trace here either. Of labels they
+hold only the names that were changed.
 
 Standard library only.
 """
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-Action = Literal["learn", "restore", "forget"]
+Action = Literal["learn", "restore", "forget", "rename", "merge"]
 TEACHING_ACTIONS = ("learn", "restore")  # these add the examples from `first` on
 
 
@@ -31,6 +32,9 @@ class AuditEntry:
     """Lowest id of the examples that were changed."""
     count: int
     """Number of examples that were changed."""
+    label: str | None = None
+    """Former name of a label that was renamed or merged into another."""
+    new_label: str | None = None
 
     def __post_init__(self) -> None:
         if self.action not in get_args(Action):
@@ -72,6 +76,34 @@ class LessonIndex:
         """Return the lowest id that was taught at this time or later; `None` if there is none."""
         times = zip(self._firsts, self._times_ms, strict=True)
         return next((first for first, taught_ms in times if taught_ms >= time_ms), None)
+
+
+def apply_renames(labels: Sequence[str], entries: Iterable[AuditEntry]) -> tuple[str, ...]:
+    """Return the current names of the labels that a head was trained with.
+
+    A renamed label takes its row of the head with it. A label that was merged into another trained
+    label leaves its row behind, which then has a name that no label can have.
+
+    Args:
+        labels: one name per row of the head.
+        entries: the changes since then, oldest first.
+    """
+    names = list(labels)
+    places = {name: place for place, name in enumerate(names)}
+    for entry in entries:
+        if entry.action not in ("rename", "merge") or entry.label is None:
+            continue
+        place = places.pop(entry.label, None)
+        if place is None:
+            continue
+        names[place] = f"\n{place}"
+        if entry.action == "rename" and entry.new_label is not None:
+            retired = places.get(entry.new_label)
+            if retired is not None:
+                names[retired] = f"\n{retired}"
+            names[place] = entry.new_label
+            places[entry.new_label] = place
+    return tuple(names)
 
 
 def format_time(time_ms: int) -> str:

@@ -24,9 +24,10 @@ from mbpa.encoders.text import TextEncoder
 from mbpa.errors import RunError
 from mbpa.modules.new_rows import NewRows
 from mbpa.serve.answers import Answer, Lesson, Reason, name_answers
+from mbpa.serve.audit import apply_renames
 from mbpa.serve.example_index import Counts
-from mbpa.serve.input_checks import InputChecks, Limits
-from mbpa.serve.journal import Example, ExampleFilter, Journal, ListedExample, Row
+from mbpa.serve.input_checks import InputChecks, Limits, check_label
+from mbpa.serve.journal import Example, ExampleFilter, InputError, Journal, ListedExample, Row
 from mbpa.serve.run_info import (
     JOURNAL_FILE,
     RunInfo,
@@ -71,7 +72,8 @@ class Classifier:
         )
         self._writing = threading.RLock()  # journal and memory get writes in the same order
         self._state = threading.RLock()
-        self._model = ServedModel(head, info.labels, predictor, rows)
+        names = apply_renames(info.labels, journal.renames())
+        self._model = ServedModel(head, names, predictor, rows)
         self._counts = self._model.counts(0)  # replaced after each change: readers need no lock
         self._replay()
 
@@ -84,13 +86,16 @@ class Classifier:
         text_encoder: TextEncoder | None = None,
         image_encoder: ImageEncoder | None = None,
         limits: Limits | None = None,
+        encodes: bool = True,
     ) -> Self:
         """Load the classifier from a run directory.
 
         Args:
+            device: where to compute.
             text_encoder, image_encoder: used in place of loading the run's encoder. The
                 fingerprint must equal that of the run's encoder.
             limits: how much the run can hold; larger than most runs by default.
+            encodes: load the run's encoder; without it, only keys can be classified and taught.
 
         Raises:
             RunError: there is no run, it is damaged, or its encoder differs from the one here.
@@ -104,7 +109,7 @@ class Classifier:
             info = RunInfo.read(root)
             head, predictor, rows = read_model(root, info, device)
             encoder: Encoder[Any] | None = text_encoder or image_encoder
-            if encoder is None:
+            if encoder is None and encodes:
                 try:
                     encoder = read_encoder(info, device)
                 except ValueError as error:
@@ -362,7 +367,56 @@ class Classifier:
                     self._model.remove(gone)
             return gone
 
+    def rename(self, label: str, new_label: str, *, by: str | None = None) -> list[int]:
+        """Give a label another name; return the ids of its examples.
+
+        A trained label keeps its row of the head. From then on the answers are those of a
+        classifier that was taught with the new name from the start.
+
+        Raises:
+            InputError: there is no such label, or the new name is taken.
+        """
+        label, new_label = label.strip(), new_label.strip()
+        check_label(new_label)
+        with self._writing:
+            if new_label in self._counts.labels:
+                raise InputError(f"there is already a label {new_label!r}: merge them instead")
+            return self._change_label(label, new_label, by)
+
+    def merge(self, label: str, into: str, *, by: str | None = None) -> list[int]:
+        """Give the examples of one label another label that exists; return their ids.
+
+        From then on the answers are those of a classifier to which the examples were taught with
+        that label. If only `label` was trained, the row of the head goes to `into`. If both were,
+        the examples that `label` was trained with count as taught from then on and get new ids, and
+        their effect on the other rows remains until the head is trained again.
+
+        Raises:
+            InputError: there is no such label.
+        """
+        label, into = label.strip(), into.strip()
+        with self._writing:
+            if into not in self._counts.labels:
+                raise InputError(f"there is no label {into!r}: rename {label!r} instead")
+            return self._change_label(label, into, by)
+
     # Inside
+
+    def _change_label(self, label: str, new_label: str, by: str | None) -> list[int]:
+        self.journal.require_owner()
+        counts = self._counts
+        if label not in counts.labels:
+            raise InputError(f"there is no label {label!r}")
+        if label == new_label:
+            raise InputError(f"the label is already called {label!r}")
+        has_row = new_label in counts.trained_labels
+        last_trained = self.info.trained_examples if has_row else None
+        with self._applying_change():
+            ids = self.journal.rename(label, new_label, last_trained=last_trained, by=by)
+            names = apply_renames(self.info.labels, self.journal.renames())
+            with self._state:
+                self._model.relabel(ids, new_label, names, keeps_trained=not has_row)
+        return sorted(ids.values())
 
     def _encode_queries(
         self,

@@ -264,6 +264,68 @@ class Journal:
             database.acknowledge(totals.change)
         return sorted(found)
 
+    def rename(
+        self,
+        label: str,
+        new_label: str,
+        *,
+        last_trained: int | None = None,
+        by: str | None = None,
+    ) -> dict[int, int]:
+        """Give all examples of a label another label, which may exist; return their new ids by id.
+
+        This copies the whole journal, so it takes about as long as reading and writing the file.
+
+        Args:
+            label: the present label.
+            new_label: the label to give its examples.
+            last_trained: given if `new_label` has a row of the head of its own, which was not
+                trained with these examples: the highest id of those that the head was trained
+                with. Examples up to it get new ids, and restored ones are no longer listed in
+                ``restored``, so that from now on all count as taught. Others keep their ids.
+            by: name of the token, for the audit trail.
+
+        Raises:
+            JournalError: the call is not acknowledged. After a restart either all of the examples
+                have the new label or none.
+        """
+        _validate(new_label, "", None)
+        with self._database.writing() as database:
+            found = self._find_rows((), label)
+            if not found or label == new_label:
+                return {}
+            moved = [id for id in sorted(found) if id <= (last_trained or 0)]
+            last = self._totals.last
+            ids = {id: id for id in found} | {id: last + 1 + i for i, id in enumerate(moved)}
+            is_merge = last_trained is not None
+            totals = replace(self._totals, change=self._totals.change + 1, last=last + len(moved))
+            with database.transaction():
+                checksums = journal_schema.copy_renamed_rows(
+                    database, ids, new_label, clears_restored=is_merge
+                )
+                totals = totals.count_examples(-1, [each.checksum for each in found.values()])
+                totals = totals.count_examples(1, checksums)
+                action: Action = "merge" if is_merge else "rename"
+                first, names = min(ids.values()), (label, new_label)
+                entry, totals = self._audit(action, first, len(ids), by, totals, names)
+                totals.write(database)
+            self._totals = totals
+            self._add_lesson(entry)
+            if is_merge:
+                self._restored = self._restored.difference(found)
+            moved_labels = Counter({new_label: len(found)})
+            self._labels = self._labels - Counter({label: len(found)}) + moved_labels
+            database.give_back_free_pages()
+            self._waste = 0
+            database.empty_log()
+            database.acknowledge(totals.change)
+        return ids
+
+    def renames(self) -> list[AuditEntry]:
+        """Return the entries of labels that were renamed or merged, oldest first."""
+        with self._database.reading() as database:
+            return journal_schema.read_renames(database)
+
     def examples(
         self, after: int = 0, limit: int | None = None, *, with_pictures: bool = True
     ) -> Iterator[Example]:
@@ -389,11 +451,17 @@ class Journal:
         return ids, totals.count_examples(1, checksums)
 
     def _audit(
-        self, action: Action, first: int, count: int, by: str | None, totals: Totals
+        self,
+        action: Action,
+        first: int,
+        count: int,
+        by: str | None,
+        totals: Totals,
+        names: tuple[str | None, str | None] = (None, None),
     ) -> tuple[AuditEntry, Totals]:
         """Write an entry of the audit trail, and from time to time delete old ones."""
         now_ms = int(self._clock() * 1000)
-        entry = AuditEntry(totals.change, now_ms, by, action, first, count)
+        entry = AuditEntry(totals.change, now_ms, by, action, first, count, *names)
         totals = totals.count_entries(1, [journal_schema.insert_entry(self._database, entry)])
         if self._is_audit_long():
             gone = journal_schema.delete_entries(self._database, self._audited_changes)

@@ -8,7 +8,7 @@ Standard library only.
 
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from hashlib import blake2b
 from typing import Any, Self
@@ -37,7 +37,8 @@ _TABLES = {
 )""",
     "audit": """(
     change INTEGER PRIMARY KEY, time_ms INTEGER NOT NULL, name TEXT, action TEXT NOT NULL,
-    first INTEGER NOT NULL, count INTEGER NOT NULL, checksum BLOB NOT NULL
+    first INTEGER NOT NULL, count INTEGER NOT NULL, label TEXT, new_label TEXT,
+    checksum BLOB NOT NULL
 )""",
     "counters": """(
     change INTEGER NOT NULL, last INTEGER NOT NULL,
@@ -64,7 +65,9 @@ SELECT id, restored, CASE typeof(label) WHEN 'text' THEN CAST(label AS BLOB) END
 FROM examples WHERE live
 """
 _VERIFY_REQUESTS = "SELECT number, name, first, count, content, keys, checksum FROM requests"
-_SELECT_ENTRIES = "SELECT change, time_ms, name, action, first, count, checksum FROM audit"
+_SELECT_ENTRIES = """
+SELECT change, time_ms, name, action, first, count, label, new_label, checksum FROM audit
+"""
 _TAGS = {type(None): b"n", int: b"i", str: b"s", bytes: b"b"}
 _SQLITE_TYPES = {type(None): "null", str: "text", bytes: "blob"}  # SQLite's names of the types
 
@@ -197,17 +200,19 @@ def insert_entry(database: Database, entry: AuditEntry) -> bytes:
     """Write an entry of the audit trail and return its checksum."""
     row = entry.to_row()
     checksum = compute_checksum(*row)
-    database.rows("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?)", *row, checksum)
+    database.rows("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", *row, checksum)
     return checksum
 
 
 def delete_entries(database: Database, newest: int) -> list[bytes]:
     """Delete entries of the audit trail before the newest ones; return their checksums.
 
-    Entries of lessons of which an example is left are kept: they say who taught it.
+    Entries of lessons of which an example is left are kept: they say who taught it. Names that were
+    changed are kept, because rows of the head are found by them.
     """
     gone = """
-    FROM audit WHERE change <= (SELECT max(change) FROM audit) - ? AND NOT EXISTS (
+    FROM audit WHERE change <= (SELECT max(change) FROM audit) - ?
+    AND action NOT IN ('rename', 'merge') AND NOT EXISTS (
         SELECT 1 FROM examples WHERE live AND id >= first AND id < first + count
         AND action IN ('learn', 'restore')
     )"""
@@ -222,6 +227,12 @@ def read_entries(database: Database, before: int, limit: int) -> list[AuditEntry
     return [AuditEntry(*row[:-1]) for row in database.rows(select, before, limit)]
 
 
+def read_renames(database: Database) -> list[AuditEntry]:
+    """Return the entries of labels that were renamed or merged, oldest first."""
+    select = f"{_SELECT_ENTRIES} WHERE action IN ('rename', 'merge') ORDER BY change"
+    return [AuditEntry(*row[:-1]) for row in database.rows(select)]
+
+
 def index_lessons(database: Database) -> LessonIndex:
     """Read the audit trail and return the index of its lessons."""
     rows = database.stream(f"{_SELECT_ENTRIES} ORDER BY change")
@@ -234,6 +245,50 @@ def copy_live_rows(database: Database) -> None:
     SCHEMA.create(database, "examples")
     database.rows("INSERT INTO examples SELECT * FROM forgotten WHERE live ORDER BY id")
     database.rows("DROP TABLE forgotten")
+
+
+def copy_renamed_rows(
+    database: Database, ids: Mapping[int, int], label: str, *, clears_restored: bool
+) -> list[bytes]:
+    """Copy the live examples to a new table, some with another label; return their checksums.
+
+    Changing rows in place would move others, of which copies could then stay in gaps. Here rows are
+    only appended, in the order of their ids.
+
+    Args:
+        database: the journal.
+        ids: new ids by old ids of the examples to rename. A new id is the old one, or higher than
+            all others, in the same order.
+        label: their new label.
+        clears_restored: they no longer count as restored.
+    """
+    database.rows("ALTER TABLE examples RENAME TO forgotten")
+    SCHEMA.create(database, "examples")
+    checksums: list[bytes] = []
+    last = 0
+
+    def copy_up_to(id: int) -> None:
+        copied = "SELECT * FROM forgotten WHERE live AND id > ? AND id < ? ORDER BY id"
+        database.rows(f"INSERT INTO examples {copied}", last, id)
+
+    def insert(id: int, new_id: int) -> None:
+        select = "SELECT restored, text, key FROM forgotten WHERE id = ?"
+        ((restored, item, key),) = database.rows(select, id)
+        row = (label, item, key)
+        is_restored = bool(restored) and not clears_restored
+        checksums.append(insert_example(database, new_id, is_restored, row))
+
+    for id in sorted(ids):
+        copy_up_to(id)
+        if ids[id] == id:
+            insert(id, id)
+        last = id
+    copy_up_to(2**63 - 1)
+    for id, new_id in sorted(ids.items()):
+        if id != new_id:
+            insert(id, new_id)
+    database.rows("DROP TABLE forgotten")
+    return checksums
 
 
 def verify(database: Database) -> VerifiedCounts:

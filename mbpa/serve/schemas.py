@@ -260,6 +260,33 @@ class ForgetResult(ApiModel):
     """Ids of the deleted examples."""
 
 
+class RenameRequest(ApiModel):
+    """A label and its new name, which no label has yet."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"label": "order_pizza", "to": "pizza"}]}
+    )
+
+    label: Label
+    to: Label
+
+
+class MergeRequest(ApiModel):
+    """A label, and the label that its examples get."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"label": "order_pizza", "into": "pizza"}]}
+    )
+
+    label: Label
+    into: Label
+
+
+class RelabelResult(ApiModel):
+    examples: int
+    """Number of examples that have the other label now."""
+
+
 class ExamplesQuery(ApiModel):
     """Which examples to list."""
 
@@ -313,11 +340,15 @@ class AuditedChange(ApiModel):
     by: str | None
     """Name of the token; `null` if none was needed."""
     action: str
-    """"learn", "forget", or "restore" for examples whose forgetting was undone."""
+    """"learn", "forget", "rename", "merge" (into a label with a row of its own), or "restore" for
+    examples whose forgetting was undone."""
     first: int
     """Lowest id of the examples that were changed."""
     count: int
     """Number of examples that were changed."""
+    label: str | None
+    """Former name of a label that was renamed or merged."""
+    new_label: str | None
 
 
 class Audit(ApiModel):
@@ -401,6 +432,8 @@ def make_audited_change(entry: AuditEntry) -> AuditedChange:
         action=entry.action,
         first=entry.first,
         count=entry.count,
+        label=entry.label,
+        new_label=entry.new_label,
     )
 
 

@@ -7,7 +7,7 @@ or others that were added and removed.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -149,6 +149,30 @@ class ServedModel:
             self._rows.remove(labels, self._memory.get_keys(entries))
         self._memory.delete(entries)
         self._rebind(labels)
+
+    def relabel(
+        self,
+        ids: Mapping[int, int],
+        label: str,
+        trained_labels: Sequence[str],
+        *,
+        keeps_trained: bool,
+    ) -> None:
+        """Give examples another label, as if they had been added with it.
+
+        Args:
+            ids: new ids by old ids of the examples.
+            label: their new label.
+            trained_labels: from now on the names of the rows of the trained head.
+            keeps_trained: examples that the head was trained with still count as such.
+        """
+        held = {id: self.index.examples[id] for id in ids}
+        keys = self._memory.get_keys([each.entry for each in held.values()])
+        self.remove(held)
+        self._all_trained_labels = trained_labels
+        trained = {ids[id] for id, each in held.items() if keeps_trained and each.is_trained}
+        named = [(label, each.text) for each in held.values()]
+        self.add(list(ids.values()), named, keys, trained)
 
     def _rebind(self, changed: Iterable[str]) -> None:
         """Update the head, labels and columns to the current examples.

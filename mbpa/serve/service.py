@@ -9,7 +9,7 @@ import asyncio
 import base64
 import binascii
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -183,6 +183,21 @@ class Service:
         return await self.writer(
             lambda: self.classifier.forget(request.ids or (), request.label, by=by)
         )
+
+    async def rename(self, request: schemas.RenameRequest, *, by: str | None = None) -> int:
+        """Rename a label; return the number of its examples."""
+        return await self._change_label(self.classifier.rename, request.label, request.to, by)
+
+    async def merge(self, request: schemas.MergeRequest, *, by: str | None = None) -> int:
+        """Merge a label into another; return the number of examples that changed."""
+        return await self._change_label(self.classifier.merge, request.label, request.into, by)
+
+    async def _change_label(
+        self, change: Callable[..., list[int]], label: str, new_label: str, by: str | None
+    ) -> int:
+        for name in (label, new_label):
+            check_label(name)
+        return len(await self.writer(lambda: change(label, new_label, by=by)))
 
     async def list_examples(self, query: schemas.ExamplesQuery) -> list[ListedExample]:
         """Return the examples of a page, and one more if there is a next page."""
