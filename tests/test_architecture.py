@@ -18,6 +18,7 @@ LAYERS = [
     {"predictors"},
     {"checkpoint", "explanation", "serialization"},
     {"model"},
+    {"teaching"},
     {"evaluation", "stream"},
     {"tune"},
     {"testing", "encoders", "language"},

@@ -1,0 +1,289 @@
+"""A classifier that is taught examples, forgets them exactly, and says what it does not know.
+
+Its answers depend only on the learner and on the examples that are present, to the bit: not on the
+order in which they came, nor on others that were added and forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mbpa.teaching.belief import BeliefRows
+from mbpa.teaching.combination import Evidence
+from mbpa.teaching.example_store import ExampleStore, measure_cosines, round_keys
+from mbpa.teaching.learner import Learner
+
+MAX_LOST_POINTS = 1.0
+REHEARSED_FRACTION = 0.5  # of the loss that is allowed; on other queries the loss is larger
+
+
+class Prediction(NamedTuple):
+    """Answers to B queries over the labels of a classifier."""
+
+    log_probs: Float[Tensor, "B C"]
+    """Log-probability of each label, for queries that belong to one of them."""
+    in_scope: Float[Tensor, "B"]
+    """Probability that the query belongs to one of the labels, by how near their examples are."""
+
+
+@dataclass(frozen=True)
+class SimilarExample:
+    """A stored example that resembles a query."""
+
+    id: int
+    label: str
+    cosine: float
+
+
+@dataclass(frozen=True)
+class TaughtExplanation:
+    """What the witnesses say about one query."""
+
+    labels: tuple[str, ...]
+    """The most probable labels."""
+    probabilities: tuple[float, ...]
+    beliefs: tuple[float, ...]
+    """Scaled log density of the query under each of these labels."""
+    cosines: tuple[float, ...]
+    """Cosine to the nearest example of each of these labels."""
+    head: tuple[float | None, ...]
+    """Probability according to the trained head alone; `None` for labels it does not have."""
+    in_scope: float
+    examples: tuple[SimilarExample, ...]
+    """The nearest examples, the nearest first."""
+
+
+class TaughtClassifier:
+    """Learns and forgets examples without training. Not thread-safe.
+
+    Args:
+        learner: the result of `fit_learner`.
+        trained_labels: names of the labels known at the start, in the order of the head's rows. A
+            label keeps its row as long as one of the examples that it was trained with is present.
+        max_lost_points: how many points of accuracy on trained labels new labels may cost, for
+            example 1.0 for 96% → 95%. Larger values answer more queries of new labels correctly.
+            `None` sets no limit, which gives the best accuracy over all labels.
+        device: where queries are answered.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        trained_labels: Sequence[str],
+        *,
+        max_lost_points: float | None = MAX_LOST_POINTS,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if len(set(trained_labels)) != learner.head.out_features:
+            raise ValueError(
+                f"trained_labels must be {learner.head.out_features} distinct names, "
+                f"got {len(set(trained_labels))}"
+            )
+        if max_lost_points is not None and not 0 <= max_lost_points < math.inf:
+            raise ValueError(
+                f"max_lost_points must be None or at least 0 and finite, got {max_lost_points}"
+            )
+        self._device = torch.device(device)
+        self._learner, self._trained = learner, {each: i for i, each in enumerate(trained_labels)}
+        self._lost_points = (
+            None if max_lost_points is None else REHEARSED_FRACTION * max_lost_points
+        )
+        self._belief = learner.belief.double()
+        self._combination = learner.combination.to(self._device)
+        self._center = learner.belief.center.to(self._device)
+        self._transform = learner.belief.transform.to(self._device)
+        self._store = ExampleStore(learner.head.in_features, self._device)
+        self._rows: dict[str, BeliefRows] = {}
+        self._state: _State | None = None  # computed at the first query after a change
+
+    # Contents
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels in the order of the columns: those with a trained row, then the others by name."""
+        old, new = self._split_labels()
+        return old + new
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of examples of each label."""
+        counts = self._store.counts
+        return {label: counts[label] for label in self.labels}
+
+    def _split_labels(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        present = self._store.trained_labels
+        old = tuple(label for label in self._trained if label in present)
+        return old, tuple(sorted(set(self._store.counts) - set(old)))
+
+    # Learning
+
+    def add(
+        self,
+        ids: Sequence[int],
+        labels: Sequence[str],
+        keys: Float[Tensor, "N D"],
+        *,
+        trained: Iterable[int] = (),
+    ) -> None:
+        """Add examples with keys of unit norm.
+
+        Args:
+            ids: numbers by which the examples can be forgotten.
+            trained: ids of those that the head was trained with.
+        """
+        trained = set(trained)
+        for id, label in zip(ids, labels, strict=True):
+            if id in trained and label not in self._trained:
+                raise ValueError(f"a trained example must have a trained label, got {label!r}")
+        self._store.add(ids, labels, keys, trained)
+        self._note_change(labels)
+
+    def forget(self, ids: Iterable[int]) -> list[int]:
+        """Remove examples; return the ids of those that were present.
+
+        Afterwards it is as if they had never been added.
+        """
+        present = [id for id in dict.fromkeys(ids) if id in self._store]
+        self._note_change([self._store.remove(id) for id in present])
+        return present
+
+    def relabel(self, id: int, label: str) -> None:
+        """Give an example another label. It then counts as taught, not as trained."""
+        if id not in self._store:
+            raise ValueError(f"id must be of an example that is present, got {id}")
+        key = self._store.keys[self._store[id].row].clone()
+        self.forget([id])
+        self.add([id], [label], key[None])
+
+    def _note_change(self, labels: Iterable[str]) -> None:
+        self._state = None
+        for label in labels:
+            self._rows.pop(label, None)
+
+    # Answering
+
+    def predict(self, keys: Float[Tensor, "B D"]) -> Prediction:
+        """Return the probability of each of the `labels`, and of the query being in scope."""
+        evidence, _ = self._observe(self._get_state(), keys)
+        log_probs = self._combination.log_probs(evidence, self._lost_points)
+        return Prediction(log_probs, self._combination.score_scope(evidence, log_probs))
+
+    def explain(
+        self, keys: Float[Tensor, "B D"], *, labels: int = 3, examples: int = 5
+    ) -> list[TaughtExplanation]:
+        """Return the witnesses of each answer, for its most probable labels."""
+        state = self._get_state()
+        evidence, queries = self._observe(state, keys)
+        logs = self._combination.log_probs(evidence, self._lost_points)
+        scopes = self._combination.score_scope(evidence, logs)
+        beliefs = torch.cat([evidence.old_belief, evidence.new_belief], 1)
+        cosines = torch.cat([evidence.old_cosine, evidence.new_cosine], 1)
+        order = logs.argsort(dim=1, descending=True, stable=True)[:, :labels]
+        near = queries @ self._store.keys.mT
+        found = []
+        for row, places in enumerate(order.tolist()):
+            head = [
+                float(evidence.head[row, place].exp()) if place < len(state.old) else None
+                for place in places
+            ]
+            found.append(
+                TaughtExplanation(
+                    labels=tuple(state.labels[place] for place in places),
+                    probabilities=tuple(logs[row, places].exp().tolist()),
+                    beliefs=tuple(beliefs[row, places].tolist()),
+                    cosines=tuple(cosines[row, places].tolist()),
+                    head=tuple(head),
+                    in_scope=float(scopes[row]),
+                    examples=self._find_similar(near[row], examples),
+                )
+            )
+        return found
+
+    def _find_similar(self, cosines: Float[Tensor, "M"], most: int) -> tuple[SimilarExample, ...]:
+        """Return the nearest examples; those equally near are ordered by label, then by id."""
+        if not len(cosines) or most < 1:
+            return ()
+        least = cosines.topk(min(most, len(cosines))).values[-1]
+        ids = self._store.ids
+        near = [
+            SimilarExample(ids[row], self._store[ids[row]].label, float(cosines[row]))
+            for row in (cosines >= least).nonzero()[:, 0].tolist()
+        ]
+        return tuple(sorted(near, key=lambda each: (-each.cosine, each.label, each.id))[:most])
+
+    def _observe(
+        self, state: _State, keys: Float[Tensor, "B D"]
+    ) -> tuple[Evidence, Float[Tensor, "B D"]]:
+        """Return what the witnesses say, and the rounded queries."""
+        keys = keys.detach().to(self._device, torch.float32)
+        queries = round_keys(keys)
+        beliefs = state.rows.score((queries - self._center) @ self._transform)
+        cosines = measure_cosines(queries, self._store.keys, state.columns, len(state.labels))
+        logs = (queries @ state.weight.mT + state.bias).log_softmax(1)
+        old = len(state.old)
+        evidence = Evidence(
+            beliefs[:, :old],
+            cosines[:, :old],
+            logs,
+            beliefs[:, old:],
+            cosines[:, old:],
+            state.sizes,
+        )
+        return evidence, queries
+
+    def _get_state(self) -> _State:
+        if self._state is None:
+            self._state = self._build_state()
+        return self._state
+
+    def _build_state(self) -> _State:
+        old, new = self._split_labels()
+        counts = self._store.counts
+        rows = [self._make_row(label, place >= len(old)) for place, label in enumerate(old + new)]
+        size = self._learner.head.in_features
+        empty = [torch.empty(0, size), torch.empty(0, size), torch.empty(0)]
+        parts = zip(*rows, strict=True) if rows else ([each] for each in empty)
+        places = torch.tensor([self._trained[label] for label in old], dtype=torch.int64)
+        head = self._learner.head
+        return _State(
+            old=old,
+            labels=(*old, *new),
+            rows=BeliefRows(*(torch.cat(list(part)).to(self._device) for part in parts)),
+            columns=self._store.number_labels((*old, *new)),
+            weight=head.weight.detach()[places].to(self._device),
+            bias=head.bias.detach()[places].to(self._device),
+            sizes=torch.tensor([float(counts[label]) for label in new], device=self._device),
+        )
+
+    def _make_row(self, label: str, is_new: bool) -> BeliefRows:
+        """Return the row of a label, computed by itself: with others it might round differently."""
+        if label not in self._rows:
+            count = torch.tensor([self._store.counts[label]], dtype=torch.float64)
+            point = self._belief.locate(self._store.average(label)[None])
+            row = self._belief.make_rows(point, count, torch.tensor([is_new]))
+            self._rows[label] = BeliefRows(*(part.float() for part in row))
+        return self._rows[label]
+
+
+class _State(NamedTuple):
+    """What queries need, derived from the examples."""
+
+    old: tuple[str, ...]
+    labels: tuple[str, ...]
+    rows: BeliefRows
+    columns: Int[Tensor, "M"]
+    """Position of each stored example's label."""
+    weight: Float[Tensor, "O D"]
+    bias: Float[Tensor, "O"]
+    sizes: Float[Tensor, "N"]
+    """Number of examples of each new label."""
