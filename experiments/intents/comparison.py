@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from experiments.intents.closed_form import MahalanobisMeans, RandomProjection
 from experiments.intents.methods import DefaultAdaptation, DeployedHead, IntentMethodSettings
 from experiments.intents.peers import AdaptiveClassifier, SemanticRouter
+from experiments.intents.taught import Teaching
 from experiments.methods import VOTE_WEIGHTS, ComparedMethod
 from experiments.search import Grid
 
@@ -43,6 +45,8 @@ METHODS: dict[str, IntentMethod] = {
     "logistic regression": IntentMethod("#000000", "logistic", style=":"),
     "logistic regression (balanced)": IntentMethod("#000000", "balanced", style="--"),
     "nearest class mean": IntentMethod("#35978f", "means", (SHARPNESSES,)),
+    "RanPAC": IntentMethod("#80cdc1", fixed=RandomProjection(), style="--"),
+    "FeCAM": IntentMethod("#80cdc1", fixed=MahalanobisMeans(), style=":"),
     "kernel vote": IntentMethod("#e08214", "vote", (NEIGHBOURS,)),
     "mixture": IntentMethod("#b2182b", "mixture", (NEIGHBOURS, VOTE_WEIGHTS)),
     "MbPA": IntentMethod("#2166ac", "local", (STEPS, NEIGHBOURS)),
@@ -54,6 +58,8 @@ METHODS: dict[str, IntentMethod] = {
     "MbPA (rows)": IntentMethod(
         "#762a83", "local_rows", (ROW_STEPS, NEIGHBOURS, ADAPTED_ROWS), keeps_old=True
     ),
+    "MbPA (taught)": IntentMethod("#d6604d", fixed=Teaching()),
+    "MbPA (taught, free)": IntentMethod("#d6604d", fixed=Teaching(None), style="--"),
 }
 """Methods by their names in records."""
 

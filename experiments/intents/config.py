@@ -109,7 +109,7 @@ class IntentsConfig:
 
 
 SMOKE = IntentsConfig(
-    seeds=(1,), shots=(1, 3), size=Size(intents=6, sentences=12, scored=5), head_epochs=40
+    seeds=(1,), shots=(1, 3), size=Size(intents=9, sentences=12, scored=5), head_epochs=40
 )
 PAPER = apply_tuned_settings(IntentsConfig(), "new-intents", "paper")
 QUICK = replace(PAPER, seeds=(1,), shots=(1, 3), size=Size(sentences=40, scored=10))

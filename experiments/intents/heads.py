@@ -22,6 +22,23 @@ def grow_head(head: nn.Linear, outputs: int) -> nn.Linear:
     return more.requires_grad_(False)
 
 
+def train_new_head(
+    keys: Float[Tensor, "N D"],
+    labels: Int[Tensor, "N"],
+    classes: int,
+    *,
+    epochs: int,
+    lr: float,
+    seed: int,
+) -> nn.Linear:
+    """Train a head from zero with `train_head`."""
+    empty = nn.Linear(keys.shape[1], classes, device=keys.device)
+    with torch.no_grad():
+        empty.weight.zero_()
+        empty.bias.zero_()
+    return train_head(empty, keys, labels, epochs=epochs, lr=lr, seed=seed)
+
+
 def train_head(
     head: nn.Linear,
     keys: Float[Tensor, "N D"],

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments.intents import heads
 from experiments.intents.config import IntentsConfig
@@ -34,19 +34,23 @@ EMBEDDING = "embed_microseconds"
 
 def start_of(task: IntentTask, config: IntentsConfig, split: int) -> Start:
     """Return the deployed classifier: a head trained on the known intents."""
-    empty = nn.Linear(task.known.keys.shape[1], task.old, device=task.known.keys.device)
-    with torch.no_grad():
-        empty.weight.zero_()
-        empty.bias.zero_()
-    head = heads.train_head(
-        empty,
+    head = heads.train_new_head(
         task.known.keys,
         task.known.labels,
+        task.old,
         epochs=config.head_epochs,
         lr=config.head_lr,
         seed=split,
     )
-    return Start(task.known, head, len(task.names), split, config.encoder)
+    return Start(
+        task.known,
+        head,
+        len(task.names),
+        split,
+        config.encoder,
+        config.head_epochs,
+        config.head_lr,
+    )
 
 
 def teach(
@@ -85,8 +89,8 @@ def _score_classifier(classifier: Classifier, task: IntentTask) -> Iterator[Reco
     error = calibration_error(confidence, right)
     yield {"subset": "all", "name": "calibration_error", "value": error}
     if len(task.outside):
-        outside = confidences(classifier.log_probs(task.outside))
-        yield {"name": "out_of_scope_auroc", "value": auroc(confidence, outside)}
+        inside, outside = map(classifier.score_scope, (task.scored, task.outside))
+        yield {"name": "out_of_scope_auroc", "value": auroc(inside, outside)}
 
 
 def _time_classifier(classifier: Classifier, task: IntentTask, shots: int) -> Iterator[Record]:

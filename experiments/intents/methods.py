@@ -11,10 +11,11 @@ import abc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,6 +25,7 @@ from experiments.intents.task import Sentences
 from experiments.logistic import fit_logistic
 from experiments.methods import UNSCALED, PredictorSettings, Scale, Vote, make_kernel
 from mbpa.encoders import text
+from mbpa.teaching import Learner, fit_learner
 
 SPARE_ENTRIES = 4096  # capacity of a memory for further examples
 REGRESSION_TOLERANCE = 1e-6  # of the regression, where three new sentences are among ten thousand
@@ -41,6 +43,26 @@ class Start:
     seed: int
     encoder: str = text.DEFAULT_ENCODER
     """Name of the encoder that made the keys."""
+    head_epochs: int = 20
+    head_lr: float = 0.03
+    """How the head was trained."""
+
+    @cached_property
+    def learner(self) -> Learner:
+        """A learner fitted to the known intents; several methods share it."""
+        found = fit_learner(
+            self.known.keys, self.known.labels, self.head, self._train_head, seed=self.seed
+        )
+        if found is None:
+            raise ValueError(f"there must be enough intents for a rehearsal, got {self.old}")
+        return found
+
+    def _train_head(
+        self, keys: Float[Tensor, "N D"], labels: Int[Tensor, "N"], classes: int
+    ) -> nn.Linear:
+        return heads.train_new_head(
+            keys, labels, classes, epochs=self.head_epochs, lr=self.head_lr, seed=self.seed
+        )
 
     @property
     def old(self) -> int:
@@ -61,6 +83,12 @@ class Classifier(abc.ABC):
         at the queries' labels. If a method gives scores that are not probabilities, it must convert
         them itself.
         """
+
+    def score_scope(self, queries: Sentences) -> Float[Tensor, "Q"]:
+        """Return a score that tells queries of an intent from out-of-scope ones, which should have
+        lower scores. By default this is the confidence.
+        """
+        return self.log_probs(queries).amax(1).exp()
 
 
 @dataclass(frozen=True)
