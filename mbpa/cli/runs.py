@@ -87,6 +87,56 @@ class Audit(RunCommand):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Backup(RunCommand):
+    """Write a run to one file, also while it is being served; `mbpa restore` makes a run of it."""
+
+    out: Path
+    """File to write, a tar archive."""
+    again: bool = False
+    """Replace an existing file."""
+
+    def run(self) -> int:
+        from mbpa.serve import backup, client, export
+        from mbpa.serve.journal import JournalError
+
+        if self.out.exists() and not self.again:
+            raise RunError(f"{self.out} exists: use --again to replace it")
+        if client.is_url(self.run_or_url):
+            service = _open_service(self.run_or_url, self.token)
+            with backup.writing_whole(self.out) as file:
+                service.download("/backup", file)
+        else:
+            directory = Path(self.run_or_url)
+            try:
+                with export.open_journal(directory) as journal:
+                    backup.back_up(directory, journal, self.out)
+            except JournalError as error:
+                raise RunError(str(error)) from error
+        print(f"wrote {self.out}, {self.out.stat().st_size / 1e6:.1f} MB")
+        return 0
+
+
+@dataclass(frozen=True)
+class Restore(Command):
+    """Make a run from a backup. It is verified before it takes its place."""
+
+    archive: tyro.conf.Positional[Path]
+    """File that `mbpa backup` wrote."""
+    out: Path = Path("run")
+    """Directory to write the run to."""
+    again: bool = False
+    """Replace the run in the directory, including everything it was taught."""
+
+    def run(self) -> int:
+        from mbpa.serve.backup import restore
+
+        for name, what in restore(self.archive, self.out, replace=self.again):
+            print(f"{name:10} {what}")
+        print(f"wrote {self.out}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rename(RunCommand):
     """Rename a label, as if it had been taught with the new name from the start."""
 

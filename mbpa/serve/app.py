@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 import mbpa
@@ -50,6 +50,7 @@ COUNTED_PATHS = {
         "/labels",
         "/labels/rename",
         "/labels/merge",
+        "/backup",
         "/stats",
         "/health",
         "/metrics",
@@ -95,6 +96,7 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
     _add_label_routes(app, service)
     _add_status_routes(app, service)
     _add_listing_routes(app, service)
+    _add_backup_route(app, service)
     if classifier.takes == "images":
         _add_picture_route(app, classifier)
     docs_page.describe_inputs(app.openapi(), classifier.takes)
@@ -205,6 +207,25 @@ def _add_listing_routes(app: FastAPI, service: Service) -> None:
         made = [schemas.make_audited_change(each) for each in found[: query.limit]]
         cursor = made[-1].change if len(found) > query.limit else None
         return http.serialize(schemas.Audit.model_construct(changes=made, cursor=cursor))
+
+
+def _add_backup_route(app: FastAPI, service: Service) -> None:
+    described: dict[int | str, Any] = {
+        200: {"content": {"application/x-tar": {}}},
+        503: {"model": Error, "description": "The journal cannot be read or copied"},
+        **{status: REQUEST_ERRORS[status] for status in (401, 429)},
+    }
+
+    @app.get("/backup", responses=described, response_class=Response)
+    async def backup() -> Response:
+        """Return an archive of the run, from which `mbpa restore` makes a run.
+
+        It holds every lesson that was acknowledged before the request, and no part of a call.
+        Writes wait until the journal is copied; predictions do not.
+        """
+        archive = await service.make_backup()
+        headers = {"Content-Length": str(archive.size), "Cache-Control": "no-store"}
+        return StreamingResponse(iter(archive), media_type="application/x-tar", headers=headers)
 
 
 def _add_picture_route(app: FastAPI, classifier: Classifier) -> None:

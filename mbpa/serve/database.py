@@ -38,6 +38,7 @@ from mbpa.serve.journal_errors import (
 )
 
 _APPLICATION_ID = 0x6D627061  # "mbpa", in the header of the file
+BACKUP_SUFFIX = "-backup"  # of the name of a copy while it is being made
 _MAX_LOG_BYTES = 4 << 20  # a longer log is copied into the database
 _UNLOCKED_VFS = "win32-none" if sys.platform == "win32" else "unix-none"
 _MARK_OFFSET, _MARK_BYTES = 32, 37  # in the lock file, after the number of the process
@@ -208,6 +209,19 @@ class Database:
         self._copy_log()
         files.flush_file(self._log)  # SQLite does not
 
+    def copy_to(self, place: Path) -> None:
+        """Write a copy of the database, including what is in the log, to a new file, and flush it.
+
+        Only the owner can read the copy. It needs no log of its own.
+        """
+        os.close(os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        copy = sqlite3.connect(f"file://{_quote(place)}", uri=True, isolation_level=None)
+        with contextlib.closing(copy):
+            copy.execute("PRAGMA journal_mode = OFF")
+            copy.execute("PRAGMA synchronous = OFF")  # it is flushed below
+            self._connection.backup(copy)
+        files.flush_file(place)
+
     def close(self) -> None:
         """Close the files. Does nothing in a forked process, since they belong to its parent."""
         if os.getpid() != self._owner:
@@ -374,9 +388,13 @@ class Database:
             )
 
     def _flush_all(self) -> None:
-        """Flush what an earlier process may have left unflushed, before relying on it."""
+        """Flush what an earlier process may have left unflushed, before relying on it.
+
+        Also remove a copy that it had not finished, since it may hold what is forgotten later.
+        """
         if self.read_only is None:
             try:
+                self.path.with_name(self.path.name + BACKUP_SUFFIX).unlink(missing_ok=True)
                 self.rows("PRAGMA journal_mode = WAL")  # another program may have changed it
                 _write_again(self._log)
                 self.empty_log()

@@ -22,11 +22,12 @@ from typing import NamedTuple, Self, SupportsIndex
 
 from mbpa.serve import journal_schema
 from mbpa.serve.audit import Action, AuditEntry
-from mbpa.serve.database import Database
+from mbpa.serve.database import BACKUP_SUFFIX, Database
 from mbpa.serve.journal_errors import DamagedError, InUseError, JournalError
 from mbpa.serve.journal_schema import OVERWRITE, SCHEMA, SIZE, Row, Totals
 
 __all__ = [
+    "BACKUP_SUFFIX",
     "DamagedError",
     "Example",
     "InUseError",
@@ -320,6 +321,18 @@ class Journal:
             database.empty_log()
             database.acknowledge(totals.change)
         return ids
+
+    def copy_to(self, place: Path) -> None:
+        """Write a copy of the journal, as of this moment, to a new file; writes wait meanwhile.
+
+        Raises:
+            JournalError: the journal cannot be read, or the copy not written.
+        """
+        with self._database.reading() as database:
+            try:
+                database.copy_to(place)
+            except OSError as error:
+                raise JournalError(f"{place} cannot be written: {error.strerror}") from error
 
     def renames(self) -> list[AuditEntry]:
         """Return the entries of labels that were renamed or merged, oldest first."""

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from mbpa import files
 from mbpa.errors import RunError
-from mbpa.serve.journal import DamagedError, InUseError, Journal, JournalError
+from mbpa.serve.journal import BACKUP_SUFFIX, DamagedError, InUseError, Journal, JournalError
 from mbpa.serve.run_info import JOURNAL_FILE, MODEL_DIRECTORY, RUN_FILE
 
 RUN_PARTS = {
     RUN_FILE,
     MODEL_DIRECTORY,
-    *(JOURNAL_FILE + end for end in ("", "-wal", "-shm", "-journal", ".lock")),
+    *(JOURNAL_FILE + end for end in ("", "-wal", "-shm", "-journal", ".lock", BACKUP_SUFFIX)),
 }
 """Names of the files of a run directory; anything else belongs to the user and is never removed."""
 

@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from mbpa.serve import schemas
 from mbpa.serve.answers import Answer, Lesson, Reason
+from mbpa.serve.backup import Archive, make_served_archive
 from mbpa.serve.batching import Batcher, SerialWorker
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.input_checks import (
@@ -198,6 +199,10 @@ class Service:
         for name in (label, new_label):
             check_label(name)
         return len(await self.writer(lambda: change(label, new_label, by=by)))
+
+    async def make_backup(self) -> Archive:
+        """Make an archive of the run as it is between two writes."""
+        return await self.writer(lambda: make_served_archive(self.classifier.journal))
 
     async def list_examples(self, query: schemas.ExamplesQuery) -> list[ListedExample]:
         """Return the examples of a page, and one more if there is a next page."""

@@ -750,7 +750,7 @@ def test_the_service_keeps_to_its_description(tmp_path):
         print(dict(drawn))
         asking = {"/predict", "/learn", "/forget"} | ({"/explain"} if LONG else set())
         answered = {path for path, status in drawn if status == 200}
-        assert answered >= asking | {"/stats", "/labels", "/health", "/metrics"}
+        assert answered >= asking | {"/backup", "/stats", "/labels", "/health", "/metrics"}
         listing = {"/examples", "/audit"}
         changing = {"/labels/rename", "/labels/merge"}
         assert {path for path, status in drawn if status == 422} == asking | listing | changing
