@@ -312,7 +312,9 @@ def _take_lock(root: Path) -> int:
         files.lock(descriptor)
     except BlockingIOError:
         os.close(descriptor)
-        raise RunError(f"{root} is in use by another process") from None
+        raise RunError(
+            f"{root} is in use: stop the process that uses it, or close its MemoryLM"
+        ) from None
     return descriptor
 
 
