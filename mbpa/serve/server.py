@@ -149,9 +149,11 @@ def _open_language_run(
     try:
         app = create_language_app(lm, LanguageSettings(**vars(settings)))
         service = app.state.service
+        number, tokens = len(service.sources), sum(each.tokens for each in service.sources)
+        noun = "document" if number == 1 else "documents"
         yield _Opened(
             app,
-            greeting=f"{service.name}, {len(service.sources)} documents, {service.entries} tokens",
+            greeting=f"{service.name}, {number} {noun}, {tokens} tokens",
             teaches="the model",
             on_stop=service.end_all,
         )

@@ -48,11 +48,14 @@ def test_a_folder_is_read_scored_completed_and_forgotten(
     printed = capsys.readouterr()
     assert "read 3 documents" in printed.out
     assert "2 documents skipped" in printed.out
-    assert "skipped docs/empty.txt" in printed.err
+    assert "skipped docs/empty.txt: must contain text" in printed.err
     assert "skipped docs/binary.txt" in printed.err
+
+    held = printed.out.splitlines()[-1].removeprefix("run holds ")
 
     assert run("sources", "run") == 0
     printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1].split() == held.split()
     assert all(name in printed.out for name in ("docs/heron.md", "docs/deep/shop.txt"))
 
     assert run("score", "run", "docs/heron.md", "--json") == 0
