@@ -7,7 +7,7 @@ import sys
 from mbpa.cli import lm
 from mbpa.cli.command import Command, parse_command, run_command
 from mbpa.cli.demo import Demo
-from mbpa.cli.runs import Audit, Backup, Export, Merge, Rename, Restore
+from mbpa.cli.runs import Audit, Backup, Export, Merge, Rename, Restore, Retrain
 from mbpa.cli.serve import Check, Explore, Serve
 from mbpa.cli.teach import Teach
 
@@ -23,6 +23,7 @@ COMMANDS: dict[str, type[Command]] = {
     "audit": Audit,
     "rename": Rename,
     "merge": Merge,
+    "retrain": Retrain,
     "backup": Backup,
     "restore": Restore,
     "lm": lm.LanguageModel,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import tyro
 
@@ -133,6 +133,44 @@ class Restore(Command):
         for name, what in restore(self.archive, self.out, replace=self.again):
             print(f"{name:10} {what}")
         print(f"wrote {self.out}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrain(RunCommand):
+    """Train a run again with everything that it holds: its training file and what it was taught.
+
+    A service answers and learns meanwhile, and changes over without dropping a request.
+    """
+
+    after_interrupt: ClassVar[str] = "the run is as it was, unless a service trains it"
+
+    progress: bool = True
+    """Show progress bars on standard error; not for a service."""
+
+    def run(self) -> int:
+        from mbpa.serve import client, retraining
+        from mbpa.serve.classifier import Classifier
+        from mbpa.serve.journal import JournalError
+
+        if client.is_url(self.run_or_url):
+            service = _open_service(self.run_or_url, self.token)
+            result = service.post("/retrain", {})
+            examples, labels = result["examples"], result["labels"]
+            accuracy, threshold = result["accuracy"], result["threshold"]
+        else:
+            directory = Path(self.run_or_url)
+            try:
+                with Classifier.load(directory, encodes=False) as classifier:
+                    info = retraining.retrain(classifier, directory, progress=self.progress)
+            except JournalError as error:
+                raise RunError(_advise(error)) from error
+            summary = info.summary or {}
+            examples, labels = summary["examples"], len(info.labels)
+            accuracy, threshold = summary.get("accuracy"), info.threshold
+        print(f"trained with {examples} examples of {labels} labels, threshold {threshold:.2f}")
+        if accuracy is not None:
+            print(f"accuracy on held-out examples {accuracy:.1%}")
         return 0
 
 

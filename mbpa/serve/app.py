@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 import mbpa
 from mbpa.encoders import pictures
+from mbpa.errors import RunError
 from mbpa.serve import docs_page, http, schemas
 from mbpa.serve.answers import Answer, Reason
 from mbpa.serve.batching import ResultT
@@ -51,6 +52,7 @@ COUNTED_PATHS = {
         "/labels/rename",
         "/labels/merge",
         "/backup",
+        "/retrain",
         "/stats",
         "/health",
         "/metrics",
@@ -97,6 +99,7 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
     _add_status_routes(app, service)
     _add_listing_routes(app, service)
     _add_backup_route(app, service)
+    _add_retrain_route(app, service)
     if classifier.takes == "images":
         _add_picture_route(app, classifier)
     docs_page.describe_inputs(app.openapi(), classifier.takes)
@@ -228,6 +231,26 @@ def _add_backup_route(app: FastAPI, service: Service) -> None:
         return StreamingResponse(iter(archive), media_type="application/x-tar", headers=headers)
 
 
+def _add_retrain_route(app: FastAPI, service: Service) -> None:
+    @app.post("/retrain", responses=WRITE_ERRORS, response_model=schemas.RetrainResult)
+    async def retrain() -> Response:
+        """Train the head again, with everything that the run holds; this takes minutes.
+
+        The service answers and learns meanwhile, from the present head. When the response arrives,
+        all answers come from the new one.
+        """
+        info = await service.retrain()
+        summary = info.summary or {}
+        return http.serialize(
+            schemas.RetrainResult(
+                examples=summary["examples"],
+                labels=len(info.labels),
+                accuracy=summary.get("accuracy"),
+                threshold=info.threshold,
+            )
+        )
+
+
 def _add_picture_route(app: FastAPI, classifier: Classifier) -> None:
     described: dict[int | str, Any] = {
         200: {"content": {"image/png": {}, "image/jpeg": {}}},
@@ -256,6 +279,10 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(InputError)
     async def report_invalid_input(_: Request, error: InputError) -> Response:
+        return _make_error(422, str(error))
+
+    @app.exception_handler(RunError)
+    async def report_run_error(_: Request, error: RunError) -> Response:
         return _make_error(422, str(error))
 
     @app.exception_handler(JournalError)

@@ -22,7 +22,7 @@ from mbpa import files
 from mbpa.errors import RunError
 from mbpa.serve.journal import BACKUP_SUFFIX, Journal
 from mbpa.serve.run_directory import replace_directory, reporting_errors
-from mbpa.serve.run_info import JOURNAL_FILE, MODEL_DIRECTORY, RUN_FILE
+from mbpa.serve.run_info import JOURNAL_FILE, RUN_FILE, RunInfo, is_model_directory
 from mbpa.serve.verification import check_run
 
 BYTES_PER_CHUNK = 1 << 18
@@ -57,7 +57,7 @@ class Archive:
     """
 
     def __init__(self, directory: Path, journal: Journal, place: Path) -> None:
-        model = directory / MODEL_DIRECTORY
+        model = directory / RunInfo.read(directory).model
         named = sorted(each for each in model.iterdir() if not each.name.startswith("."))
         paths = [directory / RUN_FILE, *named]
         self._parts: list[_Part] = []
@@ -154,7 +154,6 @@ def _restore_members(
     archive: Path, opened: tarfile.TarFile, out: Path, replace: bool
 ) -> Sequence[tuple[str, str]]:
     with reporting_errors(out), replace_directory(out, replace=replace) as directory:
-        (directory / MODEL_DIRECTORY).mkdir()
         for member in opened:
             if not member.isfile() or not _is_part(member.name):
                 raise RunError(f"{archive} is not a backup of a run: it contains {member.name!r}")
@@ -162,12 +161,14 @@ def _restore_members(
             assert content is not None
             mode = 0o600 if member.name == JOURNAL_FILE else 0o644
             place = directory / member.name
+            files.make_directory(place.parent)
             descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
             with content, open(descriptor, "wb") as file:
                 shutil.copyfileobj(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-        files.flush_directory(directory / MODEL_DIRECTORY)
+        for folder in [each for each in directory.iterdir() if each.is_dir()]:
+            files.flush_directory(folder)
         try:
             return check_run(directory)
         except RunError as error:
@@ -181,4 +182,4 @@ def _is_part(name: str) -> bool:
     folder, _, file = name.rpartition("/")
     if not folder:
         return file in (RUN_FILE, JOURNAL_FILE)
-    return folder == MODEL_DIRECTORY and Path(file).name == file and file not in ("", ".", "..")
+    return is_model_directory(folder) and Path(file).name == file and file not in ("", ".", "..")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, SupportsIndex
 
@@ -28,8 +29,10 @@ from mbpa.serve.audit import apply_renames
 from mbpa.serve.example_index import Counts
 from mbpa.serve.input_checks import InputChecks, Limits, check_label
 from mbpa.serve.journal import Example, ExampleFilter, InputError, Journal, ListedExample, Row
+from mbpa.serve.run_directory import remove_unused_models
 from mbpa.serve.run_info import (
     JOURNAL_FILE,
+    Model,
     RunInfo,
     encode_key,
     read_encoder,
@@ -40,6 +43,19 @@ from mbpa.serve.served_model import ServedModel
 
 LABELS_PER_ANSWER = 3
 REPLAY_CHUNK_EXAMPLES = 1000  # read from the journal at a time
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a head can be trained with."""
+
+    named: tuple[tuple[str, str | None], ...]
+    """Label and text of each example, by rising id."""
+    keys: Float[Tensor, "N D"]
+    last: int
+    """Highest id ever assigned."""
+    change: int
+    """Number of the last change of the journal."""
 
 
 class Classifier:
@@ -72,8 +88,7 @@ class Classifier:
         )
         self._writing = threading.RLock()  # journal and memory get writes in the same order
         self._state = threading.RLock()
-        names = apply_renames(info.labels, journal.renames())
-        self._model = ServedModel(head, names, predictor, rows)
+        self._model = ServedModel(head, self._name_rows(info), predictor, rows)
         self._counts = self._model.counts(0)  # replaced after each change: readers need no lock
         self._replay()
 
@@ -120,6 +135,8 @@ class Classifier:
                     "since: create the run again with `mbpa teach`"
                 )
             classifier = cls(info, head, predictor, journal, encoder, rows, limits)
+            if journal.read_only is None:
+                remove_unused_models(root, info)
             stack.pop_all()
         return classifier
 
@@ -248,7 +265,8 @@ class Classifier:
         keys = self._encode_queries(items, keys)
         with self._state:
             labels, logs = self._model.labels, self._model(keys)
-        return name_answers(labels, logs, top, self._choose_threshold(threshold))
+            threshold = self._choose_threshold(threshold)
+        return name_answers(labels, logs, top, threshold)
 
     def explain(
         self,
@@ -400,7 +418,56 @@ class Classifier:
                 raise InputError(f"there is no label {into!r}: rename {label!r} instead")
             return self._change_label(label, into, by)
 
+    # Training again
+
+    def take_snapshot(self) -> Snapshot:
+        """Return everything that a head can be trained with, as it is between two writes."""
+        with self._writing:
+            held = {each.id: each for each in self.examples()}
+            ids, keys = self.entries()
+            order = sorted(range(len(ids)), key=ids.__getitem__)
+            named = tuple((held[ids[place]].label, held[ids[place]].text) for place in order)
+            return Snapshot(named, keys[order].cpu(), self.journal.last, self.journal.change)
+
+    def replace_model(self, info: RunInfo, model: Model, before: Callable[[], None]) -> None:
+        """Answer from another model, with the same examples, from one answer to the next.
+
+        Args:
+            info: describes the model; `info.change` is that of the snapshot it was trained with.
+            model: the model.
+            before: makes the change durable, once nothing can fail any more. Nothing is written
+                from the time when it is called until answers come from the new model.
+
+        Raises:
+            InputError: a label was renamed or merged since the snapshot; nothing has changed.
+        """
+        with self._writing:
+            if any(each.change > info.change for each in self.journal.renames()):
+                raise InputError("a label was renamed meanwhile: train again")
+            head = model.head.to(self._device)
+            replaced = ServedModel(head, self._name_rows(info), model.predictor, model.rows)
+            ids, keys = self.entries()
+            held = {each.id: each for each in self.examples()}
+            named = [(held[id].label, held[id].text) for id in ids]
+            replaced.make_room(len(ids))
+            replaced.add(ids, named, keys, self._find_trained(ids, info))
+            before()
+            with self._state:
+                if self.threshold == self.info.threshold:  # not one that the user has set
+                    self.threshold = info.threshold
+                self.info, self._model = info, replaced
+                self._counts = replaced.counts(self.journal.change)
+
     # Inside
+
+    def _name_rows(self, info: RunInfo) -> tuple[str, ...]:
+        """Return the present names of the labels that the head was trained with."""
+        renames = (each for each in self.journal.renames() if each.change > info.change)
+        return apply_renames(info.labels, renames)
+
+    def _find_trained(self, ids: Iterable[int], info: RunInfo) -> set[int]:
+        restored = self.journal.restored
+        return {id for id in ids if id <= info.trained_examples or id in restored}
 
     def _change_label(self, label: str, new_label: str, by: str | None) -> list[int]:
         self.journal.require_owner()
@@ -413,7 +480,7 @@ class Classifier:
         last_trained = self.info.trained_examples if has_row else None
         with self._applying_change():
             ids = self.journal.rename(label, new_label, last_trained=last_trained, by=by)
-            names = apply_renames(self.info.labels, self.journal.renames())
+            names = self._name_rows(self.info)
             with self._state:
                 self._model.relabel(ids, new_label, names, keeps_trained=not has_row)
         return sorted(ids.values())
@@ -473,9 +540,7 @@ class Classifier:
         named: Sequence[tuple[str, str | None]],
         keys: Float[Tensor, "N D"],
     ) -> None:
-        last, restored = self.info.trained_examples, self.journal.restored
-        trained = {id for id in ids if id <= last or id in restored}
-        self._model.add(ids, named, keys, trained)
+        self._model.add(ids, named, keys, self._find_trained(ids, self.info))
 
     @contextlib.contextmanager
     def _applying_change(self) -> Iterator[None]:

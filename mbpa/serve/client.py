@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from mbpa.errors import RunError
 
-TIMEOUT_S = 600.0  # to begin an answer
+TIMEOUT_S = 3600.0  # to begin an answer, which for training takes minutes
 MAX_ERROR_BYTES = 1 << 16
 EXAMPLES_PER_PAGE = 1000
 

@@ -443,6 +443,11 @@ class Journal:
         """Number of committed writes. Read it before the contents that it should describe."""
         return self._totals.change
 
+    @property
+    def last(self) -> int:
+        """Highest id ever assigned."""
+        return self._totals.last
+
     def close(self) -> None:
         """Close the files. A journal whose process is killed instead loses nothing either."""
         self._database.close()

@@ -175,9 +175,8 @@ class ModelWork:
 
     def _apply_options(self, answer: Answer, request: ModelRequest) -> Answer:
         """Apply the threshold and number of labels of a request to an answer of a batch."""
-        threshold = request.threshold
-        if threshold is None:
-            threshold = self._classifier.threshold
-        best = answer.top[0][0] if answer.top else None
-        label = best if answer.confidence >= threshold else None
+        label = answer.label
+        if request.threshold is not None:
+            best = answer.top[0][0] if answer.top else None
+            label = best if answer.confidence >= request.threshold else None
         return Answer(label, answer.confidence, answer.top[: request.top])

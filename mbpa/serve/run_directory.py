@@ -19,14 +19,14 @@ from pathlib import Path
 from mbpa import files
 from mbpa.errors import RunError
 from mbpa.serve.journal import BACKUP_SUFFIX, DamagedError, InUseError, Journal, JournalError
-from mbpa.serve.run_info import JOURNAL_FILE, MODEL_DIRECTORY, RUN_FILE
+from mbpa.serve.run_info import JOURNAL_FILE, RUN_FILE, RunInfo, is_model_directory
 
 RUN_PARTS = {
     RUN_FILE,
-    MODEL_DIRECTORY,
     *(JOURNAL_FILE + end for end in ("", "-wal", "-shm", "-journal", ".lock", BACKUP_SUFFIX)),
 }
-"""Names of the files of a run directory; anything else belongs to the user and is never removed."""
+"""Names of the files of a run directory, besides its models; anything else belongs to the user and
+is never removed."""
 
 
 def require_free(out: Path, *, replace: bool) -> None:
@@ -79,6 +79,14 @@ def replace_directory(out: Path, *, replace: bool) -> Iterator[Path]:
         shutil.rmtree(old)
 
 
+def remove_unused_models(directory: Path, info: RunInfo) -> None:
+    """Remove models that were replaced, or that a killed process left; errors are ignored."""
+    with contextlib.suppress(OSError):
+        for found in directory.iterdir():
+            if is_model_directory(found.name) and found.name != info.model:
+                shutil.rmtree(found, ignore_errors=True)
+
+
 def _find_place(out: Path) -> Path:
     """Resolve the symbolic links of a path, whether its target exists or not."""
     place = Path(os.path.realpath(out))
@@ -91,7 +99,7 @@ def _check_free(out: Path, replace: bool) -> None:
     if out.exists() and not out.is_dir():
         raise RunError(f"{out} is a file; --out must name a directory")
     there = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    foreign = sorted(there - RUN_PARTS)
+    foreign = sorted(each for each in there - RUN_PARTS if not is_model_directory(each))
     if foreign:
         raise RunError(
             f"{out} contains {foreign[0]}, which is not part of a run: choose another --out"

@@ -1,13 +1,15 @@
 """The contents of a run directory, which `mbpa teach` writes and a classifier loads.
 
 RUN/run.json         description: encoder, trained labels, threshold
-RUN/model/           checkpoint: the trained head, the predictor, how to make rows for new labels
+RUN/model/           checkpoint: the trained head, the predictor, how to make rows for new labels;
+                     `run.json` names it, since `mbpa retrain` writes another one
 RUN/journal.sqlite   all examples: those the run was made from, and those taught since
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ from mbpa.modules.new_rows import NewRows, require_unit_norm
 from mbpa.serialization import build, describe
 from mbpa.serve.journal import Example, Journal
 
-RUN_FORMAT = 4
+RUN_FORMAT = 5  # 4: the model is always in `model`
 EARLIER_FORMATS = (1, 2, 3)  # texts; pictures; rows for new labels. None has a checksum.
 MAX_KEY_NORM = 1e15  # upper limit on the norm of a key
 RUN_FILE, MODEL_DIRECTORY, JOURNAL_FILE = "run.json", "model", "journal.sqlite"
@@ -53,6 +55,11 @@ class RunInfo:
     """How the run was made and the accuracy it reached, for people to read."""
     takes: Literal["texts", "images"] = "texts"
     """Kind of items that the encoder takes."""
+    model: str = MODEL_DIRECTORY
+    """Name of the directory that holds the model."""
+    change: int = 0
+    """Number of the last change of the journal that the head was trained after. Labels that were
+    renamed later have other names in `labels`."""
 
     def write(self, directory: Path) -> None:
         """Write `run.json` durably."""
@@ -114,9 +121,18 @@ class RunInfo:
             and isinstance(self.fingerprint, str | None)
             and isinstance(self.summary, dict | None)
             and self.takes in ("texts", "images")
+            and isinstance(self.model, str)
+            and is_model_directory(self.model)
+            and type(self.change) is int
+            and self.change >= 0
         )
         if not is_right:
             raise ValueError("a field has an invalid value")
+
+
+def is_model_directory(name: str) -> bool:
+    """Return whether a directory of this name in a run may hold its model."""
+    return re.fullmatch(rf"{MODEL_DIRECTORY}(-[0-9a-f]{{32}})?", name) is not None
 
 
 class _NewerFormat(Exception):
@@ -146,12 +162,7 @@ def write_run(
     if rows is not None:
         require_unit_norm(keys)
     files.make_directory(directory)
-    tensors = {"head": dict(head.state_dict())}
-    description = {"predictor": describe(predictor)}
-    if rows is not None:
-        tensors[ROWS] = {name: getattr(rows, name).detach() for name in ROW_TENSORS}
-        description[ROWS] = {"scale": rows.scale, "offset": rows.offset}
-    save_checkpoint(directory / MODEL_DIRECTORY, tensors=tensors, description=description)
+    write_model(directory / info.model, head, predictor, rows)
     written = [
         (label, item, encode_key(key))
         for (label, item), key in zip(examples, keys.cpu(), strict=True)
@@ -159,6 +170,18 @@ def write_run(
     with Journal(directory / JOURNAL_FILE) as journal:
         journal.learn(written)
     info.write(directory)
+
+
+def write_model(
+    place: Path, head: nn.Linear, predictor: mbpa.Predictor, rows: NewRows | None
+) -> None:
+    """Write the model of a run to a directory."""
+    tensors = {"head": dict(head.state_dict())}
+    description = {"predictor": describe(predictor)}
+    if rows is not None:
+        tensors[ROWS] = {name: getattr(rows, name).detach() for name in ROW_TENSORS}
+        description[ROWS] = {"scale": rows.scale, "offset": rows.offset}
+    save_checkpoint(place, tensors=tensors, description=description)
 
 
 class Model(NamedTuple):
@@ -174,7 +197,7 @@ class Model(NamedTuple):
 def read_model(directory: Path, info: RunInfo, device: str | torch.device) -> Model:
     """Read the model of a run and check it against `info`."""
     try:
-        saved = load_checkpoint(directory / MODEL_DIRECTORY)
+        saved = load_checkpoint(directory / info.model)
         shape, expected = saved.tensors["head"]["weight"].shape, (len(info.labels), info.key_dim)
         if shape != expected:
             raise ValueError(f"the head must have shape {expected}, got {tuple(shape)}")

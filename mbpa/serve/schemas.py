@@ -357,6 +357,15 @@ class Audit(ApiModel):
     """Pass this to get older changes; `null`: there are none."""
 
 
+class RetrainResult(ApiModel):
+    examples: int
+    """Number of different examples that the head was trained with."""
+    labels: int
+    accuracy: float | None
+    """Accuracy on held-out examples; `null` if there are too few."""
+    threshold: float
+
+
 class LabelCount(ApiModel):
     label: str
     examples: int

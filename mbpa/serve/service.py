@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from mbpa.errors import RunError
 from mbpa.serve import schemas
 from mbpa.serve.answers import Answer, Lesson, Reason
 from mbpa.serve.backup import Archive, make_served_archive
@@ -29,9 +30,11 @@ from mbpa.serve.input_checks import (
     naming_picture,
     standardize_picture,
 )
-from mbpa.serve.journal import ExampleFilter, InputError, ListedExample
+from mbpa.serve.journal import ExampleFilter, InputError, JournalError, ListedExample
 from mbpa.serve.middleware import Metrics
 from mbpa.serve.model_work import Chunk, ModelRequest, ModelWork, weigh
+from mbpa.serve.retraining import Trainer, change_over
+from mbpa.serve.run_info import RunInfo
 from mbpa.serve.settings import Settings
 
 
@@ -64,6 +67,7 @@ class Service:
             wait_s=settings.lesson_wait_s,
             name="mbpa-lessons",
         )
+        self._trainer, self._is_retraining = Trainer(), False
         self.writer = SerialWorker(settings.writes)
         # Pictures are read one at a time: each may briefly take hundreds of megabytes.
         self.reader = SerialWorker(settings.writes, "mbpa-reader")
@@ -74,7 +78,8 @@ class Service:
         self.lessons.start()
 
     async def stop(self) -> None:
-        """Finish the work that has been accepted, then end the threads."""
+        """Finish the work that has been accepted, except training, then end the threads."""
+        self._trainer.stop()
         await self.model.stop()
         await self.lessons.stop()
         await self.reader.stop()
@@ -203,6 +208,28 @@ class Service:
     async def make_backup(self) -> Archive:
         """Make an archive of the run as it is between two writes."""
         return await self.writer(lambda: make_served_archive(self.classifier.journal))
+
+    async def retrain(self) -> RunInfo:
+        """Train with everything that the run holds, in another process, and change over to it.
+
+        Raises:
+            RunError: it cannot be trained, or is being trained already.
+        """
+        classifier = self.classifier
+        if (reason := classifier.journal.read_only) is not None:
+            raise JournalError(reason)
+        if self._is_retraining:
+            raise RunError("it is being trained already: wait until that is done")
+        self._is_retraining = True
+        try:
+            directory = classifier.journal.path.parent
+            snapshot = await self.writer(classifier.take_snapshot)
+            info = await asyncio.to_thread(
+                self._trainer.train, directory, classifier.info, snapshot
+            )
+            return await self.writer(lambda: change_over(classifier, directory, info))
+        finally:
+            self._is_retraining = False
 
     async def list_examples(self, query: schemas.ExamplesQuery) -> list[ListedExample]:
         """Return the examples of a page, and one more if there is a next page."""

@@ -49,6 +49,53 @@ class NewRun:
     """Keys of the lessons of the data, if it has any."""
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """A head and settings that were chosen for keys and their labels."""
+
+    labels: tuple[str, ...]
+    """Labels in the order of the head's rows."""
+    head: nn.Linear
+    predictor: mbpa.Predictor
+    rows: NewRows | None
+    threshold: float
+    summary: dict[str, Any]
+
+
+def fit(
+    keys: Float[Tensor, "N D"],
+    named: Sequence[str],
+    *,
+    training: Training | None = None,
+    progress: bool = False,
+) -> Fitted:
+    """Train a head and choose the settings.
+
+    Args:
+        keys: one key of unit norm per example.
+        named: the label of each example.
+        training: how to train the head.
+        progress: show progress bars on stderr.
+
+    Raises:
+        ValueError: a key does not have unit norm.
+    """
+    training = training or Training()
+    require_unit_norm(keys)
+    names = tuple(sorted(set(named)))
+    places = {name: place for place, name in enumerate(names)}
+    labels = torch.tensor([places[label] for label in named])
+    generator = torch.Generator().manual_seed(training.seed)
+    held = choose_held_out(labels, generator)
+    choice = rehearse(keys, labels, training, generator, progress)
+    predictor = DEFAULT_PREDICTOR if choice is None else choice.predictor
+    head = train_head(keys[~held], labels[~held], len(names), training, (keys[held], labels[held]))
+    summary, threshold = _measure_accuracy(head, predictor, keys, labels, held)
+    summary |= _summarize_rehearsal(choice)
+    rows = _fit_new_rows(head, keys, labels, choice)
+    return Fitted(names, head, predictor, rows, threshold, summary)
+
+
 def teach(
     data: LabelledTexts | LabelledImages,
     encoder: Encoder[Any],
@@ -68,37 +115,25 @@ def teach(
     """
     if encoder.takes != data.takes:
         raise ValueError(f"the encoder {encoder.name} takes {encoder.takes}, not {data.takes}")
-    training = training or Training()
     with tqdm(
         total=len(data.items), desc="embedding", file=sys.stderr, disable=not progress
     ) as bar:
         keys = embed_items(encoder, data.items, cache, bar.update)
     lesson_items: list[Any] = [item for item, _ in data.lessons]
     lesson_keys = embed_items(encoder, lesson_items, cache) if lesson_items else None
-    require_unit_norm(keys)
-    names = tuple(sorted(set(data.labels)))
-    places = {name: place for place, name in enumerate(names)}
-    labels = torch.tensor([places[label] for label in data.labels])
-    generator = torch.Generator().manual_seed(training.seed)
-    held = choose_held_out(labels, generator)
-    choice = rehearse(keys, labels, training, generator, progress)
-    predictor = DEFAULT_PREDICTOR if choice is None else choice.predictor
-    head = train_head(keys[~held], labels[~held], len(names), training, (keys[held], labels[held]))
-    summary, threshold = _measure_accuracy(head, predictor, keys, labels, held)
-    summary |= _summarize_rehearsal(choice)
-    summary |= {"rows": data.rows, "duplicates": data.duplicates, "labels": len(names)}
+    found = fit(keys, data.labels, training=training, progress=progress)
+    counts = {"rows": data.rows, "duplicates": data.duplicates, "labels": len(found.labels)}
     info = RunInfo(
         key_dim=encoder.key_dim,
-        labels=names,
+        labels=found.labels,
         trained_examples=len(keys),
-        threshold=threshold,
+        threshold=found.threshold,
         encoder=encoder.name,
         fingerprint=encoder.fingerprint,
-        summary=summary,
+        summary=found.summary | counts,
         takes=encoder.takes,
     )
-    rows = _fit_new_rows(head, keys, labels, choice)
-    return NewRun(info, head, predictor, keys, rows, lesson_keys)
+    return NewRun(info, found.head, found.predictor, keys, found.rows, lesson_keys)
 
 
 def write_new_run(

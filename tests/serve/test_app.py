@@ -746,7 +746,8 @@ def test_the_service_keeps_to_its_description(tmp_path):
         Classifier.load(tmp_path / "run", text_encoder=WordEncoder()) as classifier,
         running(create_app(classifier)) as url,
     ):
-        drawn = draw_cases(schemathesis.openapi.from_url(f"{url}/openapi.json"))
+        schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+        drawn = draw_cases(schema, skipped=("/retrain",))  # it takes longer than their client waits
         print(dict(drawn))
         asking = {"/predict", "/learn", "/forget"} | ({"/explain"} if LONG else set())
         answered = {path for path, status in drawn if status == 200}

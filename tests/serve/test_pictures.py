@@ -267,7 +267,7 @@ def test_a_run_of_pictures_keeps_to_its_description(run):
     with Classifier.load(run) as classifier, running(create_app(classifier)) as url:
         described = get(f"{url}/openapi.json").json()["components"]["schemas"]
         assert set(described["Query"]["properties"]) == {"images", "embeddings", "top", "threshold"}
-        others = {"/labels", "/stats", "/health", "/metrics", "/forget"}  # as those of texts
+        others = {"/labels", "/stats", "/health", "/metrics", "/forget", "/backup", "/retrain"}
         drawn = draw_cases(schemathesis.openapi.from_url(f"{url}/openapi.json"), others)
         assert {path for path, status in drawn if status == 422} >= {"/predict", "/learn"}
         assert {status for path, status in drawn if path == "/examples/{id}/image"} >= {404}

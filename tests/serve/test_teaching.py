@@ -419,7 +419,7 @@ def test_files_that_are_no_pictures_are_left_out_in_words(taught):
 def test_a_run_describes_itself(taught):
     run, _, _ = taught
     content = json.loads((run / "run.json").read_text())
-    assert content["format"] == 4
+    assert content["format"] == 5
     assert content["takes"] == "texts"
     assert content["mbpa"] == mbpa.__version__
     assert content["labels"] == [f"l{i}" for i in range(9)]
@@ -520,7 +520,7 @@ def test_runs_of_earlier_formats_are_opened_and_later_ones_refused(taught, tmp_p
     with Classifier.load(earlier, text_encoder=WordEncoder()) as classifier:
         assert classifier.info == made.info
         assert read_model(earlier, made.info, "cpu").rows is not None
-    (earlier / "run.json").write_text(json.dumps(content | {"format": 5}))
+    (earlier / "run.json").write_text(json.dumps(content | {"format": 6}))
     with pytest.raises(RunError, match="written by a newer mbpa: upgrade mbpa"):
         Classifier.load(earlier, text_encoder=WordEncoder())
 
