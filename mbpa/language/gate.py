@@ -49,6 +49,7 @@ PREDICTION_FEATURES = (
 LEAST_DISTANCE = 1e-4  # added to relative squared distances, so that equal keys have a logarithm
 LEAST_LOG_PROBABILITY = -20.0
 BASE_RATE = 4.0  # times the mean squared norm of the neighbours: the step size for factor 1
+SMALL_MEMORY_POWER = 3.0  # of the share of a gate's k neighbours that a small memory has
 MAX_LOG_FACTOR = 4.0  # of sharpness and step size, either way
 
 
@@ -367,11 +368,25 @@ class Gated(Predictor):
 
     def _predict(self, context: Context) -> Float[Tensor, "B C"]:
         predictions = [part(context.nearest(part.k)) for part in self.mixed]
-        logs = self.gate.weigh(measure_features(context, predictions, self.gate.k))
+        logs = self._weigh(context, predictions)
         mixture = context.parametric + logs[:, :1]
         for number, prediction in enumerate(predictions, start=1):
             mixture = torch.logaddexp(mixture, prediction + logs[:, number : number + 1])
         return mixture
+
+    def _weigh(
+        self, context: Context, predictions: Sequence[Float[Tensor, "B C"]]
+    ) -> Float[Tensor, "B P"]:
+        """Return the logarithms of the mixing weights, the model's first.
+
+        Gates are fitted with large memories. If a memory has fewer entries than the gate's k, all
+        of them are neighbours, however far they are, and features do not mean the same. So the
+        predictions from the memory count less.
+        """
+        logs = self.gate.weigh(measure_features(context, predictions, self.gate.k))
+        found = context.found.mask[:, : self.gate.k].sum(1, keepdim=True).clamp_min(1)
+        trust = SMALL_MEMORY_POWER * (found / self.gate.k).log()
+        return torch.cat([logs[:, :1], logs[:, 1:] + trust], 1).log_softmax(1)
 
     def parts(self, context: Context) -> list[Part]:
         """Return the components; the share of each is its mean weight over the queries."""
@@ -380,8 +395,7 @@ class Gated(Predictor):
             *(part.parts(context.nearest(part.k)) for part in self.mixed),
         ]
         predictions = [part(context.nearest(part.k)) for part in self.mixed]
-        features = measure_features(context, predictions, self.gate.k)
-        shares = self.gate.weigh(features).exp().mean(0).tolist()
+        shares = self._weigh(context, predictions).exp().mean(0).tolist()
         return [
             replace(part, share=share * part.share)
             for share, parts in zip(shares, found, strict=True)

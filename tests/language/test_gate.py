@@ -215,3 +215,16 @@ def test_a_mask_of_unused_rows_leaves_other_rows_alone() -> None:
     whole, some = make_predictor()(context), make_predictor()(partial)
     assert torch.equal(some[3], context.parametric[3])
     torch.testing.assert_close(some[4:], whole[4:])
+
+
+@pytest.mark.parametrize(("entries", "share"), [(200, 0.5), (64, 0.5), (32, 1 / 9), (0, 0.0)])
+def test_a_memory_with_few_entries_is_trusted_less(entries: int, share: float) -> None:
+    vote = mbpa.NeighborVote(k=16, smoothing=0.1)
+    model = make_model(Gated(vote, gate=make_gate(0.0, 0.0)), entries)
+    queries = make_queries()
+    if not entries:
+        torch.testing.assert_close(model(keys=queries).exp(), model.head(queries).softmax(1))
+        return
+    context = make_context(model, queries)
+    mixed = (1 - share) * context.parametric.exp() + share * vote(context.nearest(16)).exp()
+    torch.testing.assert_close(model(keys=queries).exp(), mixed)
