@@ -177,7 +177,7 @@ def test_requests_that_make_no_sense_are_refused_and_change_nothing():
 def test_an_answer_that_breaks_the_description_is_a_finding(monkeypatch):
     from mbpa.serve.classifier import Classifier
 
-    def forget(self, ids=(), label=None):
+    def forget(self, ids=(), label=None, *, by=None):
         return [1, 2, 3]  # which it did not
 
     monkeypatch.setattr(Classifier, "forget", forget)
