@@ -29,6 +29,7 @@ from experiments.memory_language_model.networks import (
     get_head,
     load_network,
     make_head,
+    plan_windows,
 )
 from experiments.memory_language_model.texts import SPLITS, Text, read_text
 from experiments.results import Record
@@ -82,7 +83,7 @@ def run_network(
         name = f"{network}-{seed}-{corpus}"
         kept = context.workspace.load(name)
         if kept is None:
-            kept = read_corpus(network, base, parts, config, seed)
+            kept = read_corpus(network, base, parts, config, context, seed, corpus)
             context.workspace.save(name, kept)
         states = {
             split: States(*(kept[kind][split].to(context.device) for kind in ("keys", "targets")))
@@ -97,11 +98,12 @@ def run_network(
             {**where, "name": "tokens_read", "value": read},
             {**where, "name": "memory_bytes", "value": read * libraries[corpus].bytes_per_entry},
         ]
-    with context.bar(0, network, "figures") as bar:
+    with context.bar(0, network, "results") as bar:
         comparison = Comparison(network, libraries, config, lambda _: bar.update() and None)
         for stage in comparison.list_stages():
             name = f"{network}-{seed}-{stage}"
             kept = context.workspace.load(name)
+            bar.set_description(f"{network}: {stage}")
             if kept is None:
                 comparison.run(stage)
                 context.workspace.save(name, comparison.get_state())
@@ -117,7 +119,9 @@ def read_corpus(
     base: nn.Module,
     texts: dict[str, Text],
     config: MemoryLanguageConfig,
+    context: Context,
     seed: int,
+    corpus: str,
 ) -> dict[str, Any]:
     """Fine-tune a network on a corpus, unless it is frozen, and return its states along all texts.
 
@@ -126,12 +130,18 @@ def read_corpus(
     model, training_seconds, device = base, 0.0, next(base.parameters()).device
     if network != "frozen":
         settings = choose_training(network, config)
-        model, training_seconds = fine_tune(base, texts["train"], config.window, settings, seed)
+        with context.bar(0, f"{network}: training on {corpus}", "updates") as bar:
+            model, training_seconds = fine_tune(
+                base, texts["train"], config.window, settings, seed, tick=bar.update
+            )
     began, is_half = time.perf_counter(), network != "frozen" and device.type == "cuda"
-    states = {
-        split: compute_states(model, text, config.window, config.batch, is_half=is_half)
-        for split, text in texts.items()
-    }
+    states = {}
+    for split, text in texts.items():
+        windows = sum(1 for _ in plan_windows(text.lengths, config.window))
+        with context.bar(windows, f"{network}: reading {corpus}, {split}", "windows") as bar:
+            states[split] = compute_states(
+                model, text, config.window, config.batch, is_half=is_half, tick=bar.update
+            )
     return {
         "head": get_head(model),
         "keys": {split: each.keys for split, each in states.items()},

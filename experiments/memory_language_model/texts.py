@@ -66,7 +66,10 @@ def read_text(
     path = cache / f"{corpus}-{split}.npz"
     if not path.exists():
         documents = read_documents(corpus, split, directory)
-        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in documents]
+        ids = [
+            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            for text in documents
+        ]
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(
             path,

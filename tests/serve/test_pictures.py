@@ -279,10 +279,10 @@ def test_the_commands_of_its_page_work(run):
     with Classifier.load(run) as classifier, running(create_app(classifier)) as url:
         page = get(f"{url}/docs").text
         commands = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
-        assert len(commands) == 4
-        for command in commands:
-            parts = shlex.split(html.unescape(command).replace("\\\n", ""))
-            answer = post(parts[2], content=parts[-1], headers=JSON)
+        split = [shlex.split(html.unescape(each).replace("\\\n", "")) for each in commands]
+        bodies = {httpx.URL(parts[2]).path: parts[-1] for parts in split if "-d" in parts}
+        for path in ("/predict", "/explain", "/learn", "/forget"):
+            answer = post(url + path, content=bodies[path], headers=JSON)
             assert answer.status_code == 200, answer.text
         assert "<code>images</code>" in page
         assert "<code>texts</code>" not in page
@@ -377,7 +377,7 @@ def test_pictures_are_counted_before_one_is_read(classifier, tmp_path):
 def test_a_run_of_pictures_says_what_it_is(untaught):
     content = json.loads((untaught / "run.json").read_text())
     assert (content["format"], content["takes"], content["encoder"]) == (
-        4,
+        5,
         "images",
         "efficientnet-lite0",
     )
