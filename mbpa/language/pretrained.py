@@ -68,8 +68,8 @@ def load_pretrained(
 
     Raises:
         MissingExtraError: transformers, or the package of the default model, is not installed.
-        ValueError: there is no such model on this machine, it is damaged, or it is not a causal
-            language model.
+        MissingModelError: there is no such model on this machine.
+        ValueError: it is damaged, or it is not a causal language model.
     """
     transformers = import_transformers(extra="language")
     folder = _prepare_default() if name is None else _find_folder(name)
@@ -107,7 +107,11 @@ def _find_folder(name: str | os.PathLike[str]) -> Path:
     try:
         return find_model(name, extra="language")
     except ValueError as error:
-        raise ValueError(f"the model must be {error}") from error
+        raise MissingModelError(f"the model must be {error}") from error
+
+
+class MissingModelError(ValueError):
+    """There is no model of this name on this machine."""
 
 
 # The default model. Its folder is complete as soon as it has its name.
