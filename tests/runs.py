@@ -17,6 +17,8 @@ from mbpa.encoders.text import TextEncoder
 from mbpa.modules.new_rows import NewRows, label_sums
 from mbpa.serve.answers import Lesson
 from mbpa.serve.run_info import RunInfo, write_run
+from mbpa.serve.training import Training, train_head
+from mbpa.teaching import Learner, fit_learner
 
 SCALE, OFFSET = 3.0, 0.5  # of rows for new labels
 PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=5.0, steps=10), k=12)
@@ -140,11 +142,13 @@ def write_random_run(
     key_dim: int = 16,
     predictor: mbpa.Predictor = PREDICTOR,
     has_rows: bool = False,
+    learns: bool = False,
 ) -> list[Lesson]:
     """Write a run without an encoder, whose examples lie around one place per label; return them.
 
     Args:
         has_rows: new labels get rows computed from their examples instead of zeros.
+        learns: the run has a learner in place of the predictor.
     """
     names = tuple(f"label {i:03}" for i in range(labels))
     places = random_keys(labels, key_dim)
@@ -165,5 +169,26 @@ def write_random_run(
     sums = label_sums(keys, numbers, labels)
     rows = NewRows.around(head.weight, head.bias, sums, scale=SCALE, offset=OFFSET)
     named = [(each.label, each.text) for each in lessons]
-    write_run(directory, info, head, predictor, named, keys, rows if has_rows else None)
+    method = _fit_learner(labels, key_dim, head) if learns else predictor
+    write_run(directory, info, head, method, named, keys, rows if has_rows else None)
     return lessons
+
+
+_fitted: dict[tuple[int, int], dict[str, Tensor]] = {}  # fitting takes a second
+
+
+def _fit_learner(labels: int, key_dim: int, head: nn.Linear) -> Learner:
+    """Fit a learner to examples around the places of `write_random_run`."""
+    if (labels, key_dim) not in _fitted:
+        numbers = torch.arange(20 * labels) % labels
+        keys = random_keys(labels, key_dim)[numbers]
+        keys = nn.functional.normalize(keys + 0.5 * random_keys(len(keys), key_dim, seed=2), dim=1)
+        training = Training(epochs=5)
+
+        def train(keys: Tensor, labels: Tensor, classes: int) -> nn.Linear:
+            return train_head(keys, labels, classes, training, (keys[:0], labels[:0]))
+
+        learner = fit_learner(keys, numbers, head, train)
+        assert learner is not None
+        _fitted[labels, key_dim] = learner.tensors()
+    return Learner.from_tensors(head, _fitted[labels, key_dim])

@@ -11,7 +11,7 @@ from torch import Tensor
 from experiments.intents.methods import Classifier, ClassifierSettings, Start
 from experiments.intents.task import Sentences
 from mbpa.teaching import TaughtClassifier
-from mbpa.teaching.classifier import MAX_LOST_POINTS
+from mbpa.teaching.combination import MAX_LOST_POINTS
 
 
 @dataclass(frozen=True)

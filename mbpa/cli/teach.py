@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ class Teach(Command):
     encoder: str | None = None
     """Directory or Hugging Face name of an encoder.
     The default is a packaged MiniLM for texts, and a packaged EfficientNet for pictures."""
+    max_lost_points: float | None = 1.0
+    """Points of accuracy that labels taught later may cost those known now, for example 1 for
+    96% → 95%. None sets no limit, which gives the best accuracy over all labels."""
     cache: Path = Path("~/.cache/mbpa/embeddings")
     """Directory where embeddings are cached for the next run."""
     again: bool = False
@@ -56,13 +60,23 @@ class Teach(Command):
         start = time.perf_counter()
         if not self.data.exists():
             raise RunError(f"{self.data} cannot be read: No such file or directory")
+        if self.max_lost_points is not None and not 0 <= self.max_lost_points < math.inf:
+            raise RunError(
+                f"--max-lost-points must be None or at least 0, got {self.max_lost_points}"
+            )
         run_directory.require_free(self.out, replace=self.again)
         try:
             data, encoder = self._load_data()
         except ValueError as error:
             raise RunError(str(error)) from error
         cache = self.cache.expanduser()
-        taught = teaching.teach(data, encoder, cache=cache, progress=self.progress)
+        taught = teaching.teach(
+            data,
+            encoder,
+            cache=cache,
+            max_lost_points=self.max_lost_points,
+            progress=self.progress,
+        )
         teaching.write_new_run(taught, data, self.out, replace=self.again)
         print(teaching.report(taught, data))
         print(f"wrote {self.out} in {time.perf_counter() - start:.1f} s\n")

@@ -38,6 +38,9 @@ class Answer:
     """Probability of the most probable label."""
     top: tuple[tuple[str, float], ...]
     """The most probable labels and their probabilities."""
+    in_scope: float | None = None
+    """Probability that the query belongs to any label, by how near their examples are; all other
+    probabilities include it. `None` if the run does not estimate it."""
 
     @property
     def abstains(self) -> bool:
@@ -52,6 +55,8 @@ class NearExample:
     label: str
     text: str | None
     weight: float
+    """Share of the example among those that took part. If the run has a learner: among the nearest
+    examples, by similarity."""
     distance: float
     """Euclidean distance between keys, not squared."""
 
@@ -62,25 +67,33 @@ class Reason:
 
     answer: Answer
     before: tuple[tuple[str, float], ...]
-    """The most probable labels according to the head alone, without adaptation. The head has rows
-    for taught labels, too, computed from their examples if the run supports it."""
+    """The most probable labels according to the head alone. If the run has a learner, the head only
+    knows the labels that it was trained with. Else it also has rows for taught labels, and answers
+    without adaptation."""
     neighbors: tuple[NearExample, ...]
     change: float
-    """‖θˣ − θ‖: the distance that the head's parameters moved for this query."""
+    """‖θˣ − θ‖: the distance that the head's parameters moved for this query; 0 if the run has a
+    learner, which adapts nothing."""
 
 
 def name_answers(
-    labels: Sequence[str], logs: Float[Tensor, "B C"], top: int, threshold: float
+    labels: Sequence[str],
+    logs: Float[Tensor, "B C"],
+    top: int,
+    threshold: float,
+    in_scope: Float[Tensor, "B"] | None = None,
 ) -> list[Answer]:
     """Return one answer per row of log-probabilities."""
     if not labels:
         return [Answer(None, 0.0, ()) for _ in logs]
     # Ties keep the order of the labels, which topk does not guarantee.
     order = logs.argsort(dim=1, descending=True, stable=True)[:, : max(1, top)]
-    top_probabilities = logs.gather(1, order).exp()
+    probabilities = logs.gather(1, order).exp().tolist()
+    scopes = [None] * len(logs) if in_scope is None else in_scope.tolist()
     answers = []
-    for columns, probabilities in zip(order.tolist(), top_probabilities.tolist(), strict=True):
-        named = tuple((labels[c], p) for c, p in zip(columns, probabilities, strict=True))
+    for columns, shares, scope in zip(order.tolist(), probabilities, scopes, strict=True):
+        named = tuple((labels[c], p) for c, p in zip(columns, shares, strict=True))
         label, confidence = named[0]
-        answers.append(Answer(label if confidence >= threshold else None, confidence, named[:top]))
+        chosen = label if confidence >= threshold else None
+        answers.append(Answer(chosen, confidence, named[:top], scope))
     return answers

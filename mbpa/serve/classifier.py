@@ -16,14 +16,13 @@ from typing import Any, Self, SupportsIndex
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-import mbpa
 from mbpa.encoders.base import Encoder
 from mbpa.encoders.image import ImageEncoder
 from mbpa.encoders.text import TextEncoder
 from mbpa.errors import RunError
-from mbpa.modules.new_rows import NewRows
+from mbpa.serve.adapted_model import AdaptedModel
 from mbpa.serve.answers import Answer, Lesson, Reason, name_answers
 from mbpa.serve.audit import apply_renames
 from mbpa.serve.example_index import Counts
@@ -40,6 +39,8 @@ from mbpa.serve.run_info import (
     stack_keys,
 )
 from mbpa.serve.served_model import ServedModel
+from mbpa.serve.taught_model import TaughtModel
+from mbpa.teaching import Learner
 
 LABELS_PER_ANSWER = 3
 REPLAY_CHUNK_EXAMPLES = 1000  # read from the journal at a time
@@ -68,27 +69,25 @@ class Classifier:
     def __init__(
         self,
         info: RunInfo,
-        head: nn.Linear,
-        predictor: mbpa.Predictor,
+        model: Model,
         journal: Journal,
         encoder: Encoder[Any] | None = None,
-        rows: NewRows | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.info = info
         self.threshold = info.threshold
         self.journal = journal
         self._encoder = encoder
-        self._device = head.weight.device
+        self._device = model.head.weight.device
         self.checks = InputChecks(
             takes=self.takes,
             key_dim=info.key_dim,
-            requires_unit_norm=info.encoder is not None or rows is not None,
+            requires_unit_norm=info.encoder is not None or _requires_unit_norm(model),
             limits=limits or Limits(),
         )
         self._writing = threading.RLock()  # journal and memory get writes in the same order
         self._state = threading.RLock()
-        self._model = ServedModel(head, self._name_rows(info), predictor, rows)
+        self._model = self._make_served(info, model)
         self._counts = self._model.counts(0)  # replaced after each change: readers need no lock
         self._replay()
 
@@ -122,7 +121,7 @@ class Classifier:
         with contextlib.ExitStack() as stack:
             journal = stack.enter_context(Journal(root / JOURNAL_FILE, create=False))
             info = RunInfo.read(root)
-            head, predictor, rows = read_model(root, info, device)
+            model = read_model(root, info, device)
             encoder: Encoder[Any] | None = text_encoder or image_encoder
             if encoder is None and encodes:
                 try:
@@ -134,7 +133,7 @@ class Classifier:
                     f"{root} was made with the encoder {info.encoder}, whose files have changed "
                     "since: create the run again with `mbpa teach`"
                 )
-            classifier = cls(info, head, predictor, journal, encoder, rows, limits)
+            classifier = cls(info, model, journal, encoder, limits)
             if journal.read_only is None:
                 remove_unused_models(root, info)
             stack.pop_all()
@@ -232,9 +231,10 @@ class Classifier:
         return None if found is None else found.image
 
     def entries(self) -> tuple[list[int], Float[Tensor, "M D"]]:
-        """Return the ids and keys of everything in the memory."""
+        """Return the ids and keys of all examples, in the precision that answers use."""
         with self._state:
-            return self._model.entries()
+            ids = list(self._model.index.examples)
+            return ids, self._model.get_keys(ids)
 
     # Answering
 
@@ -264,9 +264,9 @@ class Classifier:
         """
         keys = self._encode_queries(items, keys)
         with self._state:
-            labels, logs = self._model.labels, self._model(keys)
+            labels, found = self._model.labels, self._model(keys)
             threshold = self._choose_threshold(threshold)
-        return name_answers(labels, logs, top, threshold)
+        return name_answers(labels, found.logs, top, threshold, found.in_scope)
 
     def explain(
         self,
@@ -279,15 +279,16 @@ class Classifier:
         """Return the answers of `predict` together with the examples that they are based on."""
         keys = self._encode_queries(items, keys)
         with self._state:
-            labels, why = self._model.labels, self._model.explain(keys)
-            if why is None:
+            labels = self._model.labels
+            if not labels:
                 return [Reason(Answer(None, 0.0, ()), (), (), 0.0) for _ in keys]
-            answers = name_answers(labels, why.after, top, self._choose_threshold(threshold))
-            before = name_answers(labels, why.before, top, 0.0)
-            return [
-                Reason(answer, first.top, *self._model.sources(why[i]))
-                for i, (answer, first) in enumerate(zip(answers, before, strict=True))
-            ]
+            why, threshold = self._model.explain(keys), self._choose_threshold(threshold)
+        answers = name_answers(labels, why.after.logs, top, threshold, why.after.in_scope)
+        before = name_answers(why.before_labels, why.before, top, 0.0)
+        return [
+            Reason(answer, first.top, *sources)
+            for answer, first, sources in zip(answers, before, why.sources, strict=True)
+        ]
 
     # Learning
 
@@ -423,11 +424,8 @@ class Classifier:
     def take_snapshot(self) -> Snapshot:
         """Return everything that a head can be trained with, as it is between two writes."""
         with self._writing:
-            held = {each.id: each for each in self.examples()}
-            ids, keys = self.entries()
-            order = sorted(range(len(ids)), key=ids.__getitem__)
-            named = tuple((held[ids[place]].label, held[ids[place]].text) for place in order)
-            return Snapshot(named, keys[order].cpu(), self.journal.last, self.journal.change)
+            _, named, keys = self._read_journal()
+            return Snapshot(tuple(named), keys, self.journal.last, self.journal.change)
 
     def replace_model(self, info: RunInfo, model: Model, before: Callable[[], None]) -> None:
         """Answer from another model, with the same examples, from one answer to the next.
@@ -444,13 +442,10 @@ class Classifier:
         with self._writing:
             if any(each.change > info.change for each in self.journal.renames()):
                 raise InputError("a label was renamed meanwhile: train again")
-            head = model.head.to(self._device)
-            replaced = ServedModel(head, self._name_rows(info), model.predictor, model.rows)
-            ids, keys = self.entries()
-            held = {each.id: each for each in self.examples()}
-            named = [(held[id].label, held[id].text) for id in ids]
+            replaced = self._make_served(info, model._replace(head=model.head.to(self._device)))
+            ids, named, keys = self._read_journal()
             replaced.make_room(len(ids))
-            replaced.add(ids, named, keys, self._find_trained(ids, info))
+            replaced.add(ids, named, keys.to(self._device), self._find_trained(ids, info))
             before()
             with self._state:
                 if self.threshold == self.info.threshold:  # not one that the user has set
@@ -459,6 +454,13 @@ class Classifier:
                 self._counts = replaced.counts(self.journal.change)
 
     # Inside
+
+    def _make_served(self, info: RunInfo, model: Model) -> ServedModel:
+        """Return a model without examples."""
+        names = self._name_rows(info)
+        if isinstance(model.method, Learner):
+            return TaughtModel(model.method, names, info.max_lost_points, self._device)
+        return AdaptedModel(model.head, names, model.method, model.rows)
 
     def _name_rows(self, info: RunInfo) -> tuple[str, ...]:
         """Return the present names of the labels that the head was trained with."""
@@ -516,7 +518,17 @@ class Classifier:
         return self.encode(items) if items else ()
 
     def _replay(self) -> None:
-        """Fill the memory from the journal, in chunks, so that few examples are held twice."""
+        """Fill the memory from the journal."""
+        ids, named, keys = self._read_journal()
+        self._model.make_room(len(ids))
+        self._add(ids, named, keys.to(self._device))
+        self._counts = self._model.counts(self.journal.change)
+
+    def _read_journal(self) -> tuple[list[int], list[tuple[str, str | None]], Float[Tensor, "N D"]]:
+        """Return the id, the label and text, and the key of each example, by rising id.
+
+        The journal is read in chunks, so that few examples are held twice.
+        """
         keys = torch.empty(len(self.journal), self.key_dim)
         ids: list[int] = []
         named: list[tuple[str, str | None]] = []
@@ -530,9 +542,7 @@ class Classifier:
                 part[~has_key] = torch.stack([key.cpu() for key in self._encode_missing(found)])
             ids += [each.id for each in found]
             named += [(each.label, each.text) for each in found]
-        self._model.make_room(len(ids))
-        self._add(ids, named, keys.to(self._device))
-        self._counts = self._model.counts(self.journal.change)
+        return ids, named, keys
 
     def _add(
         self,
@@ -558,3 +568,7 @@ class Classifier:
             if self.journal.change != change:
                 self.journal.refuse("the memory was not updated after a write: restart")
             raise
+
+
+def _requires_unit_norm(model: Model) -> bool:
+    return model.rows is not None or isinstance(model.method, Learner)

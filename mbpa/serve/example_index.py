@@ -59,6 +59,7 @@ class ExampleIndex:
         return self.numbers[label]
 
     def add(self, id: int, held: IndexedExample) -> None:
+        self.number(held.label)
         self.examples[id] = held
         self.ids[held.entry] = id
         self._count(held, 1)

@@ -179,4 +179,4 @@ class ModelWork:
         if request.threshold is not None:
             best = answer.top[0][0] if answer.top else None
             label = best if answer.confidence >= request.threshold else None
-        return Answer(label, answer.confidence, answer.top[: request.top])
+        return replace(answer, label=label, top=answer.top[: request.top])

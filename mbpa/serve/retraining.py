@@ -51,11 +51,16 @@ def train(directory: Path, info: RunInfo, snapshot: Snapshot, *, progress: bool 
     if len(set(named)) < 2:
         raise RunError("at least two labels are needed to train")
     try:
-        found = teaching.fit(snapshot.keys[places], named, progress=progress)
+        found = teaching.fit(
+            snapshot.keys[places],
+            named,
+            max_lost_points=info.max_lost_points,
+            progress=progress,
+        )
     except ValueError as error:
         raise RunError(f"this run cannot be trained again: {error}") from error
     name = f"{MODEL_DIRECTORY}-{uuid.uuid4().hex}"
-    write_model(directory / name, found.head, found.predictor, found.rows)
+    write_model(directory / name, found.model)
     counts = {
         "rows": len(snapshot.named),
         "duplicates": len(snapshot.named) - len(named),

@@ -1,14 +1,17 @@
 """The contents of a run directory, which `mbpa teach` writes and a classifier loads.
 
 RUN/run.json         description: encoder, trained labels, threshold
-RUN/model/           checkpoint: the trained head, the predictor, how to make rows for new labels;
-                     `run.json` names it, since `mbpa retrain` writes another one
+RUN/model/           checkpoint: the trained head and the learner, or else the predictor and how to
+                     make rows for new labels; `run.json` names it, since `mbpa retrain` writes
+                     another one
 RUN/journal.sqlite   all examples: those the run was made from, and those taught since
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,19 +25,22 @@ from torch import Tensor, nn
 
 import mbpa
 from mbpa import files
-from mbpa.checkpoint import load_checkpoint, save_checkpoint
+from mbpa.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from mbpa.encoders import image, text
 from mbpa.encoders.base import Encoder
 from mbpa.errors import CheckpointError, RunError
 from mbpa.modules.new_rows import NewRows, require_unit_norm
 from mbpa.serialization import build, describe
 from mbpa.serve.journal import Example, Journal
+from mbpa.teaching import Learner
+from mbpa.teaching.combination import MAX_LOST_POINTS
 
-RUN_FORMAT = 5  # 4: the model is always in `model`
+RUN_FORMAT = 6  # 5: without a learner; 4: the model is always in `model`
 EARLIER_FORMATS = (1, 2, 3)  # texts; pictures; rows for new labels. None has a checksum.
 MAX_KEY_NORM = 1e15  # upper limit on the norm of a key
 RUN_FILE, MODEL_DIRECTORY, JOURNAL_FILE = "run.json", "model", "journal.sqlite"
 ROWS, ROW_TENSORS = "rows", ("direction", "weight", "bias")  # in the checkpoint
+LEARNER = "learner"  # in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,9 @@ class RunInfo:
     change: int = 0
     """Number of the last change of the journal that the head was trained after. Labels that were
     renamed later have other names in `labels`."""
+    max_lost_points: float | None = MAX_LOST_POINTS
+    """How many points of accuracy on trained labels new labels may cost; `None`: any number. Only
+    for runs with a learner."""
 
     def write(self, directory: Path) -> None:
         """Write `run.json` durably."""
@@ -125,6 +134,8 @@ class RunInfo:
             and is_model_directory(self.model)
             and type(self.change) is int
             and self.change >= 0
+            and type(self.max_lost_points) in (int, float, type(None))
+            and 0 <= (self.max_lost_points or 0) < math.inf
         )
         if not is_right:
             raise ValueError("a field has an invalid value")
@@ -143,7 +154,7 @@ def write_run(
     directory: Path,
     info: RunInfo,
     head: nn.Linear,
-    predictor: mbpa.Predictor,
+    method: Method,
     examples: Iterable[tuple[str, str | bytes | None]],
     keys: Float[Tensor, "N D"],
     rows: NewRows | None = None,
@@ -151,18 +162,19 @@ def write_run(
     """Write a run directory for a trained head and its examples.
 
     Args:
+        method: how to answer: a predictor that adapts the head, or a learner.
         examples: label and text or picture of each example.
         keys: one key per example.
-        rows: how to make rows of the head for new labels from keys of unit norm. By default these
-            rows are zero.
+        rows: how to make rows of the head for new labels from keys of unit norm, for a predictor.
+            By default these rows are zero.
 
     Raises:
-        ValueError: `rows` is given and a key does not have unit norm.
+        ValueError: a learner or `rows` are given and a key does not have unit norm.
     """
-    if rows is not None:
+    if rows is not None or isinstance(method, Learner):
         require_unit_norm(keys)
     files.make_directory(directory)
-    write_model(directory / info.model, head, predictor, rows)
+    write_model(directory / info.model, Model(head, method, rows))
     written = [
         (label, item, encode_key(key))
         for (label, item), key in zip(examples, keys.cpu(), strict=True)
@@ -172,26 +184,31 @@ def write_run(
     info.write(directory)
 
 
-def write_model(
-    place: Path, head: nn.Linear, predictor: mbpa.Predictor, rows: NewRows | None
-) -> None:
-    """Write the model of a run to a directory."""
-    tensors = {"head": dict(head.state_dict())}
-    description = {"predictor": describe(predictor)}
-    if rows is not None:
-        tensors[ROWS] = {name: getattr(rows, name).detach() for name in ROW_TENSORS}
-        description[ROWS] = {"scale": rows.scale, "offset": rows.offset}
-    save_checkpoint(place, tensors=tensors, description=description)
+Method = mbpa.Predictor | Learner
+"""How a run answers: a predictor that adapts the head, or a learner."""
 
 
 class Model(NamedTuple):
     """The contents of `model/`."""
 
     head: nn.Linear
-    """The trained head, on the requested device."""
-    predictor: mbpa.Predictor
-    rows: NewRows | None
-    """How to make rows for new labels, on the CPU; `None` if the run was made without."""
+    """The trained head."""
+    method: Method
+    rows: NewRows | None = None
+    """How to make rows for new labels, on the CPU, for a predictor; `None`: they are zero."""
+
+
+def write_model(place: Path, model: Model) -> None:
+    """Write the model of a run to a directory."""
+    tensors, description = {"head": dict(model.head.state_dict())}, {}
+    if isinstance(model.method, Learner):
+        tensors[LEARNER] = model.method.tensors()
+    else:
+        description["predictor"] = describe(model.method)
+    if model.rows is not None:
+        tensors[ROWS] = {name: getattr(model.rows, name).detach() for name in ROW_TENSORS}
+        description[ROWS] = {"scale": model.rows.scale, "offset": model.rows.offset}
+    save_checkpoint(place, tensors=tensors, description=description)
 
 
 def read_model(directory: Path, info: RunInfo, device: str | torch.device) -> Model:
@@ -203,16 +220,23 @@ def read_model(directory: Path, info: RunInfo, device: str | torch.device) -> Mo
             raise ValueError(f"the head must have shape {expected}, got {tuple(shape)}")
         head = nn.Linear(info.key_dim, len(info.labels), device=device)
         head.load_state_dict(saved.tensors["head"])
-        predictor = build(saved.description["predictor"])
-        if not isinstance(predictor, mbpa.Predictor):
-            raise ValueError(f"{predictor!r} is not a predictor")
+        method = _read_method(saved, head)
         rows = None
         if ROWS in saved.description:
             direction, weight, bias = (saved.tensors[ROWS][name] for name in ROW_TENSORS)
             rows = NewRows(direction, weight, bias, **saved.description[ROWS])
     except (CheckpointError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise RunError(f"the model in {directory} cannot be used: {error}") from error
-    return Model(head, predictor, rows)
+    return Model(head, method, rows)
+
+
+def _read_method(saved: Checkpoint, head: nn.Linear) -> Method:
+    if LEARNER in saved.tensors:
+        return Learner.from_tensors(copy.deepcopy(head).cpu(), saved.tensors[LEARNER])
+    predictor = build(saved.description["predictor"])
+    if not isinstance(predictor, mbpa.Predictor):
+        raise ValueError(f"{predictor!r} is not a predictor")
+    return predictor
 
 
 def read_encoder(info: RunInfo, device: str | torch.device) -> Encoder[Any] | None:

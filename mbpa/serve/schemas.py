@@ -156,8 +156,12 @@ class Prediction(ApiModel):
     label: str | None
     """The most probable label; `null` if the classifier abstains."""
     confidence: float
+    """Probability of the most probable label."""
     abstains: bool
     top: list[Probability]
+    in_scope: float | None
+    """Probability that the query belongs to any label, by how near their examples are. All other
+    probabilities include it. `null` if the run does not estimate it."""
 
 
 class Predictions(ApiModel):
@@ -410,6 +414,7 @@ def make_prediction(answer: Answer) -> Prediction:
         confidence=answer.confidence,
         abstains=answer.abstains,
         top=_make_probabilities(answer.top),
+        in_scope=answer.in_scope,
     )
 
 

@@ -1,4 +1,4 @@
-"""The head, labels and memory of a classifier, derived from its current examples.
+"""What a classifier answers from: labels and an index of examples, derived from current examples.
 
 Its answers depend only on these examples, not on their history: the order in which they were added,
 or others that were added and removed.
@@ -6,149 +6,65 @@ or others that were added and removed.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import abc
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-import mbpa
-from mbpa.device import Throughput
-from mbpa.modules.new_rows import NewRows
-from mbpa.modules.split import grow
 from mbpa.serve.answers import NearExample
-from mbpa.serve.example_index import Counts, ExampleIndex, IndexedExample
-from mbpa.serve.order_independent import LabelRows, OrderIndependentReader
+from mbpa.serve.example_index import Counts, ExampleIndex
 
-# Fixed, not measured: a restart must not choose another way to compute the same result.
-FIXED_THROUGHPUT = Throughput(operations=2.0**36, bytes=2.0**33, call=2.0**-19)
+Sources = tuple[tuple[NearExample, ...], float]
+"""The examples behind an answer, and how far the parameters moved for it."""
 
 
-class ServedModel:
-    """A trained head that grows and shrinks with the labels of the examples, and adapts to them.
+class Judgement(NamedTuple):
+    """Log-probabilities of the labels of a model, for B queries."""
+
+    logs: Float[Tensor, "B C"]
+    in_scope: Float[Tensor, "B"] | None = None
+    """Probability that each query belongs to any label, which `logs` include; `None`: unknown."""
+
+
+class ExplainedJudgement(NamedTuple):
+    """A judgement, what the head alone says, and the examples behind it."""
+
+    after: Judgement
+    before: Float[Tensor, "B O"]
+    """Log-probabilities according to the head alone."""
+    before_labels: tuple[str, ...]
+    sources: Sequence[Sources]
+    """One item per query."""
+
+
+class ServedModel(abc.ABC):
+    """Answers queries from a set of examples, which can be added, removed and relabelled.
 
     Not thread-safe.
-
-    Args:
-        head: the trained head, with one row per label in `trained_labels`.
-        rows: how to make rows for other labels; `None`: they are zero.
     """
 
-    def __init__(
-        self,
-        head: nn.Linear,
-        trained_labels: Sequence[str],
-        predictor: mbpa.Predictor,
-        rows: NewRows | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         self.index = ExampleIndex()
         """Index of the examples; read-only for callers."""
-        self._head, self._all_trained_labels = head, trained_labels
-        self._predictor = predictor
-        self._rows = None if rows is None else LabelRows(rows)
-        # Nothing is stored, since stored rows would depend on history.
-        self._engine = mbpa.Engine(store_bytes=0, rates=FIXED_THROUGHPUT)
-        self._device = head.weight.device
-        self._memory = mbpa.ExactMemory(1024, head.in_features, device=self._device)
-        self._reader = OrderIndependentReader(self._memory)
-        self._trained_labels: tuple[str, ...] = ()
-        self._new_labels: tuple[str, ...] = ()
-        self._model: mbpa.MbPA | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Labels in the order of the head's outputs."""
-        return self._trained_labels + self._new_labels
+        """Labels in the order of the columns: those with a trained row, then the others by name."""
+        trained, new = self.split_labels()
+        return trained + new
 
     def counts(self, change: int) -> Counts:
         """Return the current counts, with `change` as the number of writes."""
+        trained, new = self.split_labels()
         return Counts(
-            labels={label: self.index.counts[label] for label in self.labels},
-            trained_labels=self._trained_labels,
+            labels={label: self.index.counts[label] for label in trained + new},
+            trained_labels=trained,
             examples=len(self.index.examples),
             taught=self.index.taught,
             change=change,
         )
-
-    def entries(self) -> tuple[list[int], Float[Tensor, "M D"]]:
-        """Return the ids and keys of everything in the memory."""
-        held = self._memory.entries()
-        return [self.index.ids[entry] for entry in held.ids.tolist()], held.keys
-
-    # Answering
-
-    def __call__(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B C"]:
-        """Return log p of each of the `labels`."""
-        if self._model is None:
-            return keys.new_empty(len(keys), 0)
-        return self._model(keys=keys, neighbors=self._read(keys))
-
-    def explain(self, keys: Float[Tensor, "B D"]) -> mbpa.Explanation | None:
-        """Explain the predictions for these keys; `None` if there are no labels."""
-        if self._model is None:
-            return None
-        return self._model.explain(keys=keys, neighbors=self._read(keys))
-
-    def _read(self, keys: Float[Tensor, "B D"]) -> mbpa.Neighbors | None:
-        return self._reader.read(keys, self._predictor.k) if self._predictor.k else None
-
-    def sources(self, why: mbpa.Explanation) -> tuple[tuple[NearExample, ...], float]:
-        """Return the examples behind the answer to one query, and how far the parameters moved."""
-        if why.neighbors is None or why.weights is None:
-            return (), 0.0
-        rows = zip(
-            why.neighbors.ids[0].tolist(),
-            why.weights[0].tolist(),
-            why.neighbors.distances[0].sqrt().tolist(),
-            strict=True,
-        )
-        near = []
-        for entry, weight, distance in rows:
-            id = self.index.ids[entry]
-            example = self.index.examples[id]
-            near.append(NearExample(id, example.label, example.text, weight, distance))
-        return tuple(near), 0.0 if why.change is None else float(why.change[0])
-
-    # Learning
-
-    def make_room(self, examples: int) -> None:
-        """Make room for this many more examples, so that the memory never overwrites any."""
-        held = len(self.index.examples)
-        if held + examples > self._memory.capacity:
-            self._memory.resize(2 * (held + examples))
-
-    def add(
-        self,
-        ids: Sequence[int],
-        named: Sequence[tuple[str, str | None]],
-        keys: Float[Tensor, "N D"],
-        trained: Collection[int],
-    ) -> None:
-        """Add examples, for which there must be room.
-
-        Args:
-            named: label and text of each example.
-            trained: ids of the examples that the head was trained with.
-        """
-        numbers = [self.index.number(label) for label, _ in named]
-        entries = self._memory.write(keys, torch.tensor(numbers, dtype=torch.int64)).tolist()
-        for id, (label, text), entry in zip(ids, named, entries, strict=True):
-            self.index.add(id, IndexedExample(label, text, entry, id in trained))
-        labels = [label for label, _ in named]
-        if self._rows is not None:
-            self._rows.add(labels, keys)
-        self._rebind(labels)
-
-    def remove(self, ids: Iterable[int]) -> None:
-        """Remove those of these examples that are present."""
-        here = [id for id in ids if id in self.index.examples]
-        labels = [self.index.examples[id].label for id in here]
-        entries = [self.index.remove(id) for id in here]
-        if self._rows is not None:
-            self._rows.remove(labels, self._memory.get_keys(entries))
-        self._memory.delete(entries)
-        self._rebind(labels)
 
     def relabel(
         self,
@@ -167,57 +83,52 @@ class ServedModel:
             keeps_trained: examples that the head was trained with still count as such.
         """
         held = {id: self.index.examples[id] for id in ids}
-        keys = self._memory.get_keys([each.entry for each in held.values()])
+        keys = self.get_keys(list(ids))
         self.remove(held)
-        self._all_trained_labels = trained_labels
+        self.set_trained_labels(trained_labels)
         trained = {ids[id] for id, each in held.items() if keeps_trained and each.is_trained}
         named = [(label, each.text) for each in held.values()]
         self.add(list(ids.values()), named, keys, trained)
 
-    def _rebind(self, changed: Iterable[str]) -> None:
-        """Update the head, labels and columns to the current examples.
+    @abc.abstractmethod
+    def split_labels(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the labels with a trained row, in the order of these, and the others by name."""
+
+    @abc.abstractmethod
+    def set_trained_labels(self, labels: Sequence[str]) -> None:
+        """Name the rows of the trained head anew."""
+
+    @abc.abstractmethod
+    def get_keys(self, ids: Sequence[int]) -> Float[Tensor, "N D"]:
+        """Return the keys of examples that are present, in the precision of this model."""
+
+    @abc.abstractmethod
+    def __call__(self, keys: Float[Tensor, "B D"]) -> Judgement:
+        """Return log p of each of the `labels`."""
+
+    @abc.abstractmethod
+    def explain(self, keys: Float[Tensor, "B D"]) -> ExplainedJudgement:
+        """Explain the answers to these queries; there must be labels."""
+
+    @abc.abstractmethod
+    def make_room(self, examples: int) -> None:
+        """Make room for this many more examples, so that adding them cannot fail."""
+
+    @abc.abstractmethod
+    def add(
+        self,
+        ids: Sequence[int],
+        named: Sequence[tuple[str, str | None]],
+        keys: Float[Tensor, "N D"],
+        trained: Collection[int],
+    ) -> None:
+        """Add examples, for which there must be room.
 
         Args:
-            changed: labels whose examples have changed.
+            named: label and text of each example.
+            trained: ids of the examples that the head was trained with.
         """
-        trained, new = self.index.split(self._all_trained_labels)
-        if (trained, new) != (self._trained_labels, self._new_labels):
-            self._trained_labels, self._new_labels = trained, new
-            self._model = self._build_model()
-        elif self._model is not None:
-            self._write_rows(self._model.head, changed)
-        self._reader.columns = self.index.columns(self.labels).to(self._device)
 
-    def _build_model(self) -> mbpa.MbPA | None:
-        """Return a model of the memory and a head for the current labels; `None` without labels."""
-        if not self.labels:
-            return None
-        head = grow(self._copy_trained_rows(), len(self.labels)).requires_grad_(False)
-        self._write_rows(head, self._new_labels)
-        return mbpa.MbPA(
-            head=head, memory=self._memory, predictor=self._predictor, engine=self._engine
-        )
-
-    def _write_rows(self, head: nn.Module, labels: Iterable[str]) -> None:
-        """Set the rows of those of these labels that the head was not trained with."""
-        rows, new = self._rows, set(self._new_labels)
-        here = sorted(new.intersection(labels))
-        if rows is None or not here:
-            return
-        assert isinstance(head, nn.Linear)
-        first = len(self._trained_labels)
-        places = torch.tensor([first + bisect_left(self._new_labels, label) for label in here])
-        with torch.no_grad():
-            weights = torch.stack([rows.weight(label) for label in here])
-            head.weight[places] = weights.to(self._device)
-            head.bias[places] = rows.bias.to(self._device)
-
-    def _copy_trained_rows(self) -> nn.Linear:
-        """Return a head with the trained rows of the remaining labels, or else one row of zeros."""
-        places = {label: row for row, label in enumerate(self._all_trained_labels)}
-        rows = [places[label] for label in self._trained_labels]
-        head = nn.Linear(self._head.in_features, max(1, len(rows)), device=self._device)
-        with torch.no_grad():
-            for own, trained in ((head.weight, self._head.weight), (head.bias, self._head.bias)):
-                own.zero_()[: len(rows)] = trained[torch.tensor(rows, dtype=torch.int64)]
-        return head
+    @abc.abstractmethod
+    def remove(self, ids: Iterable[int]) -> None:
+        """Remove those of these examples that are present."""

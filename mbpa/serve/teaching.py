@@ -1,9 +1,12 @@
-"""From labelled texts or pictures to a run: embed, train a head, fill the memory, tune, write.
+"""From labelled texts or pictures to a run: embed, train a head, fit a learner, write.
 
-The settings for adaptation and for rows of new labels are chosen by rehearsal: a head is trained
-without a third of the labels, which are then taught with three examples each (`selection`).
-Held-out examples of all labels then measure the accuracy, and set the threshold: the confidence
-above which answers are more often right than wrong.
+The learner is fitted by rehearsal: heads are trained without a third of the labels, which are then
+taught with a few examples each (`mbpa.teaching`). The rehearsals also set the threshold: the
+confidence above which answers are more often right than wrong. Held-out examples measure the
+accuracy.
+
+With too few labels or examples for that, the head adapts to the nearest examples instead. Settings
+are then rehearsed if possible (`selection`), and the held-out examples set the threshold.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,9 +30,13 @@ from mbpa.serve.journal import Journal
 from mbpa.serve.labelled_images import LabelledImages
 from mbpa.serve.labelled_texts import LabelledTexts
 from mbpa.serve.run_directory import replace_directory, reporting_errors
-from mbpa.serve.run_info import JOURNAL_FILE, RunInfo, encode_key, write_run
+from mbpa.serve.run_info import JOURNAL_FILE, Model, RunInfo, encode_key, write_run
 from mbpa.serve.selection import EXAMPLES_PER_NEW_LABEL, Choice, rehearse
+from mbpa.serve.taught_model import TaughtModel
 from mbpa.serve.training import Training, choose_held_out, train_head
+from mbpa.teaching import Learner, fit_learner
+from mbpa.teaching.combination import MAX_LOST_POINTS, find_break_even
+from mbpa.teaching.learner import REHEARSALS
 
 MIN_THRESHOLD_EXAMPLES = 20  # held-out examples needed to choose a threshold
 DEFAULT_PREDICTOR = mbpa.Adapted(mbpa.Gradient(steps=20), k=20)  # if nothing can be rehearsed
@@ -40,11 +47,8 @@ class NewRun:
     """The result of `teach`."""
 
     info: RunInfo
-    head: nn.Linear
-    predictor: mbpa.Predictor
+    model: Model
     keys: Float[Tensor, "N D"]
-    rows: NewRows | None = None
-    """How to make rows of the head for new labels; `None`: they start from zero."""
     lesson_keys: Float[Tensor, "L D"] | None = None
     """Keys of the lessons of the data, if it has any."""
 
@@ -55,9 +59,7 @@ class Fitted:
 
     labels: tuple[str, ...]
     """Labels in the order of the head's rows."""
-    head: nn.Linear
-    predictor: mbpa.Predictor
-    rows: NewRows | None
+    model: Model
     threshold: float
     summary: dict[str, Any]
 
@@ -67,14 +69,16 @@ def fit(
     named: Sequence[str],
     *,
     training: Training | None = None,
+    max_lost_points: float | None = MAX_LOST_POINTS,
     progress: bool = False,
 ) -> Fitted:
-    """Train a head and choose the settings.
+    """Train a head, and fit a learner or choose how the head adapts.
 
     Args:
         keys: one key of unit norm per example.
         named: the label of each example.
         training: how to train the head.
+        max_lost_points: see `TaughtClassifier`; used to measure the accuracy.
         progress: show progress bars on stderr.
 
     Raises:
@@ -87,13 +91,22 @@ def fit(
     labels = torch.tensor([places[label] for label in named])
     generator = torch.Generator().manual_seed(training.seed)
     held = choose_held_out(labels, generator)
-    choice = rehearse(keys, labels, training, generator, progress)
-    predictor = DEFAULT_PREDICTOR if choice is None else choice.predictor
     head = train_head(keys[~held], labels[~held], len(names), training, (keys[held], labels[held]))
-    summary, threshold = _measure_accuracy(head, predictor, keys, labels, held)
-    summary |= _summarize_rehearsal(choice)
-    rows = _fit_new_rows(head, keys, labels, choice)
-    return Fitted(names, head, predictor, rows, threshold, summary)
+    split = _Split(keys, labels, held)
+    learner = _fit_learner(head, split, training, progress)
+    if learner is None:
+        choice = rehearse(keys, labels, training, generator, progress)
+        predictor = DEFAULT_PREDICTOR if choice is None else choice.predictor
+        rows = _make_rows(head, keys, labels, choice)
+        logs = _adapt_held_out(head, predictor, split)
+        threshold = _choose_threshold(logs, labels[held])
+        summary = _summarize_accuracy(head, split, logs, threshold) | _summarize_choice(choice)
+        return Fitted(names, Model(head, predictor, rows), threshold, summary)
+    logs = _ask_learner(learner, names, split, max_lost_points)
+    threshold = float(learner.combination.break_even)
+    summary = _summarize_accuracy(head, split, logs, threshold)
+    summary |= _summarize_rehearsals(learner, is_limited=max_lost_points is not None)
+    return Fitted(names, Model(head, learner), threshold, summary)
 
 
 def teach(
@@ -102,12 +115,16 @@ def teach(
     *,
     cache: Path | None = None,
     training: Training | None = None,
+    max_lost_points: float | None = MAX_LOST_POINTS,
     progress: bool = False,
 ) -> NewRun:
-    """Embed the data, train a head and choose the settings.
+    """Embed the data, train a head and fit the rest.
 
     Args:
         cache: a folder for embeddings, from which an interrupted run can continue.
+        training: how to train the head.
+        max_lost_points: how many points of accuracy on trained labels new labels may cost; `None`
+            sets no limit.
         progress: show progress bars on stderr.
 
     Raises:
@@ -121,7 +138,9 @@ def teach(
         keys = embed_items(encoder, data.items, cache, bar.update)
     lesson_items: list[Any] = [item for item, _ in data.lessons]
     lesson_keys = embed_items(encoder, lesson_items, cache) if lesson_items else None
-    found = fit(keys, data.labels, training=training, progress=progress)
+    found = fit(
+        keys, data.labels, training=training, max_lost_points=max_lost_points, progress=progress
+    )
     counts = {"rows": data.rows, "duplicates": data.duplicates, "labels": len(found.labels)}
     info = RunInfo(
         key_dim=encoder.key_dim,
@@ -132,8 +151,9 @@ def teach(
         fingerprint=encoder.fingerprint,
         summary=found.summary | counts,
         takes=encoder.takes,
+        max_lost_points=max_lost_points,
     )
-    return NewRun(info, found.head, found.predictor, keys, found.rows, lesson_keys)
+    return NewRun(info, found.model, keys, lesson_keys)
 
 
 def write_new_run(
@@ -141,10 +161,12 @@ def write_new_run(
 ) -> None:
     """Write a run directory atomically: it appears as a whole or not at all."""
     items: Sequence[str | bytes] = data.items
-    parts = taught.info, taught.head, taught.predictor
+    model = taught.model
     with reporting_errors(out), replace_directory(out, replace=replace) as directory:
         examples = zip(data.labels, items, strict=True)
-        write_run(directory, *parts, examples, taught.keys, taught.rows)
+        write_run(
+            directory, taught.info, model.head, model.method, examples, taught.keys, model.rows
+        )
         if taught.lesson_keys is not None:
             given: Sequence[tuple[str | bytes, str]] = data.lessons
             lessons = zip(given, taught.lesson_keys, strict=True)
@@ -152,7 +174,51 @@ def write_new_run(
                 journal.learn([(label, item, encode_key(key)) for (item, label), key in lessons])
 
 
-def _fit_new_rows(
+class _Split(NamedTuple):
+    """Examples, some of which are held out."""
+
+    keys: Float[Tensor, "N D"]
+    labels: Int[Tensor, "N"]
+    held: Bool[Tensor, "N"]
+
+
+def _fit_learner(
+    head: nn.Linear, split: _Split, training: Training, progress: bool
+) -> Learner | None:
+    def train(keys: Tensor, labels: Tensor, classes: int) -> nn.Linear:
+        held = choose_held_out(labels, torch.Generator().manual_seed(training.seed))
+        return train_head(keys[~held], labels[~held], classes, training, (keys[held], labels[held]))
+
+    keys, labels = split.keys[~split.held], split.labels[~split.held]
+    with tqdm(
+        total=REHEARSALS + 1, desc="rehearsing", file=sys.stderr, disable=not progress
+    ) as bar:
+        return fit_learner(keys, labels, head, train, seed=training.seed, tick=bar.update)
+
+
+def _ask_learner(
+    learner: Learner, names: Sequence[str], split: _Split, max_lost_points: float | None
+) -> Float[Tensor, "H C"]:
+    """Return the answers to the held-out examples from all others."""
+    model = TaughtModel(learner, names, max_lost_points, "cpu")
+    known = (~split.held).nonzero()[:, 0].tolist()
+    named = [(names[label], None) for label in split.labels[known].tolist()]
+    model.add(known, named, split.keys[known], known)
+    return model(split.keys[split.held]).logs
+
+
+def _adapt_held_out(
+    head: nn.Linear, predictor: mbpa.Predictor, split: _Split
+) -> Float[Tensor, "H C"]:
+    """Return the answers to the held-out examples, with a memory of all others."""
+    keys, labels, held = split
+    memory = mbpa.ExactMemory(int((~held).sum()), keys.shape[1])
+    model = mbpa.MbPA(head=head, memory=memory, predictor=predictor)
+    model.write(keys=keys[~held], values=labels[~held])
+    return model(keys=keys[held])
+
+
+def _make_rows(
     head: nn.Linear, keys: Float[Tensor, "N D"], labels: Int[Tensor, "N"], choice: Choice | None
 ) -> NewRows | None:
     if choice is None:
@@ -162,51 +228,41 @@ def _fit_new_rows(
     return NewRows.around(head.weight, head.bias, sums, scale=scale, offset=choice.offset)
 
 
-def _summarize_rehearsal(choice: Choice | None) -> dict[str, Any]:
+def _summarize_choice(choice: Choice | None) -> dict[str, Any]:
     if choice is None:
         return {}
     return {"rehearsed_new": choice.score.new, "rehearsed_old": choice.score.old}
 
 
-def _measure_accuracy(
-    head: nn.Linear,
-    predictor: mbpa.Predictor,
-    keys: Float[Tensor, "N D"],
-    labels: Int[Tensor, "N"],
-    held: Bool[Tensor, "N"],
-) -> tuple[dict[str, Any], float]:
-    """Return a summary of the accuracy on held-out examples, and the threshold based on it."""
-    count = int(held.sum())
-    summary: dict[str, Any] = {"examples": len(keys), "held_out": count}
-    if not count:
-        return summary, 0.0
-    memory = mbpa.ExactMemory(len(keys) - count, keys.shape[1])
-    model = mbpa.MbPA(head=head, memory=memory, predictor=predictor)
-    model.write(keys=keys[~held], values=labels[~held])
-    logs = model(keys=keys[held])
-    right = logs.argmax(1) == labels[held]
-    alone = head(keys[held]).argmax(1) == labels[held]
-    confidence = logs.exp().amax(1)
-    threshold = find_break_even(confidence, right) if count >= MIN_THRESHOLD_EXAMPLES else 0.0
-    answered = confidence >= threshold
-    summary |= {
+def _summarize_rehearsals(learner: Learner, *, is_limited: bool) -> dict[str, Any]:
+    combination = learner.combination
+    column = combination.margin_counts.tolist().index(EXAMPLES_PER_NEW_LABEL)
+    new, old = combination.rehearsed[0 if is_limited else 1, column].tolist()
+    return {"rehearsed_new": new, "rehearsed_old": old}
+
+
+def _choose_threshold(logs: Float[Tensor, "H C"], labels: Int[Tensor, "H"]) -> float:
+    if len(labels) < MIN_THRESHOLD_EXAMPLES:
+        return 0.0
+    return find_break_even(logs.exp().amax(1), logs.argmax(1) == labels)
+
+
+def _summarize_accuracy(
+    head: nn.Linear, split: _Split, logs: Float[Tensor, "H C"], threshold: float
+) -> dict[str, Any]:
+    """Return the accuracy on held-out examples, given log-probabilities of their labels."""
+    keys, labels = split.keys[split.held], split.labels[split.held]
+    summary: dict[str, Any] = {"examples": len(split.keys), "held_out": len(keys)}
+    if not len(keys):
+        return summary
+    right = logs.argmax(1) == labels
+    answered = logs.exp().amax(1) >= threshold
+    return summary | {
         "accuracy": float(right.double().mean()),
-        "accuracy_of_the_head_alone": float(alone.double().mean()),
+        "accuracy_of_the_head_alone": float((head(keys).argmax(1) == labels).double().mean()),
         "answered": float(answered.double().mean()),
         "accuracy_of_answers": float(right[answered].double().mean()) if answered.any() else None,
     }
-    return summary, threshold
-
-
-def find_break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) -> float:
-    """Return the lowest threshold that maximises the number of right minus wrong answers.
-
-    Returns 0 if it is best to answer everything.
-    """
-    levels, group = confidence.unique(return_inverse=True)  # rising; ties share a group
-    gains = torch.zeros(len(levels), dtype=torch.int64).scatter_add_(0, group, 2 * right.long() - 1)
-    lowest = int(gains.flip(0).cumsum(0).flip(0).argmax())
-    return float(levels[lowest]) if lowest else 0.0
 
 
 def _describe_left_out(data: LabelledTexts | LabelledImages) -> list[tuple[str, str]]:
@@ -231,7 +287,7 @@ def _format_count(count: int, one: str, more: str) -> str:
 
 def report(taught: NewRun, data: LabelledTexts | LabelledImages) -> str:
     """Return a summary of the result in a few lines."""
-    summary, rule = taught.info.summary or {}, taught.predictor
+    summary, method, rows = taught.info.summary or {}, taught.model.method, taught.model.rows
     lines = [
         ("examples", f"{len(data.items)} of {summary['labels']} labels"),
         *_describe_left_out(data),
@@ -259,9 +315,15 @@ def report(taught: NewRun, data: LabelledTexts | LabelledImages) -> str:
                 f"{new:.1%} right from {EXAMPLES_PER_NEW_LABEL} examples each, others {old:.1%}",
             )
         )
-    if isinstance(rule, mbpa.Adapted):
-        lines += [("adapts by", in_short(rule.rule)), ("", f"k={rule.k}, {in_short(rule.kernel)}")]
-    if taught.rows is not None:
-        scale, offset = taught.rows.scale, taught.rows.offset
-        lines.append(("new rows", f"scale {scale:.1f}, offset {offset:.1f}"))
+    if isinstance(method, Learner):
+        limit = taught.info.max_lost_points
+        cost = "any number of points" if limit is None else f"about {limit:g} points"
+        lines.append(("", f"which may cost the others {cost}: --max-lost-points"))
+    if isinstance(method, mbpa.Adapted):
+        lines += [
+            ("adapts by", in_short(method.rule)),
+            ("", f"k={method.k}, {in_short(method.kernel)}"),
+        ]
+    if rows is not None:
+        lines.append(("new rows", f"scale {rows.scale:.1f}, offset {rows.offset:.1f}"))
     return "\n".join(f"{name:10} {value}" for name, value in lines if value)

@@ -8,6 +8,7 @@ from pathlib import Path
 from mbpa.errors import RunError
 from mbpa.serve.journal import Journal, JournalError
 from mbpa.serve.run_info import JOURNAL_FILE, RunInfo, read_model, stack_keys
+from mbpa.teaching import Learner
 
 EXAMPLES_PER_PART = 1000
 
@@ -33,9 +34,13 @@ def check_run(directory: Path) -> list[tuple[str, str]]:
         while part := list(islice(examples, EXAMPLES_PER_PART)):
             stack_keys(journal.path, part, info.key_dim)
         labels, count, change = journal.labels(), len(journal), journal.change
-    rows = "with" if model.rows is not None else "without"
+    with_rows = "without" if model.rows is None else "with"
+    is_learner = isinstance(model.method, Learner)
+    parts = (
+        "the head and the learner" if is_learner else f"the head, {with_rows} rows for new labels"
+    )
     return [
         ("run.json", f"{len(info.labels)} trained labels, keys of {info.key_dim} numbers"),
-        ("model", f"the head, {rows} rows for new labels"),
+        ("model", parts),
         ("journal", f"{count} examples of {len(labels)} labels after {change} changes"),
     ]

@@ -16,12 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mbpa.teaching.belief import BeliefRows
-from mbpa.teaching.combination import Evidence
+from mbpa.teaching.combination import MAX_LOST_POINTS, REHEARSED_FRACTION, Evidence
 from mbpa.teaching.example_store import ExampleStore, measure_cosines, round_keys
 from mbpa.teaching.learner import Learner
-
-MAX_LOST_POINTS = 1.0
-REHEARSED_FRACTION = 0.5  # of the loss that is allowed; on other queries the loss is larger
 
 
 class Prediction(NamedTuple):
@@ -31,6 +28,11 @@ class Prediction(NamedTuple):
     """Log-probability of each label, for queries that belong to one of them."""
     in_scope: Float[Tensor, "B"]
     """Probability that the query belongs to one of the labels, by how near their examples are."""
+
+    @property
+    def log_confidences(self) -> Float[Tensor, "B C"]:
+        """Log-probability of each label, for any query; probabilities may add up to less than 1."""
+        return self.log_probs + self.in_scope.log()[:, None]
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,13 @@ class TaughtClassifier:
         max_lost_points: float | None = MAX_LOST_POINTS,
         device: torch.device | str = "cpu",
     ) -> None:
-        if len(set(trained_labels)) != learner.head.out_features:
-            raise ValueError(
-                f"trained_labels must be {learner.head.out_features} distinct names, "
-                f"got {len(set(trained_labels))}"
-            )
         if max_lost_points is not None and not 0 <= max_lost_points < math.inf:
             raise ValueError(
                 f"max_lost_points must be None or at least 0 and finite, got {max_lost_points}"
             )
         self._device = torch.device(device)
-        self._learner, self._trained = learner, {each: i for i, each in enumerate(trained_labels)}
+        self._learner = learner
+        self.trained_labels = trained_labels
         self._lost_points = (
             None if max_lost_points is None else REHEARSED_FRACTION * max_lost_points
         )
@@ -109,9 +107,27 @@ class TaughtClassifier:
         return len(self._store)
 
     @property
+    def trained_labels(self) -> tuple[str, ...]:
+        """Names of the labels known at the start, in the order of the head's rows.
+
+        To rename one, set this while the label has no examples, or use `rename`.
+        """
+        return tuple(self._trained)
+
+    @trained_labels.setter
+    def trained_labels(self, labels: Sequence[str]) -> None:
+        rows = self._learner.head.out_features
+        if len(labels) != rows or len(set(labels)) != rows:
+            raise ValueError(
+                f"trained_labels must be {rows} distinct names, got {len(set(labels))}"
+            )
+        self._trained = {label: row for row, label in enumerate(labels)}
+        self._state = None
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Labels in the order of the columns: those with a trained row, then the others by name."""
-        old, new = self._split_labels()
+        old, new = self.split_labels()
         return old + new
 
     @property
@@ -120,12 +136,17 @@ class TaughtClassifier:
         counts = self._store.counts
         return {label: counts[label] for label in self.labels}
 
-    def _split_labels(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def split_labels(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the labels with a trained row, in the order of these, and the others by name."""
         present = self._store.trained_labels
         old = tuple(label for label in self._trained if label in present)
         return old, tuple(sorted(set(self._store.counts) - set(old)))
 
     # Learning
+
+    def make_room(self, examples: int) -> None:
+        """Allocate memory for this many more examples."""
+        self._store.make_room(examples)
 
     def add(
         self,
@@ -161,9 +182,39 @@ class TaughtClassifier:
         """Give an example another label. It then counts as taught, not as trained."""
         if id not in self._store:
             raise ValueError(f"id must be of an example that is present, got {id}")
-        key = self._store.keys[self._store[id].row].clone()
+        key = self.get_keys([id])
         self.forget([id])
-        self.add([id], [label], key[None])
+        self.add([id], [label], key)
+
+    def rename(self, label: str, new_label: str) -> list[int]:
+        """Give all examples of a label another one; return their ids.
+
+        A trained label takes its row of the head along, unless the other label has one, too: then
+        its examples count as taught from then on.
+
+        Raises:
+            ValueError: there is no such label.
+        """
+        if label not in self._store.counts:
+            raise ValueError(f"label must have examples, got {label!r}")
+        ids = [id for id in self._store.ids if self._store[id].label == label]
+        if label == new_label:
+            return ids
+        keys = self.get_keys(ids)
+        trained = [id for id in ids if self._store[id].is_trained]
+        if new_label in self._store.trained_labels:
+            trained = []
+        self.forget(ids)
+        if trained:
+            swapped = {label: new_label, new_label: label}
+            self.trained_labels = [swapped.get(each, each) for each in self._trained]
+        self.add(ids, [new_label] * len(ids), keys, trained=trained)
+        return ids
+
+    def get_keys(self, ids: Sequence[int]) -> Float[Tensor, "N D"]:
+        """Return the keys of examples that are present, as they were rounded."""
+        rows = torch.tensor([self._store[id].row for id in ids], dtype=torch.int64)
+        return self._store.keys[rows.to(self._device)]
 
     def _note_change(self, labels: Iterable[str]) -> None:
         self._state = None
@@ -177,6 +228,10 @@ class TaughtClassifier:
         evidence, _ = self._observe(self._get_state(), keys)
         log_probs = self._combination.log_probs(evidence, self._lost_points)
         return Prediction(log_probs, self._combination.score_scope(evidence, log_probs))
+
+    def predict_by_head(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B O"]:
+        """Return the log-probabilities of the labels with a trained row, by the head alone."""
+        return self._observe(self._get_state(), keys)[0].head
 
     def explain(
         self, keys: Float[Tensor, "B D"], *, labels: int = 3, examples: int = 5
@@ -247,7 +302,7 @@ class TaughtClassifier:
         return self._state
 
     def _build_state(self) -> _State:
-        old, new = self._split_labels()
+        old, new = self.split_labels()
         counts = self._store.counts
         rows = [self._make_row(label, place >= len(old)) for place, label in enumerate(old + new)]
         size = self._learner.head.in_features

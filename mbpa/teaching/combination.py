@@ -8,13 +8,16 @@ give p_old over the old labels and p_new over the new ones. A gate t then decide
 
 All weights are fitted by maximum likelihood on rehearsals, which makes the probabilities
 calibrated. To keep the answers to queries of old labels, a new label must win by a margin.
+
+The in-scope score is the probability that a query belongs to any of the labels, by how near their
+examples are. It multiplies p(c), so nothing unlike all examples gets a confident answer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -29,8 +32,13 @@ OLD_COUNT = 100.0  # counted as examples of an old label in the in-scope score
 FREE_COUNT = 1000.0  # new labels with so many examples compete with old ones freely
 TIE_MARGIN = 1e-3  # in logits
 MARGINS = torch.linspace(0, 8, 81)  # tried, in logits
+MAX_LOST_POINTS = 1.0  # of accuracy on old labels, by default
+REHEARSED_FRACTION = 0.5  # of the loss that is allowed; on other queries the loss is larger
+OUT_OF_SCOPE_SHARE = 0.02  # of all queries, assumed by the in-scope score
 LOST_POINTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0)
 """Losses, in points, for which the margin is known."""
+ANSWERED_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+"""Shares of the queries out of scope that may be answered, for which the threshold is known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +101,15 @@ class Combination:
     """Numbers of examples per new label that were rehearsed, rising."""
     margins: Float[Tensor, "L K"]
     """By how much a new label must lead, by points lost (`LOST_POINTS`) and number of examples."""
+    break_even: Float[Tensor, ""]
+    """Least confidence with which answers were more often right than wrong in the rehearsals, where
+    some queries were out of scope."""
+    thresholds: Float[Tensor, "T"]
+    """Least confidence with which at most `ANSWERED_SHARES` of the queries out of scope were
+    answered."""
+    rehearsed: Float[Tensor, "2 K 2"]
+    """Accuracy in the rehearsals, by number of examples, on new and on old labels; first with the
+    default limit on lost points, then without a limit."""
 
     def log_probs(self, evidence: Evidence, lost_points: float | None) -> Float[Tensor, "B C"]:
         """Return log p of the old labels, then of the new ones.
@@ -125,11 +142,21 @@ class Combination:
     ) -> Float[Tensor, "B"]:
         """Return the probability that each query belongs to one of the labels.
 
-        It depends on how near the most probable label's examples are, not on how probable it is.
+        It depends on how near the most probable label's examples are, not on how probable it is,
+        and assumes that `OUT_OF_SCOPE_SHARE` of all queries are out of scope.
         """
         if not log_probs.shape[1]:
             return log_probs.new_zeros(len(log_probs))
         return (describe_scope(evidence, log_probs) @ self.scope_weights).sigmoid()
+
+    def find_threshold(self, answered_share: float) -> float:
+        """Return the confidence above which at most this share of queries out of scope is answered.
+
+        The confidence is the probability of the most probable label times the in-scope score.
+        """
+        shares, wanted = torch.tensor(ANSWERED_SHARES), torch.tensor([answered_share])
+        wanted = wanted.clamp(shares[0], shares[-1])
+        return float(_interpolate(wanted, shares, self.thresholds[:, None].cpu()))
 
     def _find_margin(self, counts: Float[Tensor, "B"], lost_points: float) -> Float[Tensor, "B"]:
         """Interpolate the margin by points lost and by the logarithm of the number of examples."""
@@ -230,37 +257,124 @@ def fit_combination(
     gates = [describe_gate(part.evidence, old_weights, new_weights)[0] for part in rehearsed]
     gate_weights = _fit_decision(torch.cat(gates), torch.cat([part.is_new for part in rehearsed]))
     counts = sorted({part.examples for part in rehearsed if part.examples is not None})
+    none = torch.empty(0)
     combined = Combination(
         old_weights,
         new_weights,
         gate_weights,
-        torch.empty(0),
-        torch.tensor(counts, dtype=torch.float32),
-        torch.zeros(len(LOST_POINTS), len(counts)),
+        scope_weights=none,
+        margin_counts=torch.tensor(counts, dtype=torch.float32),
+        margins=torch.zeros(len(LOST_POINTS), len(counts)),
+        break_even=torch.tensor(0.0),
+        thresholds=none,
+        rehearsed=torch.zeros(2, len(counts), 2),
     )
-    scope_weights = _fit_scope(combined, rehearsed, generator)
-    margins = torch.stack(
-        [
-            _find_margins(combined, [p for p in rehearsed if p.examples == count])
-            for count in counts
-        ],
-        1,
+    margins = [
+        _find_margins(combined, [part for part in rehearsed if part.examples == count])
+        for count in counts
+    ]
+    partly = [_PartlyTaught.draw(combined, part, generator) for part in rehearsed]
+    combined = replace(combined, scope_weights=_fit_scope(partly), margins=torch.stack(margins, 1))
+    confidences = [combined.score_scope(p.evidence, p.log_probs) * p.sureness for p in partly]
+    right = torch.cat([part.is_right for part in partly])
+    return replace(
+        combined,
+        break_even=torch.tensor(find_break_even(torch.cat(confidences), right)),
+        thresholds=_find_thresholds(partly, confidences),
+        rehearsed=torch.tensor(
+            [
+                [_measure_accuracy(combined, rehearsed, count, lost_points) for count in counts]
+                for lost_points in (REHEARSED_FRACTION * MAX_LOST_POINTS, None)
+            ]
+        ),
     )
-    return Combination(**{**combined.tensors(), "scope_weights": scope_weights, "margins": margins})
 
 
-def _fit_scope(
-    combined: Combination, rehearsed: Sequence[RehearsedEvidence], generator: torch.Generator
-) -> Float[Tensor, "S"]:
-    features, insides = [], []
-    for part in rehearsed:
-        labels = len(part.evidence.new_counts)
+def _measure_accuracy(
+    combined: Combination,
+    rehearsed: Sequence[RehearsedEvidence],
+    count: int,
+    lost_points: float | None,
+) -> tuple[float, float]:
+    """Return the accuracy on new and on old labels, with this number of examples."""
+    right, is_new = [], []
+    for part in (each for each in rehearsed if each.examples == count):
+        columns = part.answers + part.is_new * part.evidence.head.shape[1]
+        right.append(combined.log_probs(part.evidence, lost_points).argmax(1) == columns)
+        is_new.append(part.is_new)
+    hits, news = torch.cat(right).double(), torch.cat(is_new)
+    return float(hits[news].mean()), float(hits[~news].mean())
+
+
+@dataclass(frozen=True, eq=False)
+class _PartlyTaught:
+    """A rehearsal in which half of the new labels were not taught: their queries have no answer."""
+
+    evidence: Evidence
+    log_probs: Float[Tensor, "B C"]
+    is_inside: Bool[Tensor, "B"]
+    is_right: Bool[Tensor, "B"]
+    examples: int | None
+
+    @classmethod
+    def draw(
+        cls, combined: Combination, part: RehearsedEvidence, generator: torch.Generator
+    ) -> Self:
+        labels, old = len(part.evidence.new_counts), part.evidence.head.shape[1]
         taught = torch.zeros(labels, dtype=torch.bool)
         taught[torch.randperm(labels, generator=generator)[: max(1, labels // 2)]] = True
         evidence = part.evidence.select(new=taught)
-        features.append(describe_scope(evidence, combined.log_probs(evidence, None)))
-        insides.append(~part.is_new | taught[part.answers.clamp_max(labels - 1)])
-    return _fit_decision(torch.cat(features), torch.cat(insides))
+        log_probs = combined.log_probs(evidence, None)
+        answers = part.answers.clamp_max(labels - 1)
+        is_inside = ~part.is_new | taught[answers]
+        columns = torch.where(part.is_new, old + taught.cumsum(0)[answers] - 1, part.answers)
+        is_right = is_inside & (log_probs.argmax(1) == columns)
+        return cls(evidence, log_probs, is_inside, is_right, part.examples)
+
+    @property
+    def sureness(self) -> Float[Tensor, "B"]:
+        return self.log_probs.amax(1).exp()
+
+
+def _fit_scope(partly: Sequence[_PartlyTaught]) -> Float[Tensor, "S"]:
+    features = torch.cat([describe_scope(part.evidence, part.log_probs) for part in partly])
+    is_inside = torch.cat([part.is_inside for part in partly])
+    weights = _fit_decision(features, is_inside)
+    rehearsed = (~is_inside).double().mean().clamp(1e-6, 1 - 1e-6)
+    weights[0] += torch.logit(rehearsed) - torch.logit(torch.tensor(OUT_OF_SCOPE_SHARE))
+    return weights
+
+
+def find_break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) -> float:
+    """Return the lowest threshold that maximises the number of right minus wrong answers.
+
+    Returns 0 if it is best to answer everything.
+    """
+    levels, group = confidence.unique(return_inverse=True)  # rising; ties share a group
+    gains = torch.zeros(len(levels), dtype=torch.int64).scatter_add_(0, group, 2 * right.long() - 1)
+    lowest = int(gains.flip(0).cumsum(0).flip(0).argmax())
+    return float(levels[lowest]) if lowest else 0.0
+
+
+def _find_thresholds(
+    partly: Sequence[_PartlyTaught], confidences: Sequence[Float[Tensor, "B"]]
+) -> Float[Tensor, "T"]:
+    """Return the threshold for each of `ANSWERED_SHARES`.
+
+    It holds for every number of examples that was rehearsed, so it is the highest of theirs.
+    """
+    found = []
+    for count in {part.examples for part in partly}:
+        outside = torch.cat(
+            [
+                confidence[~part.is_inside]
+                for part, confidence in zip(partly, confidences, strict=True)
+                if part.examples == count
+            ]
+        )
+        if len(outside):
+            found.append(outside.double().quantile(1 - torch.tensor(ANSWERED_SHARES).double()))
+    return torch.stack(found).amax(0).float() if found else torch.ones(len(ANSWERED_SHARES))
 
 
 def _find_margins(

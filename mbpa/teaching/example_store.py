@@ -126,7 +126,7 @@ class ExampleStore:
             )
         rounded = round_keys(keys.detach().to(self._keys.device, torch.float32))
         first, are_trained = len(self._ids), set(trained)
-        self._make_room(first + len(ids))
+        self.make_room(len(ids))
         for label in labels:
             self._enter(label)
         numbers = torch.tensor([self._label_numbers[label] for label in labels], dtype=torch.int64)
@@ -165,7 +165,9 @@ class ExampleStore:
         places[numbers] = torch.arange(len(labels))
         return places.to(self._numbers.device)[self._numbers[: len(self._ids)]]
 
-    def _make_room(self, rows: int) -> None:
+    def make_room(self, examples: int) -> None:
+        """Allocate memory for this many more examples."""
+        rows = len(self._ids) + examples
         if rows > len(self._keys):
             more = 2 * rows - len(self._keys)
             self._keys = torch.cat([self._keys, self._keys.new_empty(more, self._keys.shape[1])])

@@ -31,29 +31,41 @@ from mbpa.errors import RunError
 from mbpa.memory import ExactMemory
 from mbpa.modules.new_rows import NewRows
 from mbpa.modules.split import grow
+from mbpa.serve.adapted_model import AdaptedModel
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.input_checks import Limits
 from mbpa.serve.journal import InputError, Journal, JournalError
 from mbpa.serve.order_independent import SPARE_NEIGHBORS, LabelRows, OrderIndependentReader
 from mbpa.serve.run_info import RunInfo, read_model
-from mbpa.serve.served_model import ServedModel
+from mbpa.serve.taught_model import TaughtModel
+from mbpa.teaching import TaughtClassifier
 
 DIM = 16
 QUERIES = random_keys(20, DIM, seed=7)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["zeros", "rows"])
-def has_rows(request) -> bool:
-    """Whether new labels have rows from their examples; runs made before there were any do not."""
+@pytest.fixture(scope="module", params=["zeros", "rows", "learner"])
+def kind(request) -> str:
+    """Whether new labels have rows of zeros, as in old runs, rows from their examples, or there is
+    a learner.
+    """
     return request.param
 
 
 @pytest.fixture(scope="module")
-def untaught(tmp_path_factory, has_rows):
+def has_rows(kind) -> bool:
+    return kind == "rows"
+
+
+@pytest.fixture(scope="module")
+def untaught(tmp_path_factory, kind):
     directory = tmp_path_factory.mktemp("runs") / "untaught"
-    write_random_run(directory, key_dim=DIM, has_rows=has_rows)
+    write_random_run(directory, key_dim=DIM, has_rows=kind == "rows", learns=kind == "learner")
     return directory
+
+
+without_learner = pytest.mark.parametrize("kind", ["zeros", "rows"], indirect=True)
 
 
 @pytest.fixture
@@ -192,6 +204,7 @@ def set_rows(head: nn.Linear, keys: torch.Tensor, labels: torch.Tensor, trained:
         head.bias[label] = bias + OFFSET
 
 
+@without_learner
 def test_answers_are_those_of_a_plain_model(fresh, has_rows):
     classifier = fresh()
     classifier.learn(lessons()[:12])  # no twins: a plain memory takes the newer one
@@ -298,6 +311,7 @@ def head_alone(classifier: Classifier) -> list[dict[str, float]]:
     return [dict(reason.before) for reason in classifier.explain(keys=QUERIES, top=1000)]
 
 
+@without_learner
 def test_a_trained_label_keeps_its_row_and_a_new_one_follows_its_examples(fresh, has_rows):
     classifier = fresh()
     before = head_alone(classifier)
@@ -326,6 +340,7 @@ def test_a_label_without_its_trained_examples_has_the_row_of_a_new_one(fresh):
     assert head_alone(first) == renamed
 
 
+@without_learner
 def test_learning_and_forgetting_compute_the_rows_of_the_labels_concerned(
     fresh, has_rows, monkeypatch
 ):
@@ -373,10 +388,10 @@ def test_rows_are_the_same_whatever_keys_came_and_went():
     assert torch.equal(other.weight("a"), LabelRows(made).weight("a"))
 
 
-def test_keys_of_a_run_with_rows_have_norm_one(fresh, has_rows):
+def test_keys_of_a_run_with_rows_or_a_learner_have_norm_one(fresh, kind):
     classifier = fresh()
     long = [Lesson("new", key=2 * QUERIES[0])]
-    if not has_rows:
+    if kind == "zeros":
         assert len(classifier.learn(long)) == 1
         return
     with pytest.raises(InputError, match="must have norm 1, as the run's own have, got 2"):
@@ -403,7 +418,7 @@ def test_it_abstains_below_the_threshold(fresh):
     assert any(answer.abstains for answer in classifier.predict(keys=QUERIES, threshold=1.0))
 
 
-def test_an_explanation_names_the_examples_behind_an_answer(fresh):
+def test_an_explanation_names_the_examples_behind_an_answer(fresh, kind):
     classifier = fresh()
     (id,) = classifier.learn([Lesson("new", "a text", QUERIES[0])])
     reason = classifier.explain(keys=QUERIES[:1], top=7)[0]
@@ -414,9 +429,10 @@ def test_an_explanation_names_the_examples_behind_an_answer(fresh):
     assert (nearest.id, nearest.label, nearest.text) == (id, "new", "a text")
     assert nearest.distance == pytest.approx(0, abs=1e-3)
     assert sum(near.weight for near in reason.neighbors) == pytest.approx(1, rel=1e-5)
-    assert reason.change > 0
+    assert (reason.change > 0) == (kind != "learner")
     assert sum(share for _, share in reason.before) == pytest.approx(1, rel=1e-5)
-    assert dict(reason.before)["new"] < dict(reason.answer.top)["new"]
+    assert dict(reason.before).get("new", 0.0) < dict(reason.answer.top)["new"]
+    assert ("new" in dict(reason.before)) == (kind != "learner")
 
 
 @pytest.mark.parametrize(
@@ -568,8 +584,8 @@ def test_a_start_reads_no_pictures_that_it_has_keys_of(album):
             return iter(found)
 
     info, journal = RunInfo.read(directory), WatchedJournal(directory / "journal.sqlite")
-    head, predictor, rows = read_model(directory, info, "cpu")
-    with Classifier(info, head, predictor, journal, BrightnessEncoder(), rows) as again:
+    model = read_model(directory, info, "cpu")
+    with Classifier(info, model, journal, BrightnessEncoder()) as again:
         assert read == [None] * 4 + [without_key]
         assert again.labels["green"] == 1
         assert again.image(1) == plain_picture("black")
@@ -687,17 +703,19 @@ def test_keys_of_another_size_are_refused_and_the_journal_is_let_go(untaught, tm
 
 
 def test_what_the_memory_could_not_take_is_not_acknowledged_again_before_a_start(
-    fresh, monkeypatch
+    fresh, kind, monkeypatch
 ):
     classifier = fresh()
     lesson = [Lesson("new", key=QUERIES[0])]
-    write = mbpa.ExactMemory.write
+    place = TaughtClassifier if kind == "learner" else mbpa.ExactMemory
+    name = "add" if kind == "learner" else "write"
+    write = getattr(place, name)
 
-    def once(*given):
-        monkeypatch.setattr(mbpa.ExactMemory, "write", write)
+    def once(*given, **options):
+        monkeypatch.setattr(place, name, write)
         raise MemoryError("no room")
 
-    monkeypatch.setattr(mbpa.ExactMemory, "write", once)
+    monkeypatch.setattr(place, name, once)
     with pytest.raises(MemoryError):
         classifier.learn(lesson, request="a")
     before = get_probabilities(classifier)
@@ -717,7 +735,8 @@ def test_what_the_memory_could_not_take_is_not_acknowledged_again_before_a_start
 
 def test_room_is_made_before_anything_is_promised(fresh, monkeypatch):
     classifier = fresh()
-    monkeypatch.setattr(ServedModel, "make_room", lambda model, examples: 1 / 0)
+    for model in (AdaptedModel, TaughtModel):
+        monkeypatch.setattr(model, "make_room", lambda model, examples: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         classifier.learn([Lesson("new", key=QUERIES[0])])
     monkeypatch.undo()

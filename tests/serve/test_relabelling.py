@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ class Expected:
         info = replace(self.info, labels=tuple(self.rows), trained_examples=len(self.trained))
         named = [(label, "text") for label, _ in self.trained.values()]
         keys = torch.stack([key for _, key in self.trained.values()])
-        write_run(directory, info, model.head, model.predictor, named, keys, model.rows)
+        write_run(directory, info, model.head, model.method, named, keys, model.rows)
         lessons = [Lesson(label, "text", key) for label, key in self.taught.values()]
         draw.shuffle(lessons)
         with Classifier.load(directory) as classifier:
@@ -82,7 +83,12 @@ class Expected:
 @pytest.mark.parametrize("seed", range(12))
 def test_answers_are_those_of_a_run_that_had_the_names_from_the_start(tmp_path, seed):
     draw, run = random.Random(seed), tmp_path / "run"
-    lessons = write_random_run(run, has_rows=seed % 3 > 0, labels=3, examples=12)
+    kinds: list[dict[str, Any]] = [
+        {"labels": 3, "examples": 12},
+        {"labels": 3, "examples": 12, "has_rows": True},
+        {"labels": 6, "examples": 24, "learns": True},
+    ]
+    lessons = write_random_run(run, **kinds[seed % 3])
     info = RunInfo.read(run)
     expected = Expected(info, list(info.labels))
     expected.trained = {i: (each.label, each.key) for i, each in enumerate(lessons, 1)}

@@ -25,8 +25,9 @@ from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.labelled_images import LabelledImages, read_labelled_images
 from mbpa.serve.labelled_texts import read_labelled_texts
-from mbpa.serve.run_info import RunInfo, read_model
+from mbpa.serve.run_info import Model, RunInfo, read_model
 from mbpa.serve.selection import Choice, Rehearsal
+from mbpa.teaching.combination import find_break_even
 
 GOOD = "text,label\nhow are you,greeting\nring me,call\n"
 
@@ -178,13 +179,22 @@ def spreadsheet(tmp_path, *, labels: int, each: int):
     return read_labelled_texts(path)
 
 
-@pytest.fixture(scope="module")
-def taught(tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("taught")
-    data = spreadsheet(tmp_path, labels=9, each=20)
+def make_run(tmp_path: Path, labels: int):
+    data = spreadsheet(tmp_path, labels=labels, each=20)
     made = teaching.teach(data, WordEncoder(), cache=tmp_path / "cache")
     teaching.write_new_run(made, data, tmp_path / "run")
     return tmp_path / "run", made, data
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("taught"), labels=9)
+
+
+@pytest.fixture(scope="module")
+def taught_few(tmp_path_factory):
+    """Too few labels for a learner."""
+    return make_run(tmp_path_factory.mktemp("few"), labels=5)
 
 
 def test_what_was_taught_is_answered(taught):
@@ -216,10 +226,10 @@ def test_a_label_can_be_added_to_it(taught):
 def test_teaching_twice_gives_the_same(taught, tmp_path):
     _, made, data = taught
     again = teaching.teach(data, WordEncoder())
-    assert torch.equal(again.head.weight, made.head.weight)
-    assert (again.predictor, again.info) == (made.predictor, made.info)
-    assert (again.rows.scale, again.rows.offset) == (made.rows.scale, made.rows.offset)
-    assert torch.equal(again.rows.direction, made.rows.direction)
+    assert torch.equal(again.model.head.weight, made.model.head.weight)
+    assert again.info == made.info
+    before, after = made.model.method.tensors(), again.model.method.tensors()
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_a_run_is_not_replaced_unless_that_is_asked_for(taught, tmp_path):
@@ -320,7 +330,7 @@ def test_the_threshold_leaves_most_right_answers_over_wrong_ones():
             return int(right[answered].sum()) - int((~right[answered]).sum())
 
         best = max(gain(threshold) for threshold in [0.0, *confidence.tolist()])
-        assert gain(teaching.find_break_even(confidence, right)) == best
+        assert gain(find_break_even(confidence, right)) == best
 
 
 def test_bad_data_ends_the_command_with_a_line(tmp_path, capsys):
@@ -376,7 +386,8 @@ def test_keys_of_another_norm_are_not_taught(taught, tmp_path):
     with pytest.raises(ValueError, match=r"keys must have norm 1, got 1e\+03"):
         teaching.write_new_run(long, data, tmp_path / "run")
     assert not list(tmp_path.iterdir())
-    teaching.write_new_run(dataclasses.replace(long, rows=None), data, tmp_path / "run")
+    plain = Model(made.model.head, teaching.DEFAULT_PREDICTOR)
+    teaching.write_new_run(dataclasses.replace(long, model=plain), data, tmp_path / "run")
 
 
 def test_an_encoder_must_take_what_is_taught(taught):
@@ -419,7 +430,7 @@ def test_files_that_are_no_pictures_are_left_out_in_words(taught):
 def test_a_run_describes_itself(taught):
     run, _, _ = taught
     content = json.loads((run / "run.json").read_text())
-    assert content["format"] == 5
+    assert content["format"] == 6
     assert content["takes"] == "texts"
     assert content["mbpa"] == mbpa.__version__
     assert content["labels"] == [f"l{i}" for i in range(9)]
@@ -494,23 +505,30 @@ def test_rehearsals_choose_for_new_labels_as_long_as_old_ones_are_kept():
     assert careless.score.old < choice.score.old
 
 
-def test_rows_of_new_labels_are_kept_in_the_run(taught, tmp_path):
-    run, made, data = taught
-    kept = read_model(run, made.info, "cpu").rows
-    assert (kept.scale, kept.offset) == (made.rows.scale, made.rows.offset)
+def test_the_learner_is_kept_in_the_run(taught):
+    run, made, _ = taught
+    kept, given = read_model(run, made.info, "cpu").method.tensors(), made.model.method.tensors()
+    assert sorted(kept) == sorted(given)
+    assert all(torch.equal(kept[name], given[name]) for name in given)
+
+
+def test_rows_of_new_labels_are_kept_in_the_run(taught_few, tmp_path):
+    run, made, data = taught_few
+    kept, given = read_model(run, made.info, "cpu").rows, made.model.rows
+    assert (kept.scale, kept.offset) == (given.scale, given.offset)
     assert kept.scale > 0
     for name in ("direction", "weight", "bias"):
-        assert torch.equal(getattr(kept, name), getattr(made.rows, name))
-    torch.testing.assert_close(kept.weight, made.head.weight.mean(0))
-    before = dataclasses.replace(made, rows=None)
+        assert torch.equal(getattr(kept, name), getattr(given, name))
+    torch.testing.assert_close(kept.weight, made.model.head.weight.mean(0))
+    before = dataclasses.replace(made, model=made.model._replace(rows=None))
     teaching.write_new_run(before, data, tmp_path / "run")
     assert read_model(tmp_path / "run", made.info, "cpu").rows is None
 
 
 @pytest.mark.parametrize("format", [1, 3])
-def test_runs_of_earlier_formats_are_opened_and_later_ones_refused(taught, tmp_path, format):
+def test_runs_of_earlier_formats_are_opened_and_later_ones_refused(taught_few, tmp_path, format):
     """Formats 1 to 3 had no check sum."""
-    run, made, _ = taught
+    run, made, _ = taught_few
     earlier = Path(shutil.copytree(run, tmp_path / "earlier"))
     content = json.loads((run / "run.json").read_text())
     del content["sha256"]
@@ -520,7 +538,7 @@ def test_runs_of_earlier_formats_are_opened_and_later_ones_refused(taught, tmp_p
     with Classifier.load(earlier, text_encoder=WordEncoder()) as classifier:
         assert classifier.info == made.info
         assert read_model(earlier, made.info, "cpu").rows is not None
-    (earlier / "run.json").write_text(json.dumps(content | {"format": 6}))
+    (earlier / "run.json").write_text(json.dumps(content | {"format": 7}))
     with pytest.raises(RunError, match="written by a newer mbpa: upgrade mbpa"):
         Classifier.load(earlier, text_encoder=WordEncoder())
 
