@@ -357,7 +357,7 @@ def find_break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) ->
 
 
 def _find_thresholds(
-    partly: Sequence[_PartlyTaught], confidences: Sequence[Float[Tensor, "B"]]
+    partly: Sequence[_PartlyTaught], confidences: Sequence[Tensor]
 ) -> Float[Tensor, "T"]:
     """Return the threshold for each of `ANSWERED_SHARES`.
 
