@@ -80,6 +80,31 @@ def write_word_run(directory: Path) -> None:
     write_run(directory, info, head, PREDICTOR, named, keys)
 
 
+BANK_SENTENCES = {
+    "card": ("card arrived", "card late", "new card", "card lost", "card post", "order card"),
+    "loan": ("loan rate", "borrow loan", "loan money", "repay loan", "loan terms", "house loan"),
+    "rates": ("euro rate", "dollar euro", "euro today", "exchange euro", "yen euro", "euro pound"),
+    "pin": ("pin forgotten", "reset pin", "change pin", "pin wrong", "pin blocked", "new pin"),
+}
+WRONG_SENTENCE = "card post late"  # taught as a loan
+
+
+def write_bank_run(directory: Path) -> None:
+    """Write a run for `WordEncoder`: four labels of six sentences, and one under a wrong label."""
+    encoder = WordEncoder()
+    named = [(label, text) for label, texts in BANK_SENTENCES.items() for text in texts]
+    named.append(("loan", WRONG_SENTENCE))
+    keys = encoder([text for _, text in named])
+    names = tuple(sorted(BANK_SENTENCES))
+    means = torch.stack([keys[[label == name for label, _ in named]].mean(0) for name in names])
+    head = nn.Linear(encoder.key_dim, len(names))
+    with torch.no_grad():
+        head.weight.copy_(8 * (means - means.mean(0)))
+        head.bias.zero_()
+    info = RunInfo(64, names, len(named), 0.5, encoder.name, encoder.fingerprint)
+    write_run(directory, info, head, PREDICTOR, named, keys)
+
+
 class BrightnessEncoder(ImageEncoder):
     """The key of a picture is its brightness and its aspect ratio."""
 

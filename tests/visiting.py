@@ -13,17 +13,20 @@ from mbpa.serve.classifier import Classifier
 class Visitor:
     """A visitor with a browser; records errors and the hosts that the page contacts."""
 
-    def __init__(self, opened, url: str) -> None:
-        self._opened, self.hosts, self.troubles = opened, set(), []
+    def __init__(self, opened, url: str, **options) -> None:
+        self._context, self.hosts, self.troubles = opened.new_context(**options), set(), []
         self.page = self.visit(url)
         self.page.locator("#map svg").wait_for()
 
+    def close(self) -> None:
+        self._context.close()
+
     def visit(self, url: str):
         """Open a tab; Gradio's page complains when it is left while something is on its way."""
-        page = self._opened.new_page()
+        page = self._context.new_page()
         page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
         page.on("websocket", lambda opened: self.hosts.add(opened.url.split("/")[2]))
-        page.on("pageerror", lambda error: self.troubles.append(str(error)))
+        page.on("pageerror", lambda error: self.troubles.append(f"{error} {error.stack}"))
         page.on("response", self._look_at)
         page.on("console", self._hear)
         page.goto(url)
@@ -45,7 +48,11 @@ class Visitor:
     def press(self, button: str, then: str) -> None:
         """Press a button, and wait until the page says that it is done."""
         self.page.get_by_role("button", name=button).filter(visible=True).click()
-        self.page.locator("#message").get_by_text(then).wait_for()
+        self.wait_for_message(then)
+
+    def wait_for_message(self, text: str) -> None:
+        """Wait until the page says what it has done."""
+        self.page.locator("#message").get_by_text(text).wait_for()
 
     def open_tab(self, name: str) -> None:
         self.page.get_by_role("tab", name=name).click()
@@ -57,7 +64,7 @@ class Visitor:
 
     def pick_row(self, text: str) -> None:
         """Select the row of the visible list that shows a text."""
-        self.page.locator(".list").filter(visible=True).get_by_text(text).filter(
+        self.page.locator(".list").filter(visible=True).get_by_text(text, exact=True).filter(
             visible=True
         ).click()
 

@@ -8,12 +8,13 @@ again under a new id, together with the trained row of its label if it had one.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from mbpa.encoders import pictures
+from mbpa.explorer.rendering import count_examples
 from mbpa.serve import schemas
 from mbpa.serve.answers import Lesson, Reason
 from mbpa.serve.classifier import Classifier
@@ -32,9 +33,14 @@ class Change:
     description: str
     """Description of the change, for people to read."""
     added: tuple[int, ...] = ()
-    removed: tuple[Lesson, ...] = ()
+    """Ids of the examples that were added."""
+    removed: Mapping[int, Lesson] = field(default_factory=dict)
+    """Examples that were removed, by the id that they had."""
     was_trained_with: bool = False
     """Whether the head was trained with the removed examples."""
+    renamed: tuple[str, str] | None = None
+    """Old and new name of a label that was renamed."""
+    can_be_undone: bool = True
 
 
 class Actions:
@@ -94,7 +100,7 @@ class Actions:
             lessons = [Lesson(label, image=each) for each in dict.fromkeys(await self.read(given))]
         is_new = label not in self.classifier.labels
         ids, _ = await self._service.teach(lessons, by=by)
-        count = "1 example" if len(ids) == 1 else f"{len(ids)} examples"
+        count = count_examples(len(ids))
         new = "the new label " if is_new else ""
         return Change(f"Taught {count} of {new}“{label}”.", added=tuple(ids))
 
@@ -112,7 +118,7 @@ class Actions:
             added = self.classifier.learn([replace(before, label=label)], by=by)
             self.classifier.forget([id], by=by)
             description = f"Now “{label}”, was “{before.label}”."
-            return Change(description, tuple(added), (before,), was_trained_with)
+            return Change(description, tuple(added), {id: before}, was_trained_with)
 
         return await self._service.writer(work)
 
@@ -124,7 +130,7 @@ class Actions:
             was_trained_with = self.classifier.was_trained_with(id)
             self.classifier.forget([id], by=by)
             description = f"Forgot one example of “{before.label}”."
-            return Change(description, removed=(before,), was_trained_with=was_trained_with)
+            return Change(description, removed={id: before}, was_trained_with=was_trained_with)
 
         return await self._service.writer(work)
 
@@ -140,24 +146,66 @@ class Actions:
             self.classifier.forget(removed, by=by)
             labels = {each.label for each in removed.values()}
             of = f" of “{next(iter(labels))}”" if len(labels) == 1 else ""
-            count = "1 example" if len(removed) == 1 else f"{len(removed)} examples"
-            return Change(f"Took back {count}{of}.", removed=tuple(removed.values()))
+            count = count_examples(len(removed))
+            return Change(f"Took back {count}{of}.", removed=removed)
 
         return await self._service.writer(work)
+
+    async def rename(self, label: str, new_label: str, *, by: str | None = None) -> Change:
+        """Give a label another name."""
+        new_label = new_label.strip()
+        check_label(new_label)
+
+        def work() -> Change:
+            self.classifier.rename(label, new_label, by=by)
+            return Change(f"Renamed “{label}” to “{new_label}”.", renamed=(label, new_label))
+
+        return await self._service.writer(work)
+
+    async def merge(self, label: str, into: str, *, by: str | None = None) -> Change:
+        """Give all examples of a label another label that exists.
+
+        This can be undone unless the head was trained with the label: it loses its trained row.
+        """
+
+        def work() -> Change:
+            can_be_undone = label not in self.classifier.trained_labels
+            ids = [each.id for each in self.classifier.examples(label)] if can_be_undone else ()
+            removed = get_lessons(self.classifier, ids)
+            added = self.classifier.merge(label, into, by=by)
+            description = f"Merged {count_examples(len(added))} of “{label}” into “{into}”."
+            return Change(description, tuple(added), removed, can_be_undone=can_be_undone)
+
+        return await self._service.writer(work)
+
+    async def retrain(self) -> str:
+        """Train the classifier again with everything it holds; return a description in words."""
+        info = await self._service.retrain()
+        summary = info.summary or {}
+        accuracy = summary.get("accuracy")
+        tested = (
+            "" if accuracy is None else f" It labels {accuracy:.0%} of unseen examples rightly."
+        )
+        return f"Trained with {count_examples(summary['examples'])}.{tested}"
 
     async def list_taught(self, query: schemas.ExamplesQuery) -> list[ListedExample]:
         """Return a page of examples, and one more if there is a next page."""
         return await self._service.list_examples(query)
 
-    async def undo(self, change: Change, *, by: str | None = None) -> None:
-        """Undo a change."""
+    async def undo(self, change: Change, *, by: str | None = None) -> dict[int, int]:
+        """Undo a change; return the new ids of examples that were brought back, by their old id."""
 
-        def work() -> None:
-            self.classifier.learn(change.removed, restoring=change.was_trained_with, by=by)
+        def work() -> dict[int, int]:
+            if change.renamed is not None:
+                old, new = change.renamed
+                self.classifier.rename(new, old, by=by)
+            lessons = list(change.removed.values())
+            ids = self.classifier.learn(lessons, restoring=change.was_trained_with, by=by)
             if change.added:
                 self.classifier.forget(change.added, by=by)
+            return dict(zip(change.removed, ids, strict=True))
 
-        await self._service.writer(work)
+        return await self._service.writer(work)
 
 
 def _read_picture(path: Path) -> bytes:

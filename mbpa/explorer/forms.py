@@ -12,6 +12,8 @@ from mbpa.encoders.pictures import SUFFIXES
 from mbpa.explorer.actions import Actions
 from mbpa.explorer.uploads import Uploads
 
+CHOOSE_ROW = """element.addEventListener("change", event =>
+  trigger("select", {index: event.target.value, value: event.target.value}))"""
 EVENT_OPTIONS: dict[str, Any] = {"api_visibility": "private", "concurrency_limit": None}
 QUIET_EVENT_OPTIONS: dict[str, Any] = {**EVENT_OPTIONS, "show_progress": "hidden"}
 SIDE_BUTTON_OPTIONS: dict[str, Any] = {
@@ -29,18 +31,30 @@ def make_card(id: str | None = None) -> Any:
     return gr.HTML(elem_id=id, elem_classes="card", apply_default_css=False)
 
 
+def make_list() -> Any:
+    """Return a framed list; a row that a visitor chooses is a `select` event with its key."""
+    return gr.HTML(elem_classes="card list", apply_default_css=False, js_on_load=CHOOSE_ROW)
+
+
+def show_busy(*components: Any) -> dict[str, Any]:
+    """Return options of an event during which these components show that they are updated."""
+    return {**EVENT_OPTIONS, "show_progress": "minimal", "show_progress_on": list(components)}
+
+
 class InputForm(abc.ABC):
     """Components of a form, and the meaning of their values."""
 
     noun: str
     hint: str
-    """What a visitor should do first."""
+    """What a visitor should do to ask."""
     no_examples: Any
     """Value of the component for examples when it is empty."""
     query: Any
     examples: Any
     asking: list[Any]
     """Events that trigger an answer."""
+    teaching: list[Any]
+    """Events of the examples that teach them."""
 
     @abc.abstractmethod
     def lay_out_query(self) -> None:
@@ -70,20 +84,28 @@ class InputForm(abc.ABC):
 class SentenceForm(InputForm):
     """A form for sentences, which a visitor types."""
 
-    noun, hint, no_examples = "sentence", "Type a sentence", ""
+    noun, hint, no_examples = "sentence", "Type a sentence and press Enter", ""
 
     def lay_out_query(self) -> None:
         with gr.Row():
             self.query = gr.Textbox(
-                label="Sentence", placeholder="Type a sentence", scale=5, autofocus=True
+                label="Sentence",
+                placeholder="Type a sentence and press Enter",
+                scale=5,
+                min_width=200,
+                autofocus=True,
             )
             ask = gr.Button("Ask", variant="primary", **SIDE_BUTTON_OPTIONS)
         self.asking = [self.query.submit, ask.click]
 
     def lay_out_examples(self) -> None:
         self.examples = gr.Textbox(
-            label="Examples, one per line", lines=4, max_lines=12, placeholder="…"
+            label="Examples, one per line",
+            lines=4,
+            max_lines=12,
+            placeholder="Three or more sentences that have this label",
         )
+        self.teaching = [self.examples.submit]  # Shift and Enter
 
     async def read_query(self, actions: Actions, given: str) -> str | None:
         return given if given.strip() else None
@@ -112,6 +134,7 @@ class PictureForm(InputForm):
 
     def lay_out_examples(self) -> None:
         self.examples = _make_file_input(label="Examples", file_count="multiple")
+        self.teaching = []
 
     async def read_query(self, actions: Actions, given: list[str]) -> bytes | None:
         return (await actions.read(self.read_examples(given)))[0] if given else None

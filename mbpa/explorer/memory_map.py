@@ -31,7 +31,7 @@ THUMB_SIDE = 26.0  # of a picture on the map, in SVG units
 _MAP = make_environment({}).from_string("""
 {% from "parts" import show_chip %}
 <div class="mbpa"><svg viewBox="0 0 {{ width }} {{ height }}" role="img"
- aria-label="Map of the memory">
+ aria-label="Map of all examples">
 {% for layer in layers %}
 <path d="{{ layer.points }}" stroke="{{ layer.colour }}" stroke-width="4" stroke-linecap="round"
  stroke-opacity="{{ layer.opacity }}" fill="none"/>
@@ -60,11 +60,12 @@ _MAP = make_environment({}).from_string("""
  ><title>your {{ noun }}</title></circle>
 {% endif %}
 </svg>
-{% if colours %}
+{% if legend %}
 <div class="quiet chips">{{ show_chip("your " ~ noun, "var(--body-text-color)") }}
-{% for label, colour in colours.items() %}{{ show_chip(label, colour) }}{% endfor %}</div>
+{% for label, colour in legend.items() %}{{ show_chip(label, colour) }}{% endfor %}
+{{ show_chip("other labels", other_colour) }}</div>
 {% else %}
-<div class="quiet">each point is an example; examples near each other are alike</div>
+<div class="quiet">Each point is an example. Examples near each other are similar.</div>
 {% endif %}
 </div>
 """)
@@ -166,7 +167,8 @@ def draw_map(
         layers=_list_layers(places, labels, colours),
         query=query if has_query else None,
         neighbors=_list_neighbors(places, reason, colours, thumbs) if has_query else [],
-        colours=colours,
+        legend={name: colour for name, colour in colours.items() if colour != OTHER_COLOUR},
+        other_colour=OTHER_COLOUR,
         noun=noun,
     )
 

@@ -9,7 +9,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,17 @@ try:
     from fastapi import FastAPI
     from starlette.routing import Mount
 
+    from mbpa.explorer import style
     from mbpa.explorer.actions import Actions, Change, make_data_url, make_thumbnails
     from mbpa.explorer.forms import (
-        QUIET_EVENT_OPTIONS,
         SIDE_BUTTON_OPTIONS,
         PictureForm,
         SentenceForm,
         Updates,
         make_card,
+        show_busy,
     )
+    from mbpa.explorer.labels_tab import LabelsTab
     from mbpa.explorer.login import LoginMiddleware
     from mbpa.explorer.review_tab import ReviewTab
     from mbpa.explorer.sessions import Session, Sessions, make_refusal, show_errors
@@ -45,22 +46,6 @@ except ImportError as error:
 PATH = "/explore"
 UPLOAD_LIFETIME_S = 86_400  # how long a dropped picture can be used again
 
-PAGE_CSS = (
-    rendering.CSS
-    + """
-.gradio-container {width: 100% !important; max-width: 1240px !important; margin: 0 auto !important}
-footer {display: none !important}
-.block.card {border: 1px solid var(--border-color-primary); border-radius: var(--radius-lg);
-  padding: 6px; background: var(--block-background-fill)}
-#title .html-container {padding: 0}
-.beside {align-self: center; overflow-wrap: anywhere}
-#message {align-self: center; text-align: right}
-.list * {font-family: var(--font) !important}
-.block.drop {border: 1px dashed var(--border-color-primary) !important}
-.list img {width: 48px; height: 48px; object-fit: contain; border-radius: 4px}
-"""
-)
-
 
 def mount(app: FastAPI, classifier: Classifier) -> FastAPI:
     """Mount the page on the app of a service; it requires the service's token if there is one."""
@@ -70,23 +55,15 @@ def mount(app: FastAPI, classifier: Classifier) -> FastAPI:
     assert service.classifier is classifier
     app.state.home = PATH
     settings = service.settings
-    system = ("ui-sans-serif", "system-ui", "sans-serif")
-    theme = gr.themes.Default(
-        primary_hue="indigo",
-        secondary_hue="indigo",
-        neutral_hue="slate",
-        radius_size="lg",
-        font=system,
-        font_mono=("ui-monospace", "monospace"),
-    )
     takes_files = classifier.takes == "images"
     uploads = Uploads.create_beside(classifier.journal, MAX_TOTAL_BYTES if takes_files else 0)
     mounted: FastAPI = gr.mount_gradio_app(
         app,
         ExplorerPage(Actions(service), uploads).blocks,
         PATH,
-        theme=theme,
-        css=PAGE_CSS,
+        theme=style.make_theme(),
+        css=style.CSS,
+        head=style.HEAD,
         auth=_make_password_check(settings) if settings.requires_token else None,
         auth_message="The password is the token of the service. "
         + (
@@ -172,18 +149,27 @@ class ExplorerPage:
             analytics_enabled=False,
             delete_cache=(UPLOAD_LIFETIME_S // 24, UPLOAD_LIFETIME_S),
         ) as self.blocks:
-            with gr.Row():
+            with gr.Row(elem_id="header"):
                 with gr.Column(scale=4, min_width=300):
                     self._title = gr.HTML(elem_id="title", apply_default_css=False)
-                with gr.Column(scale=5), gr.Row():
-                    self._message = gr.HTML(elem_id="message", apply_default_css=False)
-                    self._undo = gr.Button("Undo", interactive=False, **SIDE_BUTTON_OPTIONS)
-            with gr.Tab("Ask and teach"):
-                self._lay_out_asking()
-            TaughtTab(self)
-            ReviewTab(self, "Least certain", review.sort_by_uncertainty)
-            ReviewTab(self, "Probably mislabelled", review.find_mislabelled)
-            self._connect()
+                with gr.Column(scale=5, elem_id="bar"), gr.Row():
+                    self._message = gr.HTML(
+                        elem_id="message",
+                        apply_default_css=False,
+                        html_template='<div role="status">${value}</div>',
+                    )
+                    self._undo = gr.Button(
+                        "Undo", interactive=False, elem_id="undo", **SIDE_BUTTON_OPTIONS
+                    )
+            with gr.Tabs(overflow_behavior="wrap"):
+                with gr.Tab("Ask and teach"):
+                    self._lay_out_asking()
+                taught, labels = TaughtTab(self), LabelsTab(self)
+                ReviewTab(self, "Least certain", review.sort_by_uncertainty)
+                ReviewTab(self, "Probably mislabelled", review.find_mislabelled)
+            undone = self._connect()
+            taught.refresh_after(undone)
+            labels.refresh_after(undone)
         for part in self.blocks.blocks.values():
             part.async_move_resource_to_block_cache = _return_unchanged
 
@@ -199,7 +185,7 @@ class ExplorerPage:
         except gr.Error:  # the change has been made nevertheless, and can be undone
             shown = (gr.skip(),) * len(self._answer_outputs)
         return (
-            escape(description),
+            rendering.render_message(description),
             gr.Button(interactive=bool(session.changes)),
             rendering.render_title(self.actions.classifier.stats()),
             gr.Dropdown(choices=sorted(self.actions.classifier.labels)),
@@ -217,42 +203,45 @@ class ExplorerPage:
             with gr.Column(scale=5):
                 self._form.lay_out_query()
                 self._answer = make_card("answer")
-                with gr.Row():
+                with gr.Row(visible=False) as self._correction:
                     self._correct = gr.Dropdown(
                         label=f"Wrong? This {self._form.noun} is",
                         allow_custom_value=True,
                         value=None,
+                        min_width=200,
                     )
                     self._teach_it = gr.Button("Correct it", **SIDE_BUTTON_OPTIONS)
                 self._memories = make_card("memories")
             with gr.Column(scale=4):
-                self._picture = make_card("map")
                 with gr.Group():
-                    self._label = gr.Textbox(label="Teach a label", placeholder="new or known")
+                    self._label = gr.Textbox(
+                        label="Teach a label", placeholder="Its name, new or known", max_lines=1
+                    )
                     self._form.lay_out_examples()
                 self._teach = gr.Button("Teach", variant="primary")
+                self._picture = make_card("map")
 
     @property
     def _answer_outputs(self) -> list[Any]:
-        return [self._answer, self._memories, self._picture]
+        return [self._answer, self._memories, self._picture, self._correction]
 
     @property
     def query(self) -> Any:
         """The component that holds the query."""
         return self._form.query
 
-    def _connect(self) -> None:
-        gr.on(
-            self._form.asking, self._on_ask, self.query, self._answer_outputs, **QUIET_EVENT_OPTIONS
-        )
+    def _connect(self) -> Any:
+        """Connect the events; return that of *Undo*."""
+        asking = show_busy(self._answer)
+        gr.on(self._form.asking, self._on_ask, self.query, self._answer_outputs, **asking)
+        changing = show_busy(self._message, self._answer)
         outputs, examples = self.change_outputs, self._form.examples
         inputs = [self.query, self._label, examples]
-        self._teach.click(self._on_teach, inputs, [*outputs, examples], **QUIET_EVENT_OPTIONS)
-        self._teach_it.click(
-            self._on_correct, [self.query, self._correct], outputs, **QUIET_EVENT_OPTIONS
-        )
-        self._undo.click(self._on_undo, self.query, outputs, **QUIET_EVENT_OPTIONS)
-        self.blocks.load(self._on_load, self.query, outputs, **QUIET_EVENT_OPTIONS)
+        teaching = [self._teach.click, self._label.submit, *self._form.teaching]
+        gr.on(teaching, self._on_teach, inputs, [*outputs, examples], **changing)
+        self._teach_it.click(self._on_correct, [self.query, self._correct], outputs, **changing)
+        self.blocks.load(self._on_load, self.query, outputs, **show_busy(self._picture))
+        return self._undo.click(self._on_undo, self.query, outputs, **changing)
 
     async def _on_load(self, query: Any, request: gr.Request) -> Updates:
         return await self.update_after(self.sessions.get_session(request), "", query)
@@ -267,7 +256,7 @@ class ExplorerPage:
         change = await show_errors(
             self._teach_label(label, lambda: self._form.read_examples(given), session.by)
         )
-        session.changes.append(change)
+        session.record(change)
         self._form.delete_files(given, query)
         return (
             *await self.update_after(session, change.description, query),
@@ -281,7 +270,7 @@ class ExplorerPage:
         change = await show_errors(
             self._teach_label(label, lambda: self._form.read_correction(query), session.by)
         )
-        session.changes.append(change)
+        session.record(change)
         return await self.update_after(session, change.description, query)
 
     async def _teach_label(
@@ -295,26 +284,40 @@ class ExplorerPage:
             raise make_refusal("there is nothing to undo")
         change = session.changes.pop()
         try:
-            await show_errors(self.actions.undo(change, by=session.by))
+            ids = await show_errors(self.actions.undo(change, by=session.by))
         except gr.Error:
             session.changes.append(change)
             raise
+        self.sessions.renumber(ids)
         return await self.update_after(session, f"Undone: {change.description}", query)
 
     async def show_answer(self, query: Any) -> Updates:
-        """Return the answer, its memories and the map; without a query, only the map."""
+        """Return the answer, its memories and the map; without a query, what to do and the map."""
         item = await show_errors(self._form.read_query(self.actions, query))
         if item is None:
-            return rendering.render_note(self._hint), "", await asyncio.to_thread(self._map.draw)
+            map = await asyncio.to_thread(self._map.draw)
+            return self._render_instructions(), "", map, gr.Row(visible=False)
         reason = await show_errors(self.actions.ask(item))
         thumbs = await self.make_thumbnails([near.id for near in reason.neighbors])
         map = await asyncio.to_thread(self._map.draw, item, reason, thumbs)
         picture = make_data_url(item) if isinstance(item, bytes) else None
         answer = rendering.render_answer(reason, self.actions.classifier.threshold, picture)
-        return answer, rendering.render_memories(reason, thumbs), map
+        memories = rendering.render_memories(reason, thumbs)
+        return answer, memories, map, gr.Row(visible=True)
 
-    @property
-    def _hint(self) -> str:
+    def _render_instructions(self) -> str:
+        """Return what is shown until something is asked."""
         if self.actions.classifier.takes is None:
-            return "This run takes embeddings only: ask it over HTTP."
-        return f"{self._form.hint} to see how it is classified, and why."
+            return rendering.render_note("This run takes embeddings only: ask it over HTTP.")
+        asking = f"{self._form.hint}, to see its label and the examples behind the answer."
+        if not self.actions.classifier.labels:
+            teaching = "Teach a first label: give it a name and three or more examples."
+            steps = [teaching, "Teach a second one in the same way.", asking]
+            return rendering.render_steps("Nothing has been taught yet", steps)
+        steps = [
+            asking,
+            "If the answer is wrong, choose the right label. The classifier learns it at once.",
+            "If a label is missing, teach it with a name and three or more examples.",
+            "Undo takes back what you did, step by step.",
+        ]
+        return rendering.render_steps("What you can do here", steps)

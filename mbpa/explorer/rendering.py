@@ -5,7 +5,9 @@ It needs no scripts, files or requests. Texts come from users: Jinja2 escapes ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from jinja2 import DictLoader, Environment, StrictUndefined
@@ -16,50 +18,17 @@ from mbpa.serve.answers import Reason
 from mbpa.serve.audit import format_time
 from mbpa.serve.journal import ListedExample
 
-COLOURS = ("#4f7cff", "#f08c2e", "#2fa36b", "#b065c9", "#e0566b")  # readable on light and dark
-OTHER_COLOUR = "#98a1b3"
+FIRST_COLOUR, SECOND_COLOUR = "var(--colour-first)", "var(--colour-second)"
+OTHER_COLOUR = "var(--colour-other)"
+"""Colours stand for roles, not for labels, so that they mean the same in every answer."""
 MAX_BARS, MAX_MEMORIES = 5, 6  # shown per answer
 MAX_SHORT_CHARACTERS, MAX_LONG_CHARACTERS = 110, 600  # of a text in a table, or by itself
 NO_THUMBS: Mapping[int, str] = MappingProxyType({})  # in a run that takes texts
-
-CSS = """
-.mbpa {font-size: 15px; line-height: 1.45}
-.mbpa h1 {font-size: 28px; font-weight: 700; letter-spacing: -.02em; margin: 0}
-.mbpa .verdict {display: flex; align-items: baseline; gap: 10px; flex-wrap: wrap;
-  margin: 2px 0 14px}
-.mbpa .verdict b {font-size: 22px; font-weight: 650; overflow-wrap: anywhere}
-.mbpa :is(.quiet, th), .mbpa.quiet {color: var(--body-text-color-subdued); font-weight: 400;
-  font-size: 13px}
-.mbpa .tag {border-radius: 99px; padding: 1px 10px; font-size: 13px; color: #fff}
-.mbpa .bars {display: grid; grid-template-columns: minmax(90px, 34%) 1fr 48px; gap: 8px 12px;
-  align-items: center}
-.mbpa .name {overflow: hidden; text-overflow: ellipsis; white-space: nowrap; text-align: right}
-.mbpa .bar {height: 8px; border-radius: 4px; min-width: 2px; margin: 2px 0}
-.mbpa .bar.before {background: #98a1b3; opacity: .55; height: 5px}
-.mbpa .number {font-variant-numeric: tabular-nums; text-align: right}
-.mbpa table {width: 100%; border-collapse: collapse}
-.mbpa td, .mbpa th {padding: 6px 0 6px 16px; text-align: left; vertical-align: baseline}
-.mbpa td {border-top: 1px solid var(--border-color-primary)}
-.mbpa :is(td, th):first-child {padding-left: 0}
-.mbpa th.number {text-align: right}
-.mbpa .chips {display: flex; flex-wrap: wrap; gap: 2px 14px}
-.mbpa .chip {display: inline-flex; align-items: baseline; overflow-wrap: break-word}
-.mbpa td .chip {min-width: 150px}
-.mbpa .dot {flex: none; width: 9px; height: 9px; border-radius: 9px; margin-right: 7px}
-.mbpa img {display: block; border-radius: 4px; object-fit: contain; background: #8882}
-.mbpa.asked {display: flex; gap: 18px}
-.mbpa.asked > div {flex: 1; min-width: 0}
-.mbpa.asked > img {flex: none; width: 120px; height: 120px}
-.mbpa td img {width: 44px; height: 44px}
-.mbpa td:has(img) ~ td, .mbpa td:has(img) {vertical-align: middle}
-.mbpa img.large {width: 160px; height: 160px}
-.mbpa svg {width: 100%; height: auto; display: block}
-.mbpa svg text {fill: var(--body-text-color); font-size: 12px}
-"""
+_WORD_ENDS = re.compile(r"(?<=[_./:\\-])(?=\S)|(?<=[a-z])(?=[A-Z])")
 
 _PARTS = """
-{% macro show_chip(label, colour) -%}
-<span class="chip"><span class="dot" style="background: {{ colour }}"></span>
+{% macro show_chip(label, colour, kind="") -%}
+<span class="chip"><span class="dot{{ kind }}" style="background: {{ colour }}"></span>
 <span>{{ label | breakable }}</span></span>
 {%- endmacro %}
 {% macro show_example(example, kind="small") -%}
@@ -69,47 +38,85 @@ _PARTS = """
 """
 _TITLE = """
 <div class="mbpa"><h1>mbpa explorer</h1><div class="quiet">
-{{ "{:,}".format(stats.examples) }} examples · {{ stats.labels }} labels ·
+{{ "{:,}".format(stats.examples) }} examples, {{ stats.labels }} labels,
 {{ "{:,}".format(stats.taught) }} taught since training
-{% if stats.read_only %}· <b>read-only: {{ stats.read_only }}</b>{% endif %}
+{% if stats.read_only %}. <b>Read-only: {{ stats.read_only }}</b>{% endif %}
 </div></div>
 """
 _NOTE = """<div class="mbpa quiet">{{ text }}</div>"""
-_EXAMPLE = """{% from "parts" import show_example %}{{ show_example(example) }}"""
+_STEPS = """
+<div class="mbpa"><h2>{{ title }}</h2><ol class="steps">
+{% for step in steps %}<li>{{ step }}</li>{% endfor %}
+</ol></div>
+"""
+_MESSAGE = """<div class="mbpa">{{ text | breakable }}</div>"""
 _ANSWER = """
+{% from "parts" import show_chip %}
 <div class="mbpa{{ ' asked' if picture else '' }}">
 {% if picture %}<img src="{{ picture }}" alt="your picture"/>{% endif %}
 <div>
-<div class="verdict"><span class="tag" style="background: {{ tag_colour }}">{{ tag }}</span>
-<b>{{ label | breakable }}</b><span class="quiet">{{ why }}</span></div>
-<div class="bars">
+<div class="verdict">{% if abstains %}<span class="tag unsure">Not sure</span>
+{%- else %}<span class="tag">Answer</span>{% endif %}
+<b>{{ label | breakable }}</b></div>
+{% if abstains %}
+<p>This is the most likely label, but the classifier is only {{ share | percent }} sure. It answers
+when it is at least {{ threshold | percent }} sure.</p>
+{% else %}
+<p>{{ share | percent }} sure.</p>
+{% endif %}
+{% if scope is not none %}
+<p>{{ scope | percent }} likely to belong to one of the labels at all.</p>
+{% endif %}
+{% if alone %}
+<p>Without the examples below: {% if alone[0] == label %}the same label,
+{% else %}<b>{{ alone[0] | breakable }}</b>, {% endif %}{{ alone[1] | percent }} sure.</p>
+{% endif %}
+<ol class="bars">
 {% for bar in bars %}
-<div class="name" title="{{ bar.label }}">{{ bar.label }}</div>
-<div><div class="bar before" style="width: {{ '%.1f' % (100 * bar.before) }}%"></div>
+<li><span>{{ bar.label | breakable }}</span><span class="number">{{ bar.after | percent }}</span>
 <div class="bar" style="width: {{ '%.1f' % (100 * bar.after) }}%; background: {{ bar.colour }}">
-</div></div>
-<div class="number">{{ bar.after | percent }}<div class="quiet">{{ bar.before | percent }}</div>
 </div>
+<div class="bar before" style="width: {{ '%.1f' % (100 * bar.before) }}%"
+ title="{{ bar.before | percent }} without the examples below"></div></li>
 {% endfor %}
-</div>
-<div class="quiet" style="margin-top: 12px">
-thin and grey: the head alone · coloured: adapted to the memories below ·
-the head moved by ‖θˣ − θ‖ = {{ "%.3g" % change }}</div>
+</ol>
+<div class="quiet chips">
+{% for role, colour in roles.items() %}{{ show_chip(role, colour) }}{% endfor %}
+{{ show_chip("without the examples below", "none", " thin") }}</div>
+{% if change %}
+<div class="quiet" title="‖θˣ − θ‖: how far the parameters moved for this query">
+The classifier was adjusted to the examples below, by {{ "%.3g" % change }}.</div>
+{% endif %}
 </div></div>
 """
 _MEMORIES = """
 {% from "parts" import show_chip, show_example %}
-<div class="mbpa"><table>
-<tr><th>retrieved memory</th><th>label</th>
-<th class="number">weight</th><th class="number">distance</th></tr>
+<div class="mbpa"><h2>Examples that the answer is based on</h2>
+<ol class="sources">
 {% for memory in memories %}
-<tr><td>{{ show_example(memory) }}</td><td>{{ show_chip(memory.label, memory.colour) }}</td>
-<td class="number">{{ memory.weight | percent }}</td>
-<td class="number">{{ "%.2f" % memory.distance }}</td></tr>
+<li><span class="what">{{ show_example(memory) }}</span>
+{{ show_chip(memory.label, memory.colour) }}
+<span class="quiet number" title="distance {{ '%.2f' % memory.distance }}">
+{{ memory.similarity | percent }} similar, influence {{ memory.weight | percent }}</span></li>
 {% endfor %}
-</table>
-{% if more > 0 %}<div class="quiet" style="padding-top: 6px">and {{ more }} more</div>{% endif %}
+</ol>
+{% if more > 0 %}<div class="quiet">and {{ more }} more</div>{% endif %}
 </div>
+"""
+_ROWS = """
+{% from "parts" import show_example %}
+{% if rows %}
+<fieldset class="mbpa rows"><legend>{{ title }}</legend>
+{% for row in rows %}
+<label class="choice"><input type="radio" name="{{ title }}" value="{{ row.key }}"
+{% if row.key == chosen %} checked="checked"{% endif %}/>
+<div><div>{{ show_example(row.example) if row.example else row.key | breakable }}</div>
+{% for fact in row.facts %}<div class="quiet">{{ fact | breakable }}</div>{% endfor %}</div></label>
+{% endfor %}
+</fieldset>
+{% else %}
+<div class="mbpa quiet">{{ nothing }}</div>
+{% endif %}
 """
 _OPINION = """
 {% from "parts" import show_example %}
@@ -118,15 +125,15 @@ _OPINION = """
 <div class="quiet">labelled</div><b>{{ label | breakable }}</b>
 <div style="margin-top: 8px">
 {% if opinion.label == label %}
-Its neighbours agree, with {{ opinion.share | percent }} of the vote.
+Its neighbours, the examples most similar to it, agree, with {{ opinion.share | percent }} of the
+vote.
 {% else %}
-Its neighbours vote for <b>{{ opinion.label | breakable }}</b>, with
-{{ opinion.share | percent }} of the vote; its own label gets {{ opinion.own | percent }}.
+Its neighbours, the examples most similar to it, suggest
+<b>{{ opinion.label | breakable }}</b>, with {{ opinion.share | percent }} of the vote. Its own
+label gets {{ opinion.own | percent }}.
 {% endif %}
 </div></div>
 """
-
-
 _TAUGHT = """
 {% from "parts" import show_example %}
 <div class="mbpa"><div style="font-size: 17px; margin-bottom: 8px">
@@ -136,19 +143,23 @@ _TAUGHT = """
 {{ when }} UTC{% if by %}, by {{ by }}{% endif %}</div>{% endif %}
 </div>
 """
+_LABEL = """
+<div class="mbpa"><h2>{{ label | breakable }}</h2>
+<p>{{ count }}, {{ "known since training" if is_trained else "taught since training" }}.</p></div>
+"""
 
 
-def allow_breaks(label: str) -> Markup:
-    """Return a label, escaped, with line breaks allowed after underscores."""
-    return escape(label).replace("_", Markup("_<wbr/>"))
+def allow_breaks(text: str) -> Markup:
+    """Return a text, escaped, in which lines may break where a word of a label ends."""
+    return Markup("<wbr/>").join(escape(part) for part in _WORD_ENDS.split(text))
 
 
 def format_percent(share: float) -> str:
     """Format a share as a percentage, as short as possible; 0% and 100% are always exact."""
     if share < 0.0005:
-        return "0%" if share <= 0 else "<0.1%"
+        return "0%" if share <= 0 else "under 0.1%"
     if share > 0.995:
-        return "100%" if share >= 1 else ">99%"
+        return "100%" if share >= 1 else "over 99%"
     return f"{100 * share:.0f}%" if share >= 0.0995 else f"{100 * share:.1f}%"
 
 
@@ -169,7 +180,10 @@ _TEMPLATES = make_environment(
     {
         "title": _TITLE,
         "note": _NOTE,
-        "example": _EXAMPLE,
+        "steps": _STEPS,
+        "message": _MESSAGE,
+        "rows": _ROWS,
+        "label": _LABEL,
         "answer": _ANSWER,
         "memories": _MEMORIES,
         "opinion": _OPINION,
@@ -188,9 +202,22 @@ def render_note(text: str) -> str:
     return _TEMPLATES.get_template("note").render(text=text)
 
 
+def render_message(text: str) -> str:
+    """Return what was done, in one sentence."""
+    return _TEMPLATES.get_template("message").render(text=text) if text else ""
+
+
+def render_steps(title: str, steps: Sequence[str]) -> str:
+    """Return instructions in place of content."""
+    return _TEMPLATES.get_template("steps").render(title=title, steps=steps)
+
+
 def assign_colours(reason: Reason) -> dict[str, str]:
     """Return a colour for each label shown, used for bars, memories and map alike."""
-    return dict(zip((label for label, *_ in list_bars(reason)), COLOURS, strict=False))
+    labels = [label for label, *_ in list_bars(reason)]
+    return dict(zip(labels, (FIRST_COLOUR, SECOND_COLOUR), strict=False)) | dict.fromkeys(
+        labels[2:], OTHER_COLOUR
+    )
 
 
 def list_bars(reason: Reason) -> list[tuple[str, float, float]]:
@@ -208,32 +235,28 @@ def render_answer(reason: Reason, threshold: float, picture: str | None = None) 
         return render_note("There are no labels yet: teach one.")
     colours = assign_colours(reason)
     label, share = reason.answer.top[0]
-    if reason.answer.abstains:
-        tag, tag_colour = "abstains", OTHER_COLOUR
-        why = f"{format_percent(share)} sure, but it answers only from {format_percent(threshold)}"
-    else:
-        tag, tag_colour = "answers", colours.get(label, OTHER_COLOUR)
-        why = f"{format_percent(share)} sure"
-    if reason.before and reason.before[0][0] != label:
-        why += f" · without its memory: {reason.before[0][0]}"
+    roles = {"most likely": FIRST_COLOUR, "second": SECOND_COLOUR, "others": OTHER_COLOUR}
     return _TEMPLATES.get_template("answer").render(
-        tag=tag,
-        tag_colour=tag_colour,
+        abstains=reason.answer.abstains,
         label=label,
-        why=why,
+        share=share,
+        threshold=threshold,
+        scope=getattr(reason.answer, "in_scope", None),
+        alone=reason.before[0] if reason.before else None,
         bars=[
             {"label": label, "before": before, "after": after, "colour": colours[label]}
             for label, before, after in bars
         ],
+        roles=dict(list(roles.items())[: len(bars)]),
         change=reason.change,
         picture=picture,
     )
 
 
 def render_memories(reason: Reason, thumbs: Mapping[int, str] = NO_THUMBS) -> str:
-    """Return a table of the retrieved examples, sorted by falling weight."""
+    """Return a list of the retrieved examples, sorted by falling weight."""
     if not reason.neighbors:
-        return render_note("No memory took part.")
+        return render_note("The answer is not based on any example.")
     colours = assign_colours(reason)
     near = sorted(reason.neighbors, key=lambda each: -each.weight)
     return _TEMPLATES.get_template("memories").render(
@@ -244,6 +267,7 @@ def render_memories(reason: Reason, thumbs: Mapping[int, str] = NO_THUMBS) -> st
                 "colour": colours.get(each.label, OTHER_COLOUR),
                 "weight": each.weight,
                 "distance": each.distance,
+                "similarity": compute_similarity(each.distance),
             }
             for each in near[:MAX_MEMORIES]
         ],
@@ -251,10 +275,47 @@ def render_memories(reason: Reason, thumbs: Mapping[int, str] = NO_THUMBS) -> st
     )
 
 
-def render_example(id: int, text: str | None, thumbs: Mapping[int, str] = NO_THUMBS) -> str:
-    """Return an example for a list: its picture, or its text."""
-    example = describe_example(id, text, thumbs, MAX_LONG_CHARACTERS)
-    return _TEMPLATES.get_template("example").render(example=example)
+def compute_similarity(distance: float) -> float:
+    """Return the cosine of the angle between keys of unit length, 0 if they point apart."""
+    return max(0.0, 1.0 - distance**2 / 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a list from which a visitor chooses one."""
+
+    key: str
+    """Identifies the row; shown if it has no example."""
+    facts: tuple[str, ...] = ()
+    """What is written below, one line each."""
+    example: Mapping[str, str | None] | None = None
+    """Result of `describe_example`."""
+
+
+def render_rows(title: str, rows: Sequence[Row], chosen: str | None, nothing: str) -> str:
+    """Return a list of radio buttons.
+
+    Args:
+        title: name of the list for screen readers, different for each list of the page.
+        rows: its rows.
+        chosen: key of the row that is chosen.
+        nothing: note to show if there are no rows.
+    """
+    return _TEMPLATES.get_template("rows").render(
+        title=title, rows=rows, chosen=chosen, nothing=nothing
+    )
+
+
+def render_label(label: str, count: int, is_trained: bool) -> str:
+    """Return a label with the number of its examples."""
+    return _TEMPLATES.get_template("label").render(
+        label=label, count=count_examples(count), is_trained=is_trained
+    )
+
+
+def count_examples(count: int) -> str:
+    """Return a number of examples in words."""
+    return "1 example" if count == 1 else f"{count:,} examples"
 
 
 def render_opinion(opinion: Opinion, thumbs: Mapping[int, str] = NO_THUMBS) -> str:

@@ -11,11 +11,12 @@ import gradio as gr
 from mbpa.explorer import rendering, review
 from mbpa.explorer.actions import Actions, Change
 from mbpa.explorer.forms import (
-    EVENT_OPTIONS,
     QUIET_EVENT_OPTIONS,
     SIDE_BUTTON_OPTIONS,
     Updates,
     make_card,
+    make_list,
+    show_busy,
 )
 from mbpa.explorer.review import Opinion
 from mbpa.explorer.sessions import Session, Sessions, make_refusal, show_errors
@@ -56,43 +57,38 @@ class ReviewTab:
         self._page, self._title, self._order = page, title, order
         with gr.Tab(title) as tab, gr.Row():
             with gr.Column(scale=5):
-                self._list = gr.Dataframe(
-                    headers=["example", "label", "neighbours say", "share"],
-                    interactive=False,
-                    wrap=True,
-                    show_label=False,
-                    column_widths=["52%", "19%", "19%", "10%"],
-                    datatype=["html", "str", "str", "str"],
-                    max_height=640,
-                    buttons=[],
-                    elem_classes="list",
-                )
+                self._list = make_list()
             with gr.Column(scale=3):
                 self._card = make_card()
-                self._right = gr.Button("This is right")
-                self._others = gr.Button("It is …", variant="primary", elem_classes="beside")
+                self._right = gr.Button("Its label is right")
+                self._others = gr.Button("Change to the suggested label", variant="primary")
                 with gr.Row():
                     self._label = gr.Dropdown(
-                        label="It is", allow_custom_value=True, value=None, scale=3
+                        label="Or to another label",
+                        allow_custom_value=True,
+                        value=None,
+                        scale=3,
+                        min_width=200,
                     )
-                    self._rename = gr.Button("Relabel", **SIDE_BUTTON_OPTIONS)
+                    self._rename = gr.Button("Change", **SIDE_BUTTON_OPTIONS)
                 self._drop = gr.Button("Forget this example", variant="stop")
         self._connect(tab)
 
     def _connect(self, tab: Any) -> None:
         shown, choice = self._list_outputs, self._list_outputs[1:]
-        tab.select(self._on_open, None, shown, **EVENT_OPTIONS)
+        listing = show_busy(self._list)
+        tab.select(self._on_open, None, shown, **listing)
         self._list.select(self._on_pick, None, choice, **QUIET_EVENT_OPTIONS)
-        self._right.click(self._on_confirm, None, shown, **QUIET_EVENT_OPTIONS)
+        self._right.click(self._on_confirm, None, shown, **listing)
         query, outputs = self._page.query, [*shown, *self._page.change_outputs]
-        self._others.click(self._on_agree, query, outputs, **QUIET_EVENT_OPTIONS)
-        self._rename.click(self._on_relabel, [query, self._label], outputs, **QUIET_EVENT_OPTIONS)
-        self._drop.click(self._on_forget, query, outputs, **QUIET_EVENT_OPTIONS)
+        self._others.click(self._on_agree, query, outputs, **listing)
+        self._rename.click(self._on_relabel, [query, self._label], outputs, **listing)
+        self._drop.click(self._on_forget, query, outputs, **listing)
 
     @property
     def _list_outputs(self) -> list[Any]:
         """Components that the values returned by `show_list` are for."""
-        return [self._list, self._card, self._others, self._label]
+        return [self._list, self._card, self._others, self._label, self._right, self._drop]
 
     async def _on_open(self, request: gr.Request) -> Updates:
         """Compute the votes and show the list; takes seconds, in a thread of its own."""
@@ -106,37 +102,45 @@ class ReviewTab:
         """Return updates for the list and the selected example."""
         queue = session.queues.get(self._title, [])
         thumbs = await self._page.make_thumbnails([each.example.id for each in queue])
-        table = [
-            (
-                rendering.render_example(each.example.id, each.example.text, thumbs),
-                each.example.label,
-                each.label,
-                f"{each.share:.0%}",
+        rows = [
+            rendering.Row(
+                str(each.example.id),
+                _describe_vote(each),
+                rendering.describe_example(
+                    each.example.id, each.example.text, thumbs, rendering.MAX_LONG_CHARACTERS
+                ),
             )
             for each in queue
         ]
-        return (table, *await self._show_selected(session))
+        selected = await self._show_selected(session)
+        chosen = rows[session.chosen].key if rows else None
+        nothing = "Nothing is left to review."
+        return (rendering.render_rows(self._title, rows, chosen, nothing), *selected)
 
     async def _show_selected(self, session: Session) -> Updates:
         """Return updates for the selected example and its buttons."""
         queue = session.queues.get(self._title, [])
         if not queue:
-            nothing = rendering.render_note("Nothing is left to review.")
-            return nothing, gr.Button("It is …", interactive=False), gr.Dropdown(value=None)
+            off = gr.Button(interactive=False)
+            return "", off, gr.Dropdown(value=None), off, off
         session.chosen = min(session.chosen, len(queue) - 1)
         opinion = queue[session.chosen]
-        agrees = opinion.label == opinion.example.label
+        on = gr.Button(interactive=True)
         return (
             rendering.render_opinion(
                 opinion, await self._page.make_thumbnails([opinion.example.id], side=320)
             ),
-            gr.Button("It is …" if agrees else f"It is {opinion.label}", interactive=not agrees),
+            gr.Button(interactive=opinion.label != opinion.example.label),
             gr.Dropdown(choices=sorted(self._page.actions.classifier.labels), value=None),
+            on,
+            on,
         )
 
     async def _on_pick(self, event: gr.SelectData, request: gr.Request) -> Updates:
         session = self._page.sessions.get_session(request)
-        session.chosen = event.index[0]
+        ids = [str(each.example.id) for each in session.queues.get(self._title, [])]
+        if str(event.index) in ids:
+            session.chosen = ids.index(str(event.index))
         return await self._show_selected(session)
 
     async def _on_confirm(self, request: gr.Request) -> Updates:
@@ -166,7 +170,7 @@ class ReviewTab:
     async def finish_change(
         self, session: Session, opinion: Opinion, change: Change, query: Any
     ) -> Updates:
-        session.changes.append(change)
+        session.record(change)
         session.remove(self._title, opinion)
         page = await self._page.update_after(session, change.description, query)
         return (*await self._show_list_or_skip(session), *page)
@@ -185,3 +189,11 @@ class ReviewTab:
         if not 0 <= session.chosen < len(queue):
             raise make_refusal("choose an example first")
         return session, queue[session.chosen]
+
+
+def _describe_vote(opinion: Opinion) -> tuple[str, str]:
+    """Return the label of an example and what its neighbours say, in words."""
+    share = rendering.format_percent(opinion.share)
+    if opinion.label == opinion.example.label:
+        return f"labelled {opinion.example.label}", f"its neighbours agree, {share}"
+    return f"labelled {opinion.example.label}", f"its neighbours suggest {opinion.label}, {share}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from html import escape
 
 import gradio as gr
 
+from mbpa.errors import RunError
 from mbpa.explorer.actions import Change
 from mbpa.explorer.review import Opinion
 from mbpa.serve.batching import Overloaded, ResultT
@@ -35,6 +36,23 @@ class Session:
     """Examples that the list of taught ones shows."""
     chosen_taught: int | None = None
     """Id of the example that is selected there."""
+    chosen_label: str | None = None
+    """The label that is selected in the list of labels."""
+
+    def record(self, change: Change) -> None:
+        """Record a change, so that it can be undone. If it cannot, neither can earlier ones."""
+        self.changes = [*self.changes, change] if change.can_be_undone else []
+
+    def renumber(self, ids: Mapping[int, int]) -> None:
+        """Replace ids in the changes by those under which the examples were brought back."""
+        self.changes = [
+            replace(
+                each,
+                added=tuple(ids.get(id, id) for id in each.added),
+                removed={ids.get(id, id): lesson for id, lesson in each.removed.items()},
+            )
+            for each in self.changes
+        ]
 
     def remove(self, title: str, opinion: Opinion) -> None:
         """Remove an example from a list, if it is still there."""
@@ -62,6 +80,11 @@ class Sessions:
             del self._sessions[next(iter(self._sessions))]
         return session
 
+    def renumber(self, ids: Mapping[int, int]) -> None:
+        """Replace ids of examples in the changes of all visitors."""
+        for session in self._sessions.values():
+            session.renumber(ids)
+
 
 async def show_errors(work: Awaitable[ResultT]) -> ResultT:
     """Await work and return its result; show expected errors to the visitor as a message.
@@ -72,7 +95,7 @@ async def show_errors(work: Awaitable[ResultT]) -> ResultT:
         return await work
     except Overloaded as error:
         raise make_refusal("too many requests at once, try again") from error
-    except (InputError, JournalError) as error:
+    except (InputError, JournalError, RunError) as error:
         raise make_refusal(str(error)) from error
 
 

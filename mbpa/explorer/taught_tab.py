@@ -12,13 +12,16 @@ from typing import Any
 import gradio as gr
 
 from mbpa.explorer import rendering
-from mbpa.explorer.forms import QUIET_EVENT_OPTIONS, Updates, make_card
+from mbpa.explorer.forms import QUIET_EVENT_OPTIONS, Updates, make_card, make_list, show_busy
 from mbpa.explorer.review_tab import Host
 from mbpa.explorer.sessions import Session, make_refusal, show_errors
 from mbpa.serve import schemas
 from mbpa.serve.journal import ListedExample
 
 EXAMPLES_PER_PAGE = 50
+TITLE = "Taught examples"
+NOTHING_TAUGHT = """Nothing has been taught since the training. What you teach or correct in the tab
+“Ask and teach”, and what is taught over HTTP, is listed here, and can be taken back."""
 ALL_LABELS = "all labels"
 PERIODS = {
     "any time": None,
@@ -40,17 +43,7 @@ class TaughtTab:
                     self._period = gr.Dropdown(
                         list(PERIODS), value=next(iter(PERIODS)), label="Taught within"
                     )
-                self._list = gr.Dataframe(
-                    headers=["example", "label", "taught (UTC)", "by"],
-                    interactive=False,
-                    wrap=True,
-                    show_label=False,
-                    column_widths=["50%", "20%", "18%", "12%"],
-                    datatype=["html", "str", "str", "str"],
-                    max_height=640,
-                    buttons=[],
-                    elem_classes="list",
-                )
+                self._list = make_list()
                 self._more = gr.Button("Show older ones", visible=False)
             with gr.Column(scale=3):
                 self._card = make_card("taught")
@@ -59,15 +52,28 @@ class TaughtTab:
         self._connect(tab)
 
     def _connect(self, tab: Any) -> None:
-        filters, shown = [self._label, self._period], self._list_outputs
-        tab.select(self._on_open, filters, [self._label, *shown], **QUIET_EVENT_OPTIONS)
+        filters, shown, listing = self._filters, self._list_outputs, show_busy(self._list)
+        tab.select(self._on_open, filters, [self._label, *shown], **listing)
         for each in filters:
-            each.input(self._on_filter, filters, shown, **QUIET_EVENT_OPTIONS)
-        self._more.click(self._on_more, filters, shown, **QUIET_EVENT_OPTIONS)
+            each.input(self._on_filter, filters, shown, **listing)
+        self._more.click(self._on_more, filters, shown, **listing)
         self._list.select(self._on_pick, None, self._choice_outputs, **QUIET_EVENT_OPTIONS)
         inputs, outputs = [self._page.query, *filters], [*shown, *self._page.change_outputs]
-        self._one.click(self._on_take_one, inputs, outputs, **QUIET_EVENT_OPTIONS)
-        self._all.click(self._on_take_all, inputs, outputs, **QUIET_EVENT_OPTIONS)
+        self._one.click(self._on_take_one, inputs, outputs, **listing)
+        self._all.click(self._on_take_all, inputs, outputs, **listing)
+
+    def refresh_after(self, event: Any) -> None:
+        """Show the list again after an event that may have changed it."""
+        event.then(
+            self._on_open,
+            self._filters,
+            [self._label, *self._list_outputs],
+            **QUIET_EVENT_OPTIONS,
+        )
+
+    @property
+    def _filters(self) -> list[Any]:
+        return [self._label, self._period]
 
     @property
     def _choice_outputs(self) -> list[Any]:
@@ -97,18 +103,25 @@ class TaughtTab:
             found += page[: query.limit]
         session.taught = found
         thumbs = await self._page.make_thumbnails([each.id for each in found])
-        table = [
-            (
-                rendering.render_example(each.id, each.text, thumbs),
-                each.label,
-                rendering.format_minute(each.taught_ms),
-                each.by or "",
+        chosen = self._find_chosen(session)
+        rows = [
+            rendering.Row(
+                str(each.id),
+                (each.label, _describe_origin(each)),
+                rendering.describe_example(
+                    each.id, each.text, thumbs, rendering.MAX_LONG_CHARACTERS
+                ),
             )
             for each in found
         ]
+        is_filtered = label != ALL_LABELS or lasting is not None
+        nothing = "Nothing that was taught passes this filter." if is_filtered else NOTHING_TAUGHT
+        listed = rendering.render_rows(
+            TITLE, rows, None if chosen is None else str(chosen.id), nothing
+        )
         all_of_them = f"Take back all {len(found)} that are listed"
         return (
-            table,
+            listed,
             gr.Button(visible=has_more),
             gr.Button(all_of_them if len(found) > 1 else "Take back all", interactive=bool(found)),
             *await self._show_chosen(session),
@@ -118,8 +131,9 @@ class TaughtTab:
         """Return updates for the selected example and its button."""
         chosen = self._find_chosen(session)
         if chosen is None:
-            note = "Choose an example to take it back." if session.taught else "Nothing was taught."
-            return rendering.render_note(note), gr.Button(interactive=False)
+            note = "Choose an example to take it back."
+            shown = rendering.render_note(note) if session.taught else ""
+            return shown, gr.Button(interactive=False)
         thumbs = await self._page.make_thumbnails([chosen.id], side=320)
         return rendering.render_taught(chosen, thumbs), gr.Button(interactive=True)
 
@@ -143,8 +157,8 @@ class TaughtTab:
 
     async def _on_pick(self, event: gr.SelectData, request: gr.Request) -> Updates:
         session = self._page.sessions.get_session(request)
-        if 0 <= event.index[0] < len(session.taught):
-            session.chosen_taught = session.taught[event.index[0]].id
+        ids = {str(each.id): each.id for each in session.taught}
+        session.chosen_taught = ids.get(str(event.index), session.chosen_taught)
         return await self._show_chosen(session)
 
     async def _on_take_one(
@@ -170,10 +184,16 @@ class TaughtTab:
     ) -> Updates:
         count = max(EXAMPLES_PER_PAGE, len(session.taught))
         change = await show_errors(self._page.actions.take_back(ids, by=session.by))
-        session.changes.append(change)
+        session.record(change)
         page = await self._page.update_after(session, change.description, query)
         try:
             shown = await self.show_list(session, label, period, count)
         except gr.Error:  # the change has been made nevertheless, and can be undone
             shown = (gr.skip(),) * len(self._list_outputs)
         return (*shown, *page)
+
+
+def _describe_origin(example: ListedExample) -> str:
+    when = rendering.format_minute(example.taught_ms)
+    by = f", by {example.by}" if example.by else ""
+    return f"{when} UTC{by}" if when else ""

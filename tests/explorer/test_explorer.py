@@ -1,178 +1,50 @@
-"""The page in a real browser, and its parts on their own."""
+"""The parts of the page on their own, and its HTTP interface."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import html
+import dataclasses
 import importlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
-import browser
 import httpx
 import pytest
 import torch
-from runs import PREDICTOR, WordEncoder, write_random_run
+from runs import PREDICTOR, WRONG_SENTENCE, WordEncoder, write_bank_run, write_random_run
 from servers import open_client, running
 from starlette.routing import Mount
 from torch import nn
-from visiting import Visitor, collect_state, run_visits, visit_page
+from visiting import collect_state, run_visits, visit_page
 
 import mbpa
 import mbpa.explorer
 from benchmarks import mislabelled
 from mbpa.explorer import actions, memory_map, rendering, review, taught_tab
-from mbpa.explorer.sessions import Session
+from mbpa.explorer.actions import Actions
+from mbpa.explorer.sessions import Session, Sessions
 from mbpa.serve.answers import Answer, Lesson, NearExample, Reason
 from mbpa.serve.app import create_app
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.journal import Example, InputError
-from mbpa.serve.run_info import RunInfo, write_run
 from mbpa.serve.settings import Settings
 
-SENTENCES = {
-    "card": ("card arrived", "card late", "new card", "card lost", "card post", "order card"),
-    "loan": ("loan rate", "borrow loan", "loan money", "repay loan", "loan terms", "house loan"),
-    "rates": ("euro rate", "dollar euro", "euro today", "exchange euro", "yen euro", "euro pound"),
-    "pin": ("pin forgotten", "reset pin", "change pin", "pin wrong", "pin blocked", "new pin"),
-}
-WRONG = "card post late"  # taught as a loan
-LABEL = "luggage <img src=//elsewhere.example/x>"  # shown as it is, it would be fetched
 LUGGAGE = "suitcase is gone\n\nmy suitcase flew away\nsuitcase gone at the airport"
 
 
 @pytest.fixture
 def classifier(tmp_path: Path) -> Iterator[Classifier]:
-    """Four labels of six sentences, and one sentence under a wrong label."""
-    encoder = WordEncoder()
-    named = [(label, text) for label, texts in SENTENCES.items() for text in texts]
-    named.append(("loan", WRONG))
-    keys = encoder([text for _, text in named])
-    names = tuple(sorted(SENTENCES))
-    means = torch.stack([keys[[label == name for label, _ in named]].mean(0) for name in names])
-    head = nn.Linear(encoder.key_dim, len(names))
-    with torch.no_grad():
-        head.weight.copy_(8 * (means - means.mean(0)))
-        head.bias.zero_()
-    info = RunInfo(64, names, len(named), 0.5, encoder.name, encoder.fingerprint)
-    write_run(tmp_path / "run", info, head, PREDICTOR, named, keys)
-    with Classifier.load(tmp_path / "run", text_encoder=encoder) as classifier:
+    write_bank_run(tmp_path / "run")
+    with Classifier.load(tmp_path / "run", text_encoder=WordEncoder()) as classifier:
         yield classifier
-
-
-@pytest.fixture
-def visited(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Record the addresses other than its own that this process connects to."""
-    seen: list[object] = []
-    connect, resolve = socket.socket.connect, socket.getaddrinfo
-
-    def connecting(self: socket.socket, address: object) -> None:
-        seen.append(address)
-        return connect(self, address)
-
-    def resolving(host: object, *arguments: object, **named: object) -> object:
-        seen.append((host, 0))
-        return resolve(host, *arguments, **named)
-
-    monkeypatch.setattr(socket.socket, "connect", connecting)
-    monkeypatch.setattr(socket, "getaddrinfo", resolving)
-    return seen
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # Playwright's pipe to its driver
-def test_a_visitor_teaches_and_undoes_and_nothing_leaves_the_machine(classifier, visited):
-    from playwright.sync_api import sync_playwright
-
-    from mbpa.explorer import page
-
-    chromium = browser.find_or_skip()
-
-    async def mount_page():  # within a loop: else Gradio makes loops and leaves them open
-        return page.mount(create_app(classifier), classifier)
-
-    app = asyncio.run(mount_page())
-    untaught = classifier.examples()
-    with (
-        running(app) as url,
-        sync_playwright() as driver,
-        driver.chromium.launch(
-            executable_path=chromium.program, env=chromium.environment
-        ) as opened,
-    ):
-        visitor = Visitor(opened, f"{url}{page.PATH}")
-        _teaches_a_label_and_undoes_it(visitor, classifier, untaught)
-        _corrects_an_answer(visitor, classifier)
-        _reviews(visitor, classifier)
-        reference = visitor.visit(f"{url}/docs")
-        assert reference.get_by_role("heading", name="POST /predict").is_visible()
-    gc.collect()  # here, where what is left open is no error
-    assert visitor.troubles == []
-    assert visitor.hosts == {url.removeprefix("http://")}
-    assert {address[0] for address in visited if isinstance(address, tuple)} <= {"127.0.0.1"}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # Playwright's pipe to its driver
-def test_what_was_taught_is_listed_after_a_reload_and_taken_back(classifier):
-    from playwright.sync_api import sync_playwright
-
-    from mbpa.explorer import page
-
-    chromium = browser.find_or_skip()
-
-    async def mount_page():  # within a loop: else Gradio makes loops and leaves them open
-        return page.mount(create_app(classifier), classifier)
-
-    app = asyncio.run(mount_page())
-    untaught = collect_state(classifier)
-    with (
-        running(app) as url,
-        sync_playwright() as driver,
-        driver.chromium.launch(
-            executable_path=chromium.program, env=chromium.environment
-        ) as opened,
-    ):
-        visitor = Visitor(opened, f"{url}{page.PATH}")
-        visitor.page.get_by_role("textbox", name="Teach a label").fill(LABEL)
-        visitor.page.get_by_role("textbox", name="Examples").fill(LUGGAGE)
-        visitor.press("Teach", "Taught 3 examples")
-        classifier.learn([Lesson("pin", "pin of the suitcase")], by="ana")  # as over HTTP
-        visitor.page.reload()
-        visitor.page.locator("#map svg").wait_for()
-        assert visitor.page.get_by_role("button", name="Undo").is_disabled()
-        visitor.open_tab("Taught")
-        texts = ["pin of the suitcase", *LUGGAGE.replace("\n\n", "\n").splitlines()[::-1]]
-        visitor.wait_for_rows(texts, texts)
-        assert visitor.page.get_by_role("button", name="Take this one back").is_disabled()
-        visitor.choose("Label", "pin")
-        visitor.wait_for_rows(texts[:1], texts)
-        visitor.choose("Taught within", "the last hour")
-        visitor.wait_for_rows(texts[:1], texts)
-        visitor.pick_row("pin of the suitcase")
-        visitor.page.locator("#taught").get_by_text("by ana").wait_for()
-        visitor.press("Take this one back", "Took back 1 example of “pin”.")
-        visitor.wait_for_rows([], texts)
-        visitor.choose("Label", "all labels")
-        visitor.wait_for_rows(texts[1:], texts)
-        visitor.press("Take back all 3 that are listed", "Took back 3 examples of")
-        visitor.wait_for_rows([], texts)
-        assert collect_state(classifier) == untaught
-        visitor.press("Undo", "Undone: Took back 3 examples")
-        assert classifier.labels[LABEL] == 3
-        visitor.press("Undo", "Undone: Took back 1 example")
-        assert classifier.examples("pin")[-1].text == "pin of the suitcase"
-    gc.collect()  # here, where what is left open is no error
-    assert visitor.troubles == []
 
 
 def test_taking_back_is_for_what_was_taught_and_what_is_still_there(classifier):
@@ -198,54 +70,13 @@ def test_a_long_list_of_what_was_taught_is_shown_in_pages(classifier):
         tab = taught_tab.TaughtTab.__new__(taught_tab.TaughtTab)
         tab._page, session = page, Session()
         for count, has_more in ((50, True), (100, True), (150, False)):
-            table, more, *_ = await tab.show_list(session, "all labels", "any time", count)
+            listed, more, *_ = await tab.show_list(session, "all labels", "any time", count)
             assert [each.id for each in session.taught] == ids[::-1][:count]
-            assert len(table) == len(session.taught)
+            shown = re.findall(r'type="radio"[^>]*value="(\d+)"', listed)
+            assert [int(id) for id in shown] == ids[::-1][:count]
             assert more.visible == has_more
 
     visit_page(classifier, visit)
-
-
-def _teaches_a_label_and_undoes_it(visitor: Visitor, classifier: Classifier, untaught) -> None:
-    visitor.ask("my suitcase is late")
-    before, untaught_answer = visitor.everything, visitor.answer
-    assert untaught_answer in SENTENCES
-    visitor.page.get_by_role("textbox", name="Teach a label").fill(LABEL)
-    visitor.page.get_by_role("textbox", name="Examples").fill(LUGGAGE)
-    visitor.press("Teach", f"Taught 3 examples of the new label “{LABEL}”.")
-    assert visitor.answer == LABEL
-    assert "my suitcase flew away" in visitor.everything
-    assert classifier.journal.labels()[LABEL] == 3
-    assert visitor.page.locator("#map circle").count() > 3
-    visitor.press("Undo", "Undone")
-    assert visitor.everything == before
-    assert classifier.examples() == untaught
-    assert LABEL not in classifier.journal.labels()
-
-
-def _corrects_an_answer(visitor: Visitor, classifier: Classifier) -> None:
-    visitor.ask("order a suitcase")
-    assert visitor.answer != "pin"
-    label = visitor.page.get_by_role("combobox", name="Wrong?")
-    label.fill("pin")
-    label.press("Enter")
-    visitor.press("Correct it", "Taught 1 example of “pin”.")
-    assert visitor.answer == "pin"
-    assert classifier.examples("pin")[-1].text == "order a suitcase"
-
-
-def _reviews(visitor: Visitor, classifier: Classifier) -> None:
-    visitor.page.get_by_role("tab", name="Probably mislabelled").click()
-    visitor.press("It is card", "Now “card”, was “loan”.")
-    assert WRONG in [each.text for each in classifier.examples("card")]
-    assert WRONG not in [each.text for each in classifier.examples("loan")]
-    visitor.press("Undo", "Undone: Now “card”")
-    assert WRONG in [each.text for each in classifier.examples("loan")]
-    visitor.page.get_by_role("tab", name="Least certain").click()
-    visitor.page.get_by_text("Its neighbours").filter(visible=True).wait_for()
-    count = len(classifier)
-    visitor.press("Forget this example", "Forgot one example of")
-    assert len(classifier) == count - 1
 
 
 @pytest.mark.slow
@@ -378,7 +209,7 @@ def test_without_the_extra_its_name_is_reported(monkeypatch):
 
 def test_what_is_done_at_the_desk_can_be_undone(classifier):
     before = collect_state(classifier)
-    (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
+    (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG_SENTENCE]
     changes = (
         lambda actions: actions.teach("luggage", LUGGAGE),
         lambda actions: actions.relabel(mislabelled.id, " card "),
@@ -389,34 +220,92 @@ def test_what_is_done_at_the_desk_can_be_undone(classifier):
         assert collect_state(classifier) != before
         run_visits(classifier, lambda actions, done=done: actions.undo(done))
         assert collect_state(classifier) == before
-        (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
+        (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG_SENTENCE]
 
 
 def test_undoing_brings_back_what_a_label_was_trained_to(classifier):
     """Each of its examples is forgotten and brought back, and then the last one once more."""
     asked = ["card late", "new pin", "euro loan"]
     before = classifier.predict(asked, top=10)
-    for example in classifier.examples("pin"):
-        done = run_visits(classifier, lambda actions, id=example.id: actions.forget(id))
-        run_visits(classifier, lambda actions, done=done: actions.undo(done))
+
+    async def visit(actions: Actions) -> None:
+        for example in classifier.examples("pin"):
+            await actions.undo(await actions.forget(example.id))
+            assert classifier.predict(asked, top=10) == before
+        ids = [each.id for each in classifier.examples("pin")]
+        changes = [await actions.relabel(id, "loan") for id in ids]
+        assert "pin" not in classifier.labels
+        for change in reversed(changes):
+            await actions.undo(change)
         assert classifier.predict(asked, top=10) == before
-    ids = [each.id for each in classifier.examples("pin")]
-    changes = [
-        run_visits(classifier, lambda actions, id=id: actions.relabel(id, "loan")) for id in ids
-    ]
-    assert "pin" not in classifier.labels
-    for change in reversed(changes):
-        run_visits(classifier, lambda actions, change=change: actions.undo(change))
-    assert classifier.predict(asked, top=10) == before
-    assert "pin" in classifier.trained_labels
+        assert "pin" in classifier.trained_labels
+
+    run_visits(classifier, visit)
+
+
+def test_renaming_and_merging_are_undone(classifier):
+    asked = ["card late", "suitcase gone", "bag lost"]
+
+    async def visit(actions: Actions) -> None:
+        await actions.teach("luggage", LUGGAGE)
+        await actions.teach("bag", "bag lost\nmy bag is late")
+        before, answers = collect_state(classifier), classifier.predict(asked, top=10)
+        for work, description in (
+            (actions.rename("pin", " secret "), "Renamed “pin” to “secret”."),
+            (actions.rename("luggage", "bags"), "Renamed “luggage” to “bags”."),
+            (actions.merge("luggage", "bag"), "Merged 3 examples of “luggage” into “bag”."),
+            (actions.merge("bag", "card"), "Merged 2 examples of “bag” into “card”."),
+        ):
+            change = await work
+            assert change.description == description
+            assert change.can_be_undone
+            assert collect_state(classifier) != before
+            await actions.undo(change)
+            assert collect_state(classifier) == before
+            assert classifier.predict(asked, top=10) == answers
+
+    run_visits(classifier, visit)
+
+
+def test_merging_a_trained_label_is_final(classifier):
+    change = run_visits(classifier, lambda actions: actions.merge("pin", "card", by="ana"))
+    assert not change.can_be_undone
+    assert classifier.labels["card"] == 12
+    assert classifier.journal.audit(limit=1)[0].by == "ana"
+    session = Session(changes=[actions.Change("Earlier.")])
+    session.record(change)
+    assert session.changes == []
+
+
+def test_what_was_taught_taken_back_and_brought_back_is_undone(classifier):
+    """It is brought back under a new id, which the undoing of the lesson must know."""
+    before, sessions = collect_state(classifier), Sessions(lambda name: name)
+    session, other = (sessions.get_session(visitor(name)) for name in ("mine", "other"))
+
+    async def visit(actions: Actions) -> None:
+        session.record(await actions.teach("luggage", LUGGAGE))
+        other.record(await actions.merge("luggage", "pin"))
+        taken = await actions.take_back(session.changes[0].added[:2])
+        sessions.renumber(await actions.undo(taken))
+        sessions.renumber(await actions.undo(other.changes[0]))
+        assert classifier.labels["luggage"] == 3
+        await actions.undo(session.changes[0])
+
+    run_visits(classifier, visit)
+    assert collect_state(classifier) == before
+
+
+def visitor(name: str) -> SimpleNamespace:
+    """The request of a visitor, as far as sessions look at it."""
+    return SimpleNamespace(session_hash=name, username=None)
 
 
 def test_an_example_keeps_text_and_key_under_its_new_label(classifier):
-    (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG]
+    (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG_SENTENCE]
     before = actions.get_lesson(classifier, mislabelled.id)
     done = run_visits(classifier, lambda actions: actions.relabel(mislabelled.id, "card"))
     after = actions.get_lesson(classifier, done.added[0])
-    assert (after.label, after.text) == ("card", WRONG)
+    assert (after.label, after.text) == ("card", WRONG_SENTENCE)
     assert torch.equal(after.key, before.key)
     with pytest.raises(ValueError, match="no longer exists"):
         actions.get_lesson(classifier, mislabelled.id)
@@ -431,6 +320,10 @@ def test_an_example_keeps_text_and_key_under_its_new_label(classifier):
         (lambda actions: actions.relabel(1, "card"), "already has"),
         (lambda actions: actions.relabel(999, "card"), "no longer exists"),
         (lambda actions: actions.forget(999), "no longer exists"),
+        (lambda actions: actions.rename("pin", "card"), "merge them instead"),
+        (lambda actions: actions.rename("pin", " "), "a label must not be empty"),
+        (lambda actions: actions.rename("nothing", "new"), "there is no label"),
+        (lambda actions: actions.merge("pin", "new"), "rename 'pin' instead"),
         (lambda actions: actions.ask(" "), "must not be empty"),
     ],
 )
@@ -484,7 +377,7 @@ def test_votes_are_those_of_the_nearest_others(count):
 
 def test_a_wrong_label_is_found_and_the_others_are_not_doubted(classifier):
     found = review.find_mislabelled(review.collect_opinions(classifier))
-    assert found[0].example.text == WRONG
+    assert found[0].example.text == WRONG_SENTENCE
     assert (found[0].example.label, found[0].label) == ("loan", "card")
     assert all(each.label != each.example.label for each in found)
     doubts = [each.share - each.own for each in found]
@@ -556,21 +449,21 @@ def test_what_stands_in_a_list_is_escaped(classifier):
     from mbpa.explorer.sessions import Session
 
     found = [
-        review.Opinion(Example(1, "a", text, None), "b", 0.6, 0.1, 0.5)
-        for text in (EVIL, None, "x" * 5000)
+        review.Opinion(Example(id, "a", text, None), "b", 0.6, 0.1, 0.5)
+        for id, text in enumerate((EVIL, None, "x" * 5000))
     ]
 
     async def visit(page):
         with page.blocks:
             tab = ReviewTab(page, "list", review.sort_by_uncertainty)
-        assert tab._list.datatype[0] == "html"
         return await tab.show_list(Session(queues={"list": found}))
 
-    table, *_ = visit_page(classifier, visit)
-    shown = [row[0] for row in table]
-    assert [html.unescape(each) for each in shown[:2]] == [EVIL, "example 1"]
-    assert "<" not in shown[0]
+    listed, *_ = visit_page(classifier, visit)
+    rows = ET.fromstring(listed).findall("label")
+    shown = [row.find("div/div").text for row in rows]
+    assert shown[:2] == [EVIL, "example 1"]
     assert len(shown[2]) == 601
+    assert ["checked" in row.find("input").attrib for row in rows] == [True, False, False]
 
 
 # Pictures
@@ -597,8 +490,15 @@ def pictures_of(reason: Reason) -> list[str]:
         rendering.render_opinion(review.Opinion(example, reason.answer.top[0][0], 0.6, 0.1, 0.5)),
         rendering.render_note(example.label),
         rendering.render_title({**STATS, "read_only": example.label}),
-        f"<p>{rendering.render_example(example.id, example.text)}</p>",
+        rendering.render_message(example.label),
+        rendering.render_label(example.label, 3, is_trained=False),
+        rendering.render_rows(example.label, [list_row(example)], "1", "nothing"),
     ]
+
+
+def list_row(example: Example, thumbs: Mapping[int, str] = rendering.NO_THUMBS) -> rendering.Row:
+    shown = rendering.describe_example(example.id, example.text, thumbs, 600)
+    return rendering.Row(str(example.id), (example.label,), shown)
 
 
 def test_addresses_of_pictures_are_escaped():
@@ -608,7 +508,7 @@ def test_addresses_of_pictures_are_escaped():
         rendering.render_answer(reason, 0.5, thumbs[0]),
         rendering.render_memories(reason, thumbs),
         memory_map.draw_map(places, {}, (5.0, 5.0), reason, thumbs),
-        rendering.render_example(1, "text", thumbs),
+        rendering.render_rows("list", [list_row(Example(1, "a", None, None), thumbs)], None, ""),
     ):
         ET.fromstring(picture)
         assert "<script" not in picture
@@ -632,21 +532,71 @@ def test_bars_show_before_and_after():
     shown = rendering.render_answer(a_reason(), 0.5)
     assert "width: 70.0%" in shown
     assert "width: 60.0%" in shown
-    assert "without its memory: a" in shown
-    assert "= 1.25" in shown
+    assert "the same label" not in shown
+    assert re.search(r"Without the examples below: <b>a</b>,\s+60% sure", shown)
+
+
+def test_symbols_are_in_tooltips_only():
+    shown = rendering.render_answer(a_reason(), 0.5)
+    assert "by 1.25." in shown
+    assert 'title="‖θˣ − θ‖' in shown
+    text = "".join(ET.fromstring(shown).itertext())
+    assert not re.search(r"[‖θ<>·…]", text)
+    unmoved = dataclasses.replace(a_reason(), change=0.0)
+    assert "adjusted" not in rendering.render_answer(unmoved, 0.5)
+
+
+def test_colours_stand_for_the_place_of_a_label():
+    reason = a_reason()
+    colours = list(rendering.assign_colours(reason).values())
+    assert colours == [
+        rendering.FIRST_COLOUR,
+        rendering.SECOND_COLOUR,
+        rendering.OTHER_COLOUR,
+        rendering.OTHER_COLOUR,
+    ]
+    other = dataclasses.replace(reason, answer=Answer("d", 0.9, (("d", 0.9), ("b_c", 0.1))))
+    assert rendering.assign_colours(other)["d"] == rendering.FIRST_COLOUR
+    drawn = memory_map.draw_map({1: (5.0, 5.0)}, {1: "b_c"}, (1.0, 1.0), reason)
+    assert set(re.findall(r"background: ([^\"]+)", drawn)) == {
+        "var(--body-text-color)",
+        *colours,
+    }
+
+
+def test_similarity_is_the_cosine_of_keys():
+    first, second = nn.functional.normalize(torch.randn(2, 8), dim=1)
+    for other in (second, -second, first):
+        cosine = float(first @ other)
+        distance = float((first - other).norm())
+        assert rendering.compute_similarity(distance) == pytest.approx(max(0, cosine), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("label", "parts"),
+    [
+        ("card_payment", ["card_", "payment"]),
+        ("a/b.c-d:e", ["a/", "b.", "c-", "d:", "e"]),
+        ("cardPayment Late", ["card", "Payment Late"]),
+        ("one word", ["one word"]),
+    ],
+)
+def test_lines_break_between_the_words_of_a_label(label, parts):
+    assert rendering.allow_breaks(label).split("<wbr/>") == parts
 
 
 def test_an_answer_that_abstains_says_so():
     reason = a_reason()
     unsure = Reason(Answer(None, 0.7, reason.answer.top), reason.before, reason.neighbors, 1.0)
-    assert "abstains" in rendering.render_answer(unsure, 0.8)
-    assert "but it answers only from 80%" in rendering.render_answer(unsure, 0.8)
-    assert "abstains" not in rendering.render_answer(reason, 0.5)
+    shown = " ".join(rendering.render_answer(unsure, 0.8).split())
+    assert "Not sure" in shown
+    assert "only 70% sure. It answers when it is at least 80% sure" in shown
+    assert "Not sure" not in rendering.render_answer(reason, 0.5)
 
 
 def test_the_weightiest_memories_are_shown_first():
     shown = rendering.render_memories(a_reason())
-    weights = [int(each) for each in re.findall(r'number">(\d+)%', shown)]
+    weights = [int(each) for each in re.findall(r"influence (\d+)%", shown)]
     assert weights == [80, 70, 60, 50, 40, 30]
     assert "and 2 more" in shown
 
@@ -654,7 +604,9 @@ def test_the_weightiest_memories_are_shown_first():
 def test_percentages_say_nothing_that_is_not_so():
     shares = (0.0, 0.0001, 0.004, 0.0996, 0.5, 0.994, 0.9999, 1.0)
     shown = [rendering.format_percent(share) for share in shares]
-    assert shown == ["0%", "<0.1%", "0.4%", "10%", "50%", "99%", ">99%", "100%"]
+    assert shown == [
+        *("0%", "under 0.1%", "0.4%", "10%", "50%", "99%", "over 99%", "100%"),
+    ]
 
 
 def test_the_map_shows_the_principal_components():

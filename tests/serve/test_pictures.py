@@ -476,7 +476,7 @@ def test_a_picture_is_called_one_whatever_lies_near_it(classifier, files):
         path = upload(classifier, files["two"][0])
         return await shown.show_answer([str(path)])
 
-    answer, _, drawn = visit_page(classifier, visit)
+    answer, _, drawn, _ = visit_page(classifier, visit)
     assert "your picture" in answer
     assert drawn.count("your picture") == 2, "beside it and below it"
     assert "your sentence" not in drawn
@@ -514,10 +514,10 @@ def test_what_cannot_be_shown_is_reported_and_a_change_that_was_made_is_shown_as
         return session, found[len(whole)], await shown.update_after(session, "And this.", [])
 
     session, said, after = visit_page(classifier, visit)
-    assert said == "It was done."
+    assert "It was done." in said
     assert [change.description for change in session.changes] == ["It was done."]
     assert session.queues["list"] == opinions[1:]
-    assert after[0] == "And this."
+    assert "And this." in after[0]
 
 
 def test_a_folder_for_uploads_is_the_runs_own(tmp_path):
