@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import browser
 import pytest
@@ -302,6 +303,36 @@ def test_labels_are_renamed_and_merged_and_this_is_undone(visit, classifier):
     visitor.page.get_by_role("button", name="Merge").click()
     visitor.page.get_by_text("This merge cannot be undone: tick the box").wait_for()
     assert collect_state(classifier) == before
+
+
+def test_the_classifier_is_trained_again(shared, classifier, tmp_path):
+    """On a run of its own, since what it learns stays."""
+    from mbpa.explorer.labels_tab import IS_TRAINING
+
+    write_bank_run(tmp_path / "run")
+    with Classifier.load(tmp_path / "run", text_encoder=WordEncoder()) as own:
+        own.learn([Lesson("luggage", text) for text in LUGGAGE.split("\n") if text])
+        with running(mount_in_thread(own)) as url:
+            visitor = Visitor(shared[2], f"{url}{page.PATH}")
+            visitor.open_tab("Labels")
+            visitor.page.get_by_role("button", name="Train again").click()
+            visitor.page.locator("#training").get_by_text(IS_TRAINING).wait_for()
+            assert visitor.page.get_by_role("button", name="Train again").is_disabled()
+            visitor.wait_for_message("Trained with 28 examples.")
+            assert visitor.page.get_by_role("button", name="Train again").is_enabled()
+            visitor.close()
+        assert "luggage" in own.trained_labels
+        assert visitor.troubles == []
+
+
+def mount_in_thread(classifier: Classifier):
+    """Return an app with the page, made in a thread: in this one, the browser's loop is running."""
+
+    async def mount_page():
+        return page.mount(create_app(classifier), classifier)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, mount_page()).result()
 
 
 def test_everything_can_be_done_with_the_keyboard(visit, classifier):
