@@ -711,7 +711,13 @@ class Session:
     def _check_reason(self, query: Key, reason: Any) -> None:
         reference = self.reference
         if not reference.examples:
-            empty: Any = {"label": None, "confidence": 0.0, "abstains": True, "top": []}
+            empty: Any = {
+                "label": None,
+                "confidence": 0.0,
+                "abstains": True,
+                "top": [],
+                "in_scope": None,
+            }
             nothing = {"answer": empty, "before": [], "neighbors": [], "change": 0.0}
             _require_equal("reason without examples", reason, nothing)
             return
@@ -831,6 +837,7 @@ def _describe_answer(answer: Answer) -> dict[str, Any]:
         "label": answer.label,
         "confidence": answer.confidence,
         "abstains": answer.abstains,
+        "in_scope": answer.in_scope,
         "top": [{"label": label, "probability": share} for label, share in answer.top],
     }
 

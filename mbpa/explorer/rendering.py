@@ -241,7 +241,7 @@ def render_answer(reason: Reason, threshold: float, picture: str | None = None) 
         label=label,
         share=share,
         threshold=threshold,
-        scope=getattr(reason.answer, "in_scope", None),
+        scope=reason.answer.in_scope,
         alone=reason.before[0] if reason.before else None,
         bars=[
             {"label": label, "before": before, "after": after, "colour": colours[label]}

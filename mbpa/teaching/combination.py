@@ -3,14 +3,11 @@
 For each label there are up to three witnesses: the belief (`belief`), the largest cosine to a
 stored example, and, for old labels, the log-probability of the trained head. Weighted sums of them
 give p_old over the old labels and p_new over the new ones. A gate t then decides between the two:
-
-    p(c) = σ(−t) p_old(c)  or  σ(t) p_new(c)
-
-All weights are fitted by maximum likelihood on rehearsals, which makes the probabilities
-calibrated. To keep the answers to queries of old labels, a new label must win by a margin.
+p(c) = σ(−t) p_old(c) or σ(t) p_new(c). To keep old answers, a new label must win by a margin.
 
 The in-scope score is the probability that a query belongs to any of the labels, by how near their
-examples are. It multiplies p(c), so nothing unlike all examples gets a confident answer.
+examples are. It multiplies p(c), so nothing unlike all examples gets a confident answer. All
+weights are fitted by maximum likelihood on rehearsals, which makes probabilities calibrated.
 """
 
 from __future__ import annotations
@@ -357,7 +354,7 @@ def find_break_even(confidence: Float[Tensor, "H"], right: Bool[Tensor, "H"]) ->
 
 
 def _find_thresholds(
-    partly: Sequence[_PartlyTaught], confidences: Sequence[Tensor]
+    partly: Sequence[_PartlyTaught], confidences: Sequence[Float[Tensor, "_"]]
 ) -> Float[Tensor, "T"]:
     """Return the threshold for each of `ANSWERED_SHARES`.
 
@@ -404,7 +401,7 @@ def _find_margins(
 
 
 def _fit_choice(
-    parts: Sequence[tuple[Float[Tensor, "B C W"], Int[Tensor, "B"]]],
+    parts: Sequence[tuple[Float[Tensor, "_ _ W"], Int[Tensor, "_"]]],
 ) -> Float[Tensor, "W"]:
     """Fit the weights of a conditional logistic regression."""
     total = sum(len(answers) for _, answers in parts)
