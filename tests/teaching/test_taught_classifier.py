@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -338,50 +342,118 @@ POOL_NAMES, POOL_KEYS = draw_lessons(4, seed=11)
 POOL = list(zip(POOL_NAMES, POOL_KEYS, strict=True)) + [
     (NAMES[label], key) for label, key in zip((1, 1, 5), KEYS[[30, 31, 130]], strict=True)
 ]
+LABELS = [*NAMES[:3], "new", *sorted(set(POOL_NAMES))]
 STEP = st.one_of(
-    st.tuples(st.just("add"), st.integers(0, len(POOL) - 1)),
-    st.tuples(st.just("forget"), st.integers(0, 40)),
-    st.tuples(st.just("relabel"), st.integers(0, 40)),
+    st.tuples(st.just("add"), st.integers(0, len(POOL) - 1), st.just("")),
+    st.tuples(st.just("forget"), st.integers(0, 40), st.just("")),
+    st.tuples(st.just("forget all"), st.integers(0, 40), st.just("")),
+    st.tuples(st.just("relabel"), st.integers(0, 40), st.sampled_from(LABELS)),
+    st.tuples(st.just("rename"), st.integers(0, 40), st.sampled_from(LABELS)),
+    st.tuples(st.just("restart"), st.just(0), st.just("")),
 )
+HISTORY = {
+    "steps": st.lists(STEP, max_size=25),
+    "order": st.randoms(use_true_random=False),
+}
 
 
-@settings(max_examples=60, deadline=None)
-@given(steps=st.lists(STEP, max_size=25), order=st.randoms(use_true_random=False))
-def test_answers_depend_only_on_the_examples_present(steps, order, learner) -> None:
+@dataclass
+class Present:
+    """An example as it should be: its label, and its row of the head, if it counts as trained."""
+
+    label: str
+    key: Tensor
+    row: int | None
+
+
+def name_rows(present: Mapping[int, Present]) -> list[str]:
+    """Return the names of the head's rows, according to the trained examples."""
+    names = [f"gone {row}" for row in range(len(NAMES))]
+    for each in present.values():
+        if each.row is not None:
+            names[each.row] = each.label
+    return names
+
+
+def rename_as_documented(present: Mapping[int, Present], label: str, new: str) -> None:
+    has_row = any(each.row is not None for each in present.values() if each.label == new)
+    for each in present.values():
+        if each.label == label != new:
+            each.label, each.row = new, None if has_row else each.row
+
+
+def rebuild(
+    learner: Learner, present: Mapping[int, Present], ids: Sequence[int]
+) -> TaughtClassifier:
+    """Return a classifier to which these examples are added at once, in this order."""
+    tensors = {name: tensor.clone() for name, tensor in learner.tensors().items()}
+    classifier = TaughtClassifier(Learner.from_tensors(learner.head, tensors), name_rows(present))
+    examples = [present[id] for id in ids]
+    if examples:
+        classifier.add(
+            ids,
+            [each.label for each in examples],
+            torch.stack([each.key for each in examples]),
+            trained=[id for id in ids if present[id].row is not None],
+        )
+    return classifier
+
+
+def compare_histories(steps: Sequence[Any], order: random.Random, learner: Learner) -> None:
     """After any history, another classifier with the same examples answers the same, bit by bit."""
-    classifier, present = deploy(learner), {}
-    next_id = 1000
-    for action, number in steps:
+    classifier = deploy(learner)
+    trained = zip(KEY_LABELS.tolist(), KEYS, strict=True)
+    present = {id: Present(NAMES[row], key, row) for id, (row, key) in enumerate(trained)}
+    for next_id, (action, number, name) in enumerate(steps, start=1000):
+        taught = sorted(id for id, each in present.items() if each.row is None)
+        labels = sorted({each.label for each in present.values()})
         if action == "add":
             label, key = POOL[number]
             classifier.add([next_id], [label], key[None])
-            present[next_id] = (label, key)
-            next_id += 1
-        elif present:
-            id = sorted(present)[number % len(present)]
+            present[next_id] = Present(label, key, None)
+        elif action == "restart":
+            classifier = rebuild(learner, present, sorted(present))
+        elif action == "forget all" and labels:
+            gone = [id for id, e in present.items() if e.label == labels[number % len(labels)]]
+            assert sorted(classifier.forget(gone)) == sorted(gone)
+            present = {id: each for id, each in present.items() if id not in gone}
+        elif action == "rename" and labels:
+            label = labels[number % len(labels)]
+            classifier.rename(label, name)
+            rename_as_documented(present, label, name)
+        elif action in ("forget", "relabel") and present:
+            some = taught if number % 2 and taught else sorted(present)
+            id = some[number % len(some)]
             if action == "forget":
                 assert classifier.forget([id]) == [id]
                 del present[id]
             else:
-                label = POOL[number % len(POOL)][0]
-                classifier.relabel(id, label)
-                present[id] = (label, present[id][1])
+                classifier.relabel(id, name)
+                present[id] = Present(name, present[id].key, None)
         if number % 5 == 0:
             classifier.predict(QUERIES[:1])  # an answer in between changes nothing
-    fresh = TaughtClassifier(learner, NAMES)
-    examples = [(id, label, key, False) for id, (label, key) in present.items()]
-    examples += [
-        (id, NAMES[label], key, True)
-        for id, (label, key) in enumerate(zip(KEY_LABELS.tolist(), KEYS, strict=True))
-    ]
-    order.shuffle(examples)
-    ids, labels, keys, trained = zip(*examples, strict=True)
-    was_trained = [id for id, is_old in zip(ids, trained, strict=True) if is_old]
-    fresh.add(ids, labels, torch.stack(keys), trained=was_trained)
+    ids = list(present)
+    order.shuffle(ids)
+    fresh = rebuild(learner, present, ids)
     assert fresh.counts == classifier.counts
     for queries in (QUERIES, QUERIES[:1]):
         assert are_same(classifier.predict(queries), fresh.predict(queries))
     assert classifier.explain(QUERIES[:2]) == fresh.explain(QUERIES[:2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(**HISTORY)
+def test_answers_depend_only_on_the_examples_present(steps, order, learner) -> None:
+    compare_histories(steps, order, learner)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(**HISTORY)
+def test_answers_depend_only_on_the_examples_present_after_many_histories(
+    steps, order, learner
+) -> None:
+    compare_histories(steps, order, learner)
 
 
 def test_an_explanation_agrees_with_the_answer(learner: Learner) -> None:
