@@ -410,6 +410,7 @@ def fit_gate(
     k: int = 64,
     ridge: float = 1e-4,
     iterations: int = 200,
+    weights: Float[Tensor, "N"] | None = None,
 ) -> Gate:
     """Fit a gate to predictions of a text: minimise the mean −log Σ_m λ_m p_m of its tokens.
 
@@ -421,6 +422,7 @@ def fit_gate(
         k: number of neighbours that the features were measured with.
         ridge: factor of the sum of squared coefficients of standardised features.
         iterations: maximum number of iterations.
+        weights: weight of each token in the mean; by default all are equal.
     """
     parts, width = scores.shape[1], features.shape[1]
     if width != count_features(parts - 1):
@@ -434,6 +436,8 @@ def fit_gate(
     spread = spread.where(spread > 1e-9, 1.0)
     values = (values - center) / spread
     logs = scores.double()
+    shares = torch.ones_like(logs[:, 0]) if weights is None else weights.to(logs)
+    shares = shares / shares.sum()
     free = torch.zeros(parts - 1, width, dtype=torch.float64, device=values.device)
     free.requires_grad_(True)
     optimizer = torch.optim.LBFGS(
@@ -442,8 +446,8 @@ def fit_gate(
 
     def evaluate() -> Tensor:
         optimizer.zero_grad()
-        weights = nn.functional.pad(values @ free.T, (1, 0)).log_softmax(1)
-        loss = -(weights + logs).logsumexp(1).mean() + ridge * free[:, 1:].square().sum()
+        mixing = nn.functional.pad(values @ free.T, (1, 0)).log_softmax(1)
+        loss = -(mixing + logs).logsumexp(1) @ shares + ridge * free[:, 1:].square().sum()
         loss.backward()
         return loss
 
@@ -511,42 +515,42 @@ _GATE = Gate(
     (
         (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
         (
-            -0.3521,
-            -0.7027,
-            -1.481,
-            1.245,
-            0.2416,
-            0.1675,
-            0.1502,
-            0.1986,
-            0.1499,
-            -0.04453,
-            0.02553,
-            0.1565,
-            -0.285,
-            0.1317,
-            0.001877,
-            -0.03389,
-            0.1226,
+            -0.4522,
+            -0.7111,
+            -1.472,
+            1.609,
+            0.1937,
+            0.1728,
+            0.1622,
+            0.1845,
+            0.1414,
+            -0.04175,
+            0.04461,
+            0.1465,
+            -0.366,
+            0.01501,
+            -0.04823,
+            -0.03413,
+            0.1078,
         ),
         (
-            -2.628,
-            -1.31,
-            -0.6064,
-            1.179,
-            0.3074,
-            0.4457,
-            0.1225,
-            0.03877,
-            0.1829,
-            -0.2375,
-            -0.06093,
-            0.0656,
-            -0.9299,
-            -0.1035,
-            0.0868,
-            -0.07107,
-            -0.1396,
+            -2.666,
+            -1.359,
+            -0.6696,
+            1.166,
+            0.3373,
+            0.4446,
+            -0.005257,
+            0.03397,
+            0.1043,
+            -0.1252,
+            -0.06118,
+            0.06868,
+            -1.036,
+            -0.2058,
+            -0.1227,
+            -0.05591,
+            -0.1299,
         ),
     )
 )
@@ -560,6 +564,7 @@ def make_predictor() -> Gated:
     documentation together, with SmolLM2-135M and memories of 2.6 and 2.3 million tokens
     (`results/memory-language-model`). The gate was fitted to these memories and, with the same
     total weight, to memories of 20 tokens and more: parts of the same training texts, of the other
-    corpus, and of the same text just before the tokens that were scored.
+    corpus, and of the same text just before the tokens that were scored
+    (`experiments.memory_language_model.default_gate`).
     """
     return Gated(ScaledAdapted(_REACH, steps=20, k=64), ScaledVote(_VOTE_REACH, k=64), gate=_GATE)

@@ -25,9 +25,11 @@ from torch.nn import functional
 WITHIN_SHRINKAGE = 0.3  # of W towards a multiple of the identity
 BETWEEN_SHRINKAGE = 0.1  # of ψ towards its mean: new classes also differ where known ones do not
 TEMPERATURE = 0.2  # the coordinates are not independent, which the model assumes
-EPISODES = 200
+MIN_EPISODES, MAX_EPISODES = 40, 200
+EXAMPLES_PER_EPISODE = 5  # between these limits
 LEARNING_RATE = 1e-3  # falls linearly to zero
 QUERIES_PER_EPISODE = 256
+MAX_MIXED = 384  # coordinates that are mixed, those in which class means differ most
 NEW_FRACTION = 1 / 3  # of the classes play new ones in an episode
 MAX_EXAMPLES = 10  # of a class that plays a new one
 
@@ -135,18 +137,22 @@ def refine_belief(
     classes: int,
     *,
     seed: int,
-    episodes: int = EPISODES,
+    episodes: int | None = None,
 ) -> ClassBelief:
-    """Improve the belief by Adam on episodes.
+    """Improve the belief by Adam on episodes, by default more of them for more examples.
 
     In an episode a third of the classes have 1 to 10 examples, and queries of all classes are
     classified. A query of any other class is left out of its own class's mean. The changes learnt
-    are z ← (z + zD) eˢ, ψ, the temperature and the offset of new classes.
+    are z ← (z + zD) eˢ, ψ, the temperature and the offset of new classes. D concerns at most
+    `MAX_MIXED` coordinates, so that the time does not grow with the square of the key size.
     """
+    if episodes is None:
+        episodes = min(max(len(keys) // EXAMPLES_PER_EPISODE, MIN_EPISODES), MAX_EPISODES)
     generator = torch.Generator().manual_seed(seed)
     points = belief.locate(keys)
     draws = _Episodes(points, labels, classes, generator)
-    mixing = torch.zeros_like(belief.transform, requires_grad=True)
+    mixed = min(MAX_MIXED, points.shape[1])
+    mixing = torch.zeros(mixed, mixed, requires_grad=True)
     scale = torch.zeros_like(belief.spread, requires_grad=True)
     spread = belief.spread.log().requires_grad_(True)
     temperature = belief.temperature.log().requires_grad_(True)
@@ -159,7 +165,7 @@ def refine_belief(
         )
         queries, answers, means, counts, is_new = draws.draw()
         moved = torch.cat([points[queries], means])
-        moved = (moved + moved @ mixing) * scale.exp()
+        moved = _mix_last(moved, mixing) * scale.exp()
         asked, centers = moved[: len(queries)], moved[len(queries) :]
         scores = current.make_rows(centers, counts, is_new).score(asked)
         old = (~is_new[answers]).nonzero()[:, 0]
@@ -170,10 +176,16 @@ def refine_belief(
         functional.cross_entropy(scores, answers).backward()
         optimizer.step()
     with torch.no_grad():
-        transform = (belief.transform + belief.transform @ mixing) * scale.exp()
+        transform = _mix_last(belief.transform, mixing) * scale.exp()
         return ClassBelief(
             belief.center, transform, spread.exp(), temperature.exp(), offset.detach()
         )
+
+
+def _mix_last(points: Float[Tensor, "N D"], mixing: Float[Tensor, "R R"]) -> Float[Tensor, "N D"]:
+    """Return z + zD, where D concerns the last coordinates only, which have the largest ψ."""
+    first, last = points.split([points.shape[1] - len(mixing), len(mixing)], 1)
+    return torch.cat([first, last + last @ mixing], 1)
 
 
 class _Episodes:

@@ -244,7 +244,9 @@ class TaughtClassifier:
         beliefs = torch.cat([evidence.old_belief, evidence.new_belief], 1)
         cosines = torch.cat([evidence.old_cosine, evidence.new_cosine], 1)
         order = logs.argsort(dim=1, descending=True, stable=True)[:, :labels]
-        near = queries @ self._store.keys.mT
+        stored = self._store.keys
+        norms = queries.norm(dim=1, keepdim=True) * stored.norm(dim=1)  # near 1: keys are rounded
+        near = (queries @ stored.mT / norms).clamp_max(1.0)
         found = []
         for row, places in enumerate(order.tolist()):
             head = [
