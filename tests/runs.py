@@ -19,6 +19,7 @@ from mbpa.serve.answers import Lesson
 from mbpa.serve.run_info import RunInfo, write_run
 from mbpa.serve.training import Training, train_head
 from mbpa.teaching import Learner, fit_learner
+from mbpa.teaching.learner import MIN_LABELS
 
 SCALE, OFFSET = 3.0, 0.5  # of rows for new labels
 PREDICTOR = mbpa.Adapted(mbpa.Gradient(lr=5.0, steps=10), k=12)
@@ -167,13 +168,14 @@ def write_random_run(
     key_dim: int = 16,
     predictor: mbpa.Predictor = PREDICTOR,
     has_rows: bool = False,
-    learns: bool = False,
+    learns: bool | None = None,
 ) -> list[Lesson]:
     """Write a run without an encoder, whose examples lie around one place per label; return them.
 
     Args:
         has_rows: new labels get rows computed from their examples instead of zeros.
-        learns: the run has a learner in place of the predictor.
+        learns: the run has a learner in place of the predictor; by default if there are labels
+            enough and nothing else is given.
     """
     names = tuple(f"label {i:03}" for i in range(labels))
     places = random_keys(labels, key_dim)
@@ -194,6 +196,8 @@ def write_random_run(
     sums = label_sums(keys, numbers, labels)
     rows = NewRows.around(head.weight, head.bias, sums, scale=SCALE, offset=OFFSET)
     named = [(each.label, each.text) for each in lessons]
+    if learns is None:
+        learns = labels >= MIN_LABELS and predictor is PREDICTOR and not has_rows
     method = _fit_learner(labels, key_dim, head) if learns else predictor
     write_run(directory, info, head, method, named, keys, rows if has_rows else None)
     return lessons

@@ -68,7 +68,7 @@ when it is at least {{ threshold | percent }} sure.</p>
 <p>{{ scope | percent }} likely to belong to one of the labels at all.</p>
 {% endif %}
 {% if alone %}
-<p>Without the examples below: {% if alone[0] == label %}the same label,
+<p>{{ reference | capitalize }}: {% if alone[0] == label %}the same label,
 {% else %}<b>{{ alone[0] | breakable }}</b>, {% endif %}{{ alone[1] | percent }} sure.</p>
 {% endif %}
 <ol class="bars">
@@ -77,12 +77,12 @@ when it is at least {{ threshold | percent }} sure.</p>
 <div class="bar" style="width: {{ '%.1f' % (100 * bar.after) }}%; background: {{ bar.colour }}">
 </div>
 <div class="bar before" style="width: {{ '%.1f' % (100 * bar.before) }}%"
- title="{{ bar.before | percent }} without the examples below"></div></li>
+ title="{{ bar.before | percent }} {{ reference }}"></div></li>
 {% endfor %}
 </ol>
 <div class="quiet chips">
 {% for role, colour in roles.items() %}{{ show_chip(role, colour) }}{% endfor %}
-{{ show_chip("without the examples below", "none", " thin") }}</div>
+{{ show_chip(reference, "none", " thin") }}</div>
 {% if change %}
 <div class="quiet" title="‖θˣ − θ‖: how far the parameters moved for this query">
 The classifier was adjusted to the examples below, by {{ "%.3g" % change }}.</div>
@@ -91,13 +91,14 @@ The classifier was adjusted to the examples below, by {{ "%.3g" % change }}.</di
 """
 _MEMORIES = """
 {% from "parts" import show_chip, show_example %}
-<div class="mbpa"><h2>Examples that the answer is based on</h2>
+<div class="mbpa"><h2>{{ title }}</h2>
 <ol class="sources">
 {% for memory in memories %}
 <li><span class="what">{{ show_example(memory) }}</span>
 {{ show_chip(memory.label, memory.colour) }}
 <span class="quiet number" title="distance {{ '%.2f' % memory.distance }}">
-{{ memory.similarity | percent }} similar, influence {{ memory.weight | percent }}</span></li>
+{{ memory.similarity | percent }} similar
+{%- if memory.weight is not none %}, influence {{ memory.weight | percent }}{% endif %}</span></li>
 {% endfor %}
 </ol>
 {% if more > 0 %}<div class="quiet">and {{ more }} more</div>{% endif %}
@@ -242,6 +243,7 @@ def render_answer(reason: Reason, threshold: float, picture: str | None = None) 
         share=share,
         threshold=threshold,
         scope=reason.answer.in_scope,
+        reference="without the examples below" if adapts(reason) else "from training alone",
         alone=reason.before[0] if reason.before else None,
         bars=[
             {"label": label, "before": before, "after": after, "colour": colours[label]}
@@ -265,14 +267,20 @@ def render_memories(reason: Reason, thumbs: Mapping[int, str] = NO_THUMBS) -> st
                 **describe_example(each.id, each.text, thumbs, MAX_SHORT_CHARACTERS),
                 "label": each.label,
                 "colour": colours.get(each.label, OTHER_COLOUR),
-                "weight": each.weight,
+                "weight": each.weight if adapts(reason) else None,
                 "distance": each.distance,
                 "similarity": compute_similarity(each.distance),
             }
             for each in near[:MAX_MEMORIES]
         ],
         more=len(near) - MAX_MEMORIES,
+        title="Examples that the answer is based on" if adapts(reason) else "Nearest examples",
     )
+
+
+def adapts(reason: Reason) -> bool:
+    """Return whether the answer was adapted to the examples, rather than learnt in closed form."""
+    return reason.answer.in_scope is None
 
 
 def compute_similarity(distance: float) -> float:

@@ -536,6 +536,19 @@ def test_bars_show_before_and_after():
     assert re.search(r"Without the examples below: <b>a</b>,\s+60% sure", shown)
 
 
+def test_what_a_learner_answers_is_compared_with_training_alone():
+    reason = a_reason()
+    reason = dataclasses.replace(
+        reason, answer=dataclasses.replace(reason.answer, in_scope=0.9), change=0.0
+    )
+    shown = rendering.render_answer(reason, 0.5)
+    assert re.search(r"From training alone: <b>a</b>,\s+60% sure", shown)
+    assert "90% likely to belong to one of the labels" in shown
+    memories = rendering.render_memories(reason)
+    assert "similar" in memories
+    assert "influence" not in memories
+
+
 def test_symbols_are_in_tooltips_only():
     shown = rendering.render_answer(a_reason(), 0.5)
     assert "by 1.25." in shown
