@@ -13,6 +13,7 @@ EXPERIMENTS: dict[str, str] = {
     "image-sensitivity": "experiments.images:SENSITIVITY",
     "language": "experiments.language:EXPERIMENT",
     "new-intents": "experiments.intents:EXPERIMENT",
+    "teaching": "experiments.teaching:EXPERIMENT",
     "memory-language-model": "experiments.memory_language_model:EXPERIMENT",
 }
 """Module and attribute by experiment name: those of the paper in its order, then our own."""

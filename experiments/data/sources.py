@@ -158,7 +158,7 @@ def _banking_file(name: str, size: int, sha256: str) -> File:
 
 MNIST = DataSet(
     name="mnist",
-    used_by=("permuted-mnist",),
+    used_by=("permuted-mnist", "teaching"),
     terms="none stated; commonly CC BY-SA 3.0",
     home="http://yann.lecun.com/exdb/mnist/",
     size=11_594_722,
@@ -296,7 +296,7 @@ PYTHON_DOCS = DataSet(
 
 TINY_IMAGENET = DataSet(
     name="tiny-imagenet",
-    used_by=IMAGE_EXPERIMENTS,
+    used_by=(*IMAGE_EXPERIMENTS, "teaching"),
     terms="ImageNet's: non-commercial research and education only",
     home="https://cs231n.stanford.edu/tiny-imagenet-200.zip",
     size=248_100_043,
@@ -329,7 +329,7 @@ IMAGENET = DataSet(
 
 CLINC150 = DataSet(
     name="clinc150",
-    used_by=("new-intents",),
+    used_by=("new-intents", "teaching"),
     terms="CC BY 3.0",
     home="https://github.com/clinc/oos-eval",
     size=2_499_208,
@@ -358,7 +358,7 @@ CLINC150 = DataSet(
 
 BANKING77 = DataSet(
     name="banking77",
-    used_by=("new-intents",),
+    used_by=("new-intents", "teaching"),
     terms="CC BY 4.0",
     home="https://github.com/PolyAI-LDN/task-specific-datasets",
     size=1_081_070,

@@ -28,9 +28,9 @@ SUBSETS = {"novel": "new intents", "pre-trained": "old intents"}
 
 
 class Scores:
-    """Records of several splits, by corpus, method, name, subset, shots and batch."""
+    """Records of several splits, by corpus, method, name, subset, shots, batch and lessons."""
 
-    FIELDS = ("corpus", "method", "name", "subset", "shots", "batch")
+    FIELDS = ("corpus", "method", "name", "subset", "shots", "batch", "lessons")
 
     def __init__(self, results: Sequence[Result]) -> None:
         self.results = results
@@ -190,9 +190,9 @@ def _trust(scores: Scores, corpus: str) -> Table:
                 method,
                 told(error, 1),
                 told(scope, 1),
-                _cost(learn, 1e3),
-                _cost(one),
-                _cost(many),
+                format_cost(learn, 1e3),
+                format_cost(one),
+                format_cost(many),
             ]
         )
     return Table(
@@ -207,14 +207,14 @@ def _trust(scores: Scores, corpus: str) -> Table:
         ],
         rows,
         f"Calibration error (15 bins of equal mass) and AUROC of the confidence, in percent, at "
-        f"{shots} examples. Costs after {last}, keys given, {_where(scores.results)}: the time "
-        "from receiving one more example to an answer that uses it, and that of a prediction; the "
-        "minimum over all splits. "
+        f"{shots} examples. Costs after {last}, keys given, {name_machine(scores.results)}: the "
+        "time from receiving one more example to an answer that uses it, and that of a prediction; "
+        "the minimum over all splits. "
         f"{_embedding(scores, corpus)}{sentence(scores.splits)}.{scores.missing(corpus, last)}",
     )
 
 
-def _cost(spread: Spread | None, factor: float = 1.0) -> str:
+def format_cost(spread: Spread | None, factor: float = 1.0) -> str:
     """Format the minimum over splits, since other load only adds time; two digits are enough."""
     if spread is None:
         return ""
@@ -230,11 +230,12 @@ def _embedding(scores: Scores, corpus: str) -> str:
         return ""
     return (
         f"{' and '.join(methods)} embed sentences themselves, which takes our encoder "
-        f"{_cost(alone)} µs alone and {_cost(many)} µs in batches. "
+        f"{format_cost(alone)} µs alone and {format_cost(many)} µs in batches. "
     )
 
 
-def _where(results: Sequence[Result]) -> str:
+def name_machine(results: Sequence[Result]) -> str:
+    """Say on what the results were computed."""
     environment = results[0].environment
     return f"on {environment.get('device', 'unknown')} ({environment.get('cores', '?')} cores)"
 

@@ -22,6 +22,21 @@ def grow_head(head: nn.Linear, outputs: int) -> nn.Linear:
     return more.requires_grad_(False)
 
 
+def select_rows(head: nn.Linear, rows: Int[Tensor, "R"]) -> nn.Linear:
+    """Return a head of these rows, in this order."""
+    weight, bias = head.weight[rows], head.bias[rows]
+    part = nn.Linear(head.in_features, len(rows), device=weight.device, dtype=weight.dtype)
+    part.load_state_dict({"weight": weight, "bias": bias})
+    return part.requires_grad_(False)
+
+
+def replace_rows(head: nn.Linear, rows: Int[Tensor, "R"], part: nn.Linear) -> nn.Linear:
+    """Return a copy in which `part` takes the place of these rows."""
+    copy = grow_head(head, head.out_features)
+    copy.weight[rows], copy.bias[rows] = part.weight, part.bias
+    return copy
+
+
 def train_new_head(
     keys: Float[Tensor, "N D"],
     labels: Int[Tensor, "N"],

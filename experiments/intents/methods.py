@@ -169,14 +169,17 @@ class LogisticRegression(ClassifierSettings):
         def fit(new: Sentences) -> nn.Linear:
             nonlocal last
             given = start.known + new
-            last = fit_logistic(
-                last,
+            # An intent without examples has no optimum: its bias would fall forever.
+            present, labels = given.labels.unique(return_inverse=True)
+            fitted = fit_logistic(
+                heads.select_rows(last, present),
                 given.keys,
-                given.labels,
+                labels,
                 penalty=self.penalty,
                 balanced=self.balanced,
                 tolerance=REGRESSION_TOLERANCE,
             )
+            last = heads.replace_rows(last, present, fitted)
             return last
 
         return RefittedHead(start, fit)

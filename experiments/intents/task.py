@@ -153,21 +153,51 @@ def make_intent_task(corpus: EmbeddedCorpus, split: int) -> IntentTask:
     """Choose the known intents of this split, and the order in which examples are drawn."""
     draws = torch.Generator().manual_seed(split + 1)
     order = torch.randperm(len(corpus.names), generator=draws)
-    place = order.argsort().to(corpus.train.labels.device)
     old = round(len(corpus.names) * CORPORA[corpus.name][0])
-    shuffled = torch.randperm(len(corpus.train), generator=draws).to(place.device)
-    train = corpus.train.select(shuffled)
-    labels = place[train.labels]
-    train = Sentences(train.texts, train.keys, labels)
+    return divide_corpus(corpus, order, old, draws)
+
+
+def divide_corpus(
+    corpus: EmbeddedCorpus,
+    order: Int[Tensor, "C"],
+    old: int,
+    draws: torch.Generator,
+    left_out: int = 0,
+) -> IntentTask:
+    """Return the task in which the first intents of an order are known, and the next ones new.
+
+    Args:
+        order: numbers of the intents; those that are not in it do not take part.
+        old: how many are known.
+        draws: decides the order in which examples are drawn.
+        left_out: how many of the last intents are neither known nor taught. What would be scored
+            of them is out of scope.
+    """
+    device = corpus.train.labels.device
+    place = torch.full((len(corpus.names),), len(corpus.names))
+    place[order] = torch.arange(len(order))
+    place = place.to(device)
+    taught = len(order) - left_out
+    shuffled = torch.randperm(len(corpus.train), generator=draws).to(device)
+    train = _renumber(corpus.train.select(shuffled), place)
+    scored = _renumber(corpus.scored, place)
+    outside = scored.select(
+        ((scored.labels >= taught) & (scored.labels < len(order))).nonzero()[:, 0]
+    )
     return IntentTask(
         corpus=corpus.name,
-        names=tuple(corpus.names[number] for number in order.tolist()),
+        names=tuple(corpus.names[number] for number in order[:taught].tolist()),
         old=old,
-        known=train.select((labels < old).nonzero()[:, 0]),
-        new=train.select((labels >= old).nonzero()[:, 0]),
-        scored=Sentences(corpus.scored.texts, corpus.scored.keys, place[corpus.scored.labels]),
-        outside=corpus.outside,
+        known=train.select((train.labels < old).nonzero()[:, 0]),
+        new=train.select(((train.labels >= old) & (train.labels < taught)).nonzero()[:, 0]),
+        scored=scored.select((scored.labels < taught).nonzero()[:, 0]),
+        outside=corpus.outside
+        + Sentences(outside.texts, outside.keys, torch.full_like(outside.labels, -1)),
     )
+
+
+def _renumber(sentences: Sentences, place: Int[Tensor, "C"]) -> Sentences:
+    return Sentences(sentences.texts, sentences.keys, place[sentences.labels])
 
 
 def _shrink(found: data.IntentSet, size: Size) -> data.IntentSet:
