@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from experiments.config_checks import check_rising, check_seeds
 from experiments.intents.comparison import METHODS
@@ -57,9 +57,6 @@ class TeachingConfig:
                 )
 
 
-WITHOUT_WORD_VECTORS = tuple(
-    name for name, situation in SITUATIONS.items() if not situation.uses_word_vectors
-)
 SMOKE = TeachingConfig(
     seeds=(31,),
     situations=("clinc150", "clinc150-domains"),
@@ -68,12 +65,17 @@ SMOKE = TeachingConfig(
     lessons=(1, 3),
     size=Size(intents=30, sentences=12, scored=3),
 )
-QUICK = TeachingConfig(
-    seeds=(31,),
-    situations=WITHOUT_WORD_VECTORS,
-    shots=(1, 3),
-    lessons=(1, 10, 20),
-    size=Size(intents=60, sentences=40, scored=10),
+SENTENCES = TeachingConfig(
+    seeds=(31, 32),
+    situations=(
+        "clinc150",
+        "clinc150-domains",
+        "banking77-to-clinc150",
+        "clinc150-noisy",
+        "banking77-noisy",
+    ),
+    size=Size(sentences=40, scored=10),
 )
+QUICK = replace(SENTENCES, seeds=(31,), shots=(1, 3), lessons=(1, 25, 50))
 PAPER = TeachingConfig()
-PRESETS = {"smoke": SMOKE, "quick": QUICK, "paper": PAPER}
+PRESETS = {"smoke": SMOKE, "quick": QUICK, "sentences": SENTENCES, "paper": PAPER}

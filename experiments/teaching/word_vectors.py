@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.resources
 import importlib.util
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,6 +22,8 @@ from mbpa.encoders import text
 from mbpa.errors import MissingExtraError
 
 PACKAGE = "wordllama"
+TOKENIZER = "tokenizers/l2_supercat_tokenizer_config.json"
+WEIGHTS = "weights/l2_supercat_256.safetensors"
 
 
 class WordVectors(text.TextEncoder):
@@ -34,14 +38,19 @@ class WordVectors(text.TextEncoder):
     def __init__(self) -> None:
         require_word_vectors()
         self.name = f"{PACKAGE} {importlib.metadata.version(PACKAGE)}"
-        library = importlib.import_module(PACKAGE)
-        self._model = library.WordLlama.load(dim=self.key_dim, disable_download=True)
+        folder = importlib.resources.files(PACKAGE)
+        tokenizers = importlib.import_module("tokenizers")
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
+        self._tokenizer.no_padding()
+        self._vectors = load_file(str(folder / WEIGHTS))["embedding.weight"].float()
 
     def __call__(self, texts: Sequence[str], /) -> Float[Tensor, "B D"]:
-        if not texts:
-            return torch.empty(0, self.key_dim)
-        found = torch.from_numpy(self._model.embed(list(texts))).float()
-        return functional.normalize(found, dim=1)
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        keys = torch.zeros(len(texts), self.key_dim)
+        for row, tokens in enumerate(found):
+            if tokens.ids:
+                keys[row] = self._vectors[tokens.ids].mean(0)
+        return functional.normalize(keys, dim=1)
 
 
 def require_word_vectors() -> None:

@@ -266,4 +266,4 @@ def test_a_config_names_what_exists() -> None:
         TeachingConfig(methods=("RanPAC", "RanPAC"))
     with pytest.raises(ValueError, match="lesson_examples must be at least 1, got 0"):
         TeachingConfig(lesson_examples=0)
-    assert set(PRESETS) == {"smoke", "quick", "paper"}
+    assert set(PRESETS) == {"smoke", "quick", "sentences", "paper"}
