@@ -347,7 +347,7 @@ class _Writing:
             yield openai_answers.make_event(_describe_failure(error))
             return
         for index, each in enumerate(written.generations):
-            piece = texts[index].finish(each.text)
+            piece = texts[index].finish(each)
             yield send(self._answer.make_delta(index, piece, each.finish_reason))
         if wants_usage:
             usage = openai_answers.count_usage(self._prompts, written.generations)

@@ -49,11 +49,15 @@ class TextPieces:
         places = [at for stop in self._stop if (at := self._text.find(stop, self._sent)) >= 0]
         return self._take(min(places) if places else len(self._text) - self._count_held())
 
-    def finish(self, text: str) -> Piece:
-        """Return the rest, given the whole text, which ends before a stop string."""
-        if len(text) < len(self._text):
-            return self._take(len(text))
-        rest = self._take(len(text))
+    def finish(self, written: Generation) -> Piece:
+        """Return the rest of what was written, whose text ends before a stop string."""
+        end = len(written.text)
+        if end < len(self._text):
+            return self._take(end)
+        if end > len(self._text):  # it ends in a character that no token completed
+            self._text = written.text
+            self._waiting[-1] = self._waiting[-1][0], written.tokens[-1]
+        rest = self._take(end)
         rest.tokens += [token for _, token in self._waiting]  # which add no text
         return rest
 
@@ -76,7 +80,7 @@ class TextPieces:
 def cut_at_stop(written: Generation, stop: Sequence[str], offset: int = 0) -> Piece:
     """Return the text of a choice and its tokens up to a stop string."""
     pieces = TextPieces(stop, offset)
-    parts = [*(pieces.add(token) for token in written.tokens), pieces.finish(written.text)]
+    parts = [*(pieces.add(token) for token in written.tokens), pieces.finish(written)]
     tokens = [token for part in parts for token in part.tokens]
     return Piece(written.text, tokens, offset)
 
