@@ -23,23 +23,31 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class InverseDistance:
-    """The paper's kernel, `1 / (ε + ‖h − q‖²)`.
+    """The inverse of the squared distance to a power, `1 / (ε + ‖h − q‖²)ᵖ`.
+
+    With p = 1, the default, this is the paper's kernel. A higher power is more local: a neighbour
+    at twice the distance has 4ᵖ times less weight. As long as ε is small beside the squared
+    distances, the weights do not depend on the units of the keys, so one power suits keys of any
+    scale, where the bandwidth of a Gaussian must follow the scale.
 
     Args:
         epsilon: ε, above 0, in units of the squared distance.
+        power: p, above 0. It applies to the squared distance: p = 1 is 1/d², p = 4 is 1/d⁸.
     """
 
     epsilon: float = 1e-3
+    power: float = 1.0
 
     def __post_init__(self) -> None:
-        _parse_field(self, "epsilon")
-        if self.epsilon <= 0:
-            raise ValueError(f"epsilon must be positive, got {self.epsilon}")
+        for name in ("epsilon", "power"):
+            _parse_field(self, name)
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     def __call__(
         self, distances: Float[Tensor, "B K"], dots: Float[Tensor, "B K"]
     ) -> Float[Tensor, "B K"]:
-        return -(distances + self.epsilon).log()
+        return -self.power * (distances + self.epsilon).log()
 
 
 @dataclass(frozen=True)

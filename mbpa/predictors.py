@@ -137,7 +137,8 @@ class Adapted(Predictor):
         rule: how the parameters change: `Gradient`, `RMSprop`, `Adam`, a `Rule` of your own, or
             `MAP`. Default: 20 gradient steps, whose size is derived from the neighbours.
         k: number of neighbours (according to the paper, performance saturates after 50).
-        kernel: weights the neighbours by their distance; by default the paper's.
+        kernel: weights the neighbours by their distance. Default: `InverseDistance(power=4)`, which
+            is more local than the paper's kernel, `InverseDistance()` (docs/tuning.md).
         loss: "cross_entropy", "squared_error", or a function of outputs (K, …) and values (K, …)
             that returns (K,). Default: the first for labels, the second for regression targets.
         params: names of the head's parameters to adapt (default: all).
@@ -145,7 +146,7 @@ class Adapted(Predictor):
 
     rule: Rule | MAP = field(default_factory=lambda: Gradient(AUTO, steps=20))
     k: int = 50
-    kernel: Kernel = field(default_factory=InverseDistance)
+    kernel: Kernel = field(default_factory=lambda: InverseDistance(power=4))
     loss: str | Loss | None = None
     params: tuple[str, ...] | None = None
 

@@ -37,6 +37,12 @@ def nearest(keys: Tensor, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(order), distances[order]
 
 
+def weigh(distances: Tensor, power: float = 4.0) -> Tensor:
+    """Weights of neighbours at these squared distances; the default power is that of `Adapted`."""
+    weights = 1 / (1e-3 + distances) ** power
+    return weights / weights.sum()
+
+
 def adapted_outputs(
     head: nn.Module,
     rule: mbpa.Rule,
@@ -46,13 +52,13 @@ def adapted_outputs(
     keys: Tensor,
     values: Tensor,
     k: int,
+    power: float = 4.0,
 ) -> tuple[Tensor, Tensor]:
     """Outputs of the adapted heads and norms of their changes, one query at a time."""
     outputs, changes = [], []
     for query in queries:
         index, distances = nearest(keys, query, k)
-        weights = 1 / (1e-3 + distances)
-        weights = weights / weights.sum()
+        weights = weigh(distances, power)
         adapted = adapt_one(head, rule, loss, params, keys[index], values[index], weights)
         squares = [
             (new - old).square().sum()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ def neighbors(capacity: int = 10) -> tuple[mbpa.Neighbors, Tensor, Tensor]:
     [
         (mbpa.inverse_distance(), lambda h, q: 1 / (1e-3 + ((h - q) ** 2).sum())),
         (mbpa.inverse_distance(0.5), lambda h, q: 1 / (0.5 + ((h - q) ** 2).sum())),
+        (mbpa.InverseDistance(power=4), lambda h, q: 1 / (1e-3 + ((h - q) ** 2).sum()) ** 4),
+        (mbpa.InverseDistance(0.5, 0.5), lambda h, q: 1 / (0.5 + ((h - q) ** 2).sum()).sqrt()),
         (mbpa.gaussian(0.7), lambda h, q: torch.exp(-((h - q) ** 2).sum() / (2 * 0.7**2))),
         (mbpa.exp_dot(0.2), lambda h, q: torch.exp(0.2 * (h * q).sum())),
         (mbpa.uniform(), lambda h, q: torch.tensor(1.0).double()),
@@ -38,11 +42,46 @@ def test_weights_follow_the_formula(kernel: object, formula: object) -> None:
     assert (weights[0] - values / values.sum()).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_power_one_is_the_papers_kernel_to_the_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    distances = torch.rand(50, 20, generator=generator, dtype=dtype) ** 8 * 100
+    distances[0, :3] = torch.tensor([0.0, 1 - 1e-3, torch.inf])
+    for kernel in (mbpa.InverseDistance(), mbpa.InverseDistance(power=1)):
+        assert kernel(distances, distances).equal(-(distances + 1e-3).log())
+
+
+def test_the_weights_of_a_power_hardly_depend_on_the_units_of_keys() -> None:
+    """In contrast to those of a Gaussian kernel."""
+    distances = torch.tensor([[1.0, 2.0, 3.0]]).double()
+    for scale in (0.1, 10.0):
+        for power in (1, 4, 8):
+            kernel = mbpa.InverseDistance(1e-12, power)
+            scaled = kernel(scale**2 * distances, distances).softmax(1)
+            assert (scaled - kernel(distances, distances).softmax(1)).abs().max() < 1e-9
+        other = mbpa.Gaussian(1.0)
+        scaled = other(scale**2 * distances, distances).softmax(1)
+        assert (scaled - other(distances, distances).softmax(1)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("scale", [1e-10, 1.0, 1e15])
+def test_a_high_power_is_finite_at_any_distance(scale: float) -> None:
+    memory = mbpa.ExactMemory(10, 2)
+    memory.write(scale * torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]), [0, 1, 2])
+    weights = neighbor_weights(mbpa.InverseDistance(power=50), memory.read(torch.zeros(1, 2), 3))
+    assert weights.sum() == pytest.approx(1)
+    if scale == 1e-10:  # far below ε, so that all are as near
+        assert weights.tolist() == [pytest.approx([1 / 3] * 3)]
+    else:
+        assert weights.tolist() == [pytest.approx([1, 0, 0], abs=1e-3)]
+
+
 def test_padding_gets_no_weight_and_a_row_of_padding_sums_to_zero() -> None:
     memory = mbpa.ExactMemory(10, 2)
     stream = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 5.0]])
     found = memory.read_causally(stream, [0, 0, 0], k=3)
-    for kernel in (mbpa.inverse_distance(), mbpa.gaussian(1e-3), mbpa.exp_dot(), mbpa.uniform()):
+    kernels = mbpa.inverse_distance(), mbpa.InverseDistance(power=4), mbpa.gaussian(1e-3)
+    for kernel in (*kernels, mbpa.exp_dot(), mbpa.uniform()):
         weights = neighbor_weights(kernel, found)
         assert weights.sum(1).tolist() == pytest.approx([0, 1, 1])
         assert (weights[~found.mask] == 0).all()
@@ -61,7 +100,8 @@ def test_an_infinite_weight_takes_all() -> None:
     memory.write(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]), [0, 1, 0])
     found = memory.read(torch.zeros(1, 2), k=3)
     assert neighbor_weights(lambda d, s: -d.log(), found).tolist() == [[0.5, 0.5, 0.0]]
-    assert neighbor_weights(mbpa.inverse_distance(1e-50), found).tolist() == [[0.5, 0.5, 0.0]]
+    for kernel in (mbpa.InverseDistance(1e-50), mbpa.InverseDistance(1e-50, power=4)):
+        assert neighbor_weights(kernel, found).tolist() == [[0.5, 0.5, 0.0]]
 
 
 def test_bad_kernels_are_refused() -> None:
@@ -72,5 +112,9 @@ def test_bad_kernels_are_refused() -> None:
         neighbor_weights(lambda distances, dots: (-distances).log(), found)
     with pytest.raises(ValueError, match="epsilon must be positive, got 0"):
         mbpa.inverse_distance(0.0)
+    with pytest.raises(ValueError, match="power must be positive, got 0"):
+        mbpa.InverseDistance(power=0.0)
+    with pytest.raises(ValueError, match="power must be a finite number, got inf"):
+        mbpa.InverseDistance(power=math.inf)
     with pytest.raises(ValueError, match=r"bandwidth must be positive, got -1"):
         mbpa.gaussian(-1.0)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import mbpa
 from mbpa.adaptation import Adaptation
+from mbpa.files import digest_json
 from mbpa.predictors import Part
 
 D, CLASSES = 6, 3
@@ -367,6 +368,7 @@ def own_rule() -> mbpa.Rule:
 
 SAVED = {
     "adapted": mbpa.Adapted(mbpa.Gradient(0.5, 4, decay=0.1, momentum=0.3), k=5),
+    "power": mbpa.Adapted(mbpa.Gradient(0.5, 4), k=5, kernel=mbpa.InverseDistance(0.1, 2.5)),
     "options": mbpa.Adapted(
         mbpa.RMSprop(0.1, 2, initial_square=1.0),
         k=7,
@@ -430,7 +432,7 @@ def test_numbers_of_numpy_and_torch_become_plain_and_are_saved(
         mbpa.Adam(value, whole, value, value, value, value),
         mbpa.MAP(value, value, whole),
     ]
-    kernels = (mbpa.inverse_distance(value), mbpa.gaussian(value), mbpa.exp_dot(value))
+    kernels = (mbpa.inverse_distance(value, value), mbpa.gaussian(value), mbpa.exp_dot(value))
     for rule in rules:
         votes = [mbpa.NeighborVote(kernel, whole, value) for kernel in kernels]
         adapted = mbpa.Adapted(rule, whole, kernels[1])
@@ -513,6 +515,22 @@ def test_damaged_or_newer_checkpoints_are_refused_by_name(tmp_path: Path) -> Non
     manifest.write_text(text[: len(text) // 2])
     with pytest.raises(mbpa.CheckpointError, match=r"manifest\.json"):
         mbpa.MbPA.load(tmp_path, embed, head)
+
+
+def test_a_checkpoint_without_the_power_of_a_kernel_has_the_papers(tmp_path: Path) -> None:
+    kernel = mbpa.InverseDistance()
+    model = make_model(mbpa.Adapted(mbpa.Gradient(0.5, 4), k=5, kernel=kernel))
+    model.write(*examples(10))
+    model.save(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["description"]["predictor"]["kernel"]["power"]
+    content["sha256"] = digest_json(content)
+    manifest.write_text(json.dumps(content))
+    loaded = mbpa.MbPA.load(tmp_path, *mbpa.split(network(), at="3"))
+    assert loaded.predictor == model.predictor
+    queries, _ = examples(4, seed=2)
+    assert torch.equal(loaded(queries), model(queries))
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:

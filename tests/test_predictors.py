@@ -46,6 +46,13 @@ def test_the_vote_counts_weighted_labels(k: int) -> None:
     assert (model(queries).exp() - expected).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("power", [0.5, 4])
+def test_the_vote_counts_labels_weighted_by_a_power(power: float) -> None:
+    model, queries = model_with(mbpa.NeighborVote(mbpa.InverseDistance(power=power), k=7))
+    expected = votes(model, queries, 7, lambda h, q: (1e-3 + (h - q).square().sum()) ** -power)
+    assert (model(queries).exp() - expected).abs().max() < 1e-12
+
+
 def test_the_neural_cache_is_a_vote_over_the_whole_memory() -> None:
     model, queries = model_with(mbpa.NeighborVote(mbpa.exp_dot(0.4), k=30))
     expected = votes(model, queries, 30, lambda h, q: torch.exp(0.4 * h @ q))
@@ -150,6 +157,8 @@ def test_probabilities_sum_to_one() -> None:
         (lambda: mbpa.gaussian(True), "bandwidth must be a finite number, got True"),
         (lambda: mbpa.gaussian(torch.ones(2)), "bandwidth must be a finite number, got tensor"),
         (lambda: mbpa.inverse_distance(None), "epsilon must be a finite number, got None"),
+        (lambda: mbpa.InverseDistance(power="4"), "power must be a finite number, got '4'"),
+        (lambda: mbpa.InverseDistance(power=-1), "power must be positive, got -1"),
         (lambda: mbpa.NeighborVote(smoothing="a"), "smoothing must be a finite number, got 'a'"),
         (lambda: mbpa.NeighborVote(k=True), "k must be a whole number, got True"),
         (lambda: mbpa.Mixture(mbpa.Parametric(), weights=("1",)), "weights must be a finite"),

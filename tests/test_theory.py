@@ -78,7 +78,8 @@ def test_attention_is_adaptation_of_a_constant_head_when_every_class_occurs() ->
     vote = model_with(Constant(torch.zeros(3).double()), mbpa.NeighborVote(k=12), keys, labels)
     for head, params in constant_heads(torch.tensor([0.3, -1.0, 0.5]).double()):
         rule = mbpa.Gradient(lr=2.0, steps=300)
-        adapted = model_with(head, mbpa.Adapted(rule, k=12, params=params), keys, labels)
+        predictor = mbpa.Adapted(rule, k=12, kernel=mbpa.InverseDistance(), params=params)
+        adapted = model_with(head, predictor, keys, labels)
         assert (adapted(queries).exp() - vote(queries).exp()).abs().max() <= 1e-9
 
 
@@ -92,7 +93,8 @@ def test_with_a_class_missing_the_difference_falls_as_one_over_lr_times_steps() 
     def difference(lr: float, steps: int) -> float:
         head, params = constant_heads(torch.zeros(3).double())[1]
         rule = mbpa.Gradient(lr=lr, steps=steps)
-        adapted = model_with(head, mbpa.Adapted(rule, k=12, params=params), keys, labels)
+        predictor = mbpa.Adapted(rule, k=12, kernel=mbpa.InverseDistance(), params=params)
+        adapted = model_with(head, predictor, keys, labels)
         return float((adapted(queries).exp() - vote(queries).exp()).abs().max())
 
     base = difference(1.0, 250)
@@ -109,7 +111,8 @@ def test_attention_is_adaptation_of_a_constant_head_for_regression() -> None:
     vote = model_with(Constant(torch.zeros(4).double()), mbpa.NeighborVote(k=12), keys, targets)
     for head, params in constant_heads(torch.tensor([3.0, -1.0, 0.5, 2.0]).double()):
         rule = mbpa.Gradient(lr=0.5, steps=60)
-        adapted = model_with(head, mbpa.Adapted(rule, k=12, params=params), keys, targets)
+        predictor = mbpa.Adapted(rule, k=12, kernel=mbpa.InverseDistance(), params=params)
+        adapted = model_with(head, predictor, keys, targets)
         assert (adapted(queries) - vote(queries)).abs().max() <= 1e-9
 
 

@@ -271,7 +271,8 @@ class Comparison:
         return made
 
     def _make_plain(self, library: Library, k: int = 64, steps: int = 20) -> Predictor:
-        return mbpa.Adapted(mbpa.Gradient(self.config.rate / library.scale, steps), k=k)
+        rule = mbpa.Gradient(self.config.rate / library.scale, steps)
+        return mbpa.Adapted(rule, k=k, kernel=mbpa.InverseDistance())
 
     def _list_mixtures(self) -> dict[str, tuple[str, ...]]:
         """Return the predictors that each gated method mixes with the model."""

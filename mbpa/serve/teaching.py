@@ -39,7 +39,8 @@ from mbpa.teaching.combination import MAX_LOST_POINTS, find_break_even
 from mbpa.teaching.learner import REHEARSALS
 
 MIN_THRESHOLD_EXAMPLES = 20  # held-out examples needed to choose a threshold
-DEFAULT_PREDICTOR = mbpa.Adapted(mbpa.Gradient(steps=20), k=20)  # if nothing can be rehearsed
+# The predictor if nothing can be rehearsed.
+DEFAULT_PREDICTOR = mbpa.Adapted(mbpa.Gradient(steps=20), k=20, kernel=mbpa.InverseDistance())
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from mbpa.predictors import Adapted
 from mbpa.rules import Params, Rule, require_rule
 from mbpa.testing.claims import require, require_same
 
+KERNEL = InverseDistance()  # of both the batched adaptation and the loop
+
 
 def check_rule(rule: Rule) -> None:
     """Check that a rule, written for one query, gives the same results when batched.
@@ -90,12 +92,13 @@ class _Task:
         self.queries = draw(5, 4)
 
     def make_model(self, rule: Rule) -> MbPA:
-        return MbPA(head=self.head, memory=self.memory, predictor=Adapted(rule, k=self.neighbors))
+        predictor = Adapted(rule, k=self.neighbors, kernel=KERNEL)
+        return MbPA(head=self.head, memory=self.memory, predictor=predictor)
 
     def run_loop(self, rule: Rule) -> Tensor:
         """Return the predictions of the rule, computed one query after the other."""
         found = self.memory.read(self.queries, self.neighbors)
-        weights = neighbor_weights(InverseDistance(), found)
+        weights = neighbor_weights(KERNEL, found)
         rows = zip(self.queries, found.keys, found.values, weights, strict=True)
         outputs = torch.stack([self._adapt(rule, *row) for row in rows])
         return outputs.log_softmax(1) if self.has_labels else outputs

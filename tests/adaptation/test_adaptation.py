@@ -63,6 +63,7 @@ def make_model(
     *,
     loss: object = None,
     params: tuple[str, ...] | None = None,
+    power: float = 4,
     engine: mbpa.Engine | None = None,
 ) -> mbpa.MbPA:
     memory = mbpa.ExactMemory(
@@ -72,7 +73,8 @@ def make_model(
         value_shape=tuple(values.shape[1:]),
         value_dtype=values.dtype,
     )
-    predictor = mbpa.Adapted(rule, k=K, loss=loss, params=params)
+    kernel = mbpa.InverseDistance(power=power)
+    predictor = mbpa.Adapted(rule, k=K, kernel=kernel, loss=loss, params=params)
     model = mbpa.MbPA(head=head, memory=memory, predictor=predictor, engine=engine)
     model.write(keys, values)
     return model
@@ -118,6 +120,23 @@ def test_every_path_equals_the_loop_in_float64(
         assert why.path == (path or why.path)
         assert (why.after - expected).abs().max() <= 1e-9, path
         assert (why.change - changes).abs().max() <= 1e-9, path
+
+
+@pytest.mark.parametrize("power", [0.5, 1, 30])
+@pytest.mark.parametrize("rule_name", ["gradient with decay", "adam"])
+@pytest.mark.parametrize("head_name", ["linear", "mlp", "conv"])
+def test_every_path_equals_the_loop_for_any_power(
+    head_name: str, rule_name: str, power: float
+) -> None:
+    head, shape = make_head(head_name)
+    head, rule = head.double(), RULES[rule_name](4)
+    keys, values, queries = data(shape, "cross_entropy", torch.float64)
+    near = head, rule, "cross_entropy", None, queries[:4], keys, values, K
+    expected = oracle.adapted_outputs(*near, power)[0].log_softmax(1)
+    for path in paths_for(head_name, rule):
+        engine = mbpa.Engine(path=path)
+        model = make_model(head, keys, values, rule, power=power, engine=engine)
+        assert (model(queries)[:4] - expected).abs().max() <= 1e-9, path
 
 
 @pytest.mark.parametrize(

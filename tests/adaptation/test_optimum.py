@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from oracle import weigh
 from peak import Peak
 from torch import Tensor, nn
 
@@ -84,8 +85,7 @@ class Task:
         """Newton's method on all the weights at once, with halved steps where it overshoots."""
         keys, distances = self.keys.double(), (self.keys.double() - query).square().sum(1)
         nearest = distances.argsort()[: self.k]
-        weights = 1 / (1e-3 + distances[nearest])
-        weights, values = weights / weights.sum(), self.values[nearest]
+        weights, values = weigh(distances[nearest]), self.values[nearest]
         weight, bias = (p.detach().double() for p in self.head.parameters())
         before, classes = keys[nearest] @ weight.T + bias, len(bias)
         inputs, own = _features(keys[nearest], params), _features(query[None], params)
@@ -258,7 +258,7 @@ def test_padding_and_neighbours_of_no_weight_count_for_nothing(has_labels: bool)
     assert apart(short(task.queries), task.model(rule, entries=4, k=4)(task.queries)) < 1e-8
 
     def only_near(distances: Tensor, dots: Tensor) -> Tensor:
-        logs = -(1e-3 + distances).log()
+        logs = -4 * (1e-3 + distances).log()
         return logs.masked_fill(torch.arange(logs.shape[1]) >= 3, -math.inf)
 
     model = task.model(rule)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from matrix import combine
-from oracle import adapt_one, loss_of_each, nearest
+from oracle import adapt_one, loss_of_each, nearest, weigh
 from torch import Tensor, nn
 
 import mbpa
@@ -58,8 +58,7 @@ def expected(
     outputs = []
     for query in queries:
         index, distances = nearest(keys, query, K)
-        weights = 1 / (1e-3 + distances)
-        near = keys[index], values[index], weights / weights.sum()
+        near = keys[index], values[index], weigh(distances)
         own = replace(rule, lr=rate_by_autograd(head, names, *near))
         outputs.append(adapt_one(head, own, loss, params, *near)(query[None])[0].detach())
     return torch.stack(outputs)
@@ -106,8 +105,9 @@ def make_model(
     queries = scale * torch.randn(6, SIZE, generator=generator, dtype=torch.float64)
     form = {} if has_labels else {"value_shape": (CLASSES,), "value_dtype": dtype}
     memory = mbpa.ExactMemory(ENTRIES, SIZE, dtype=dtype, **form)
-    kernel = kernel or mbpa.inverse_distance()
-    predictor = mbpa.Adapted(rule, k=K, params=params, kernel=kernel)
+    predictor = mbpa.Adapted(rule, k=K, params=params)
+    if kernel is not None:
+        predictor = replace(predictor, kernel=kernel)
     engine = mbpa.Engine(path=path)
     model = mbpa.MbPA(head=head, memory=memory, predictor=predictor, engine=engine)
     model.write(keys.to(dtype), values)
@@ -396,7 +396,9 @@ def test_the_fused_span_takes_weights_that_sum_to_a_step_size(
 
 
 def test_it_is_the_default() -> None:
-    assert mbpa.Adapted() == mbpa.Adapted(mbpa.Gradient("auto", steps=20), k=50)
+    rule, kernel = mbpa.Gradient("auto", steps=20), mbpa.InverseDistance(1e-3, power=4)
+    assert mbpa.Adapted() == mbpa.Adapted(rule, k=50, kernel=kernel)
+    assert mbpa.NeighborVote() == mbpa.NeighborVote(mbpa.InverseDistance(1e-3, power=1), k=50)
     assert mbpa.Gradient(steps=5) == mbpa.Gradient("auto", 5)
 
 

@@ -481,6 +481,7 @@ def test_adaptation_is_that_of_a_copy_of_the_head_for_each_query(
         both.keys,
         both.labels,
         7,
+        power=1,
     )
     found = classifier.log_probs(task.scored.select(clear))
     torch.testing.assert_close(found, outputs.log_softmax(1), atol=1e-4, rtol=1e-3)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import weigh
 from tiny_language_model import TEXT, make_model, make_tokenizer
 
 import mbpa
@@ -59,8 +60,7 @@ def adapt_by_hand(model: Any, read: str, text: str, lr: float, steps: int, k: in
     for query, target in zip(states[1][:-1], ids[1][0, 1:], strict=True):
         distances = (keys - query).square().sum(1)
         nearest = distances.argsort()[:k]
-        weights = 1 / (distances[nearest] + 1e-3)
-        weights = weights / weights.sum()
+        weights = weigh(distances[nearest])
         weight = model.lm_head.weight.detach().double().clone().requires_grad_()
         for _ in range(steps):
             logits = keys[nearest] @ weight.T
