@@ -357,12 +357,10 @@ class GradientAdaptation(Vote):
 
 @dataclass(frozen=True)
 class DefaultAdaptation(PredictorSettings):
-    """An adaptation without settings: the paper's kernel, the library's other defaults, and steps
-    that follow the neighbours.
-    """
+    """An adaptation without settings: the library's defaults, and steps that follow the neighbours."""
 
     def predictor(self, scale: Scale = UNSCALED) -> mbpa.Predictor:
-        return mbpa.Adapted(kernel=mbpa.InverseDistance())
+        return mbpa.Adapted()
 
 
 @dataclass(frozen=True)
