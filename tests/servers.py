@@ -38,11 +38,28 @@ get, post = functools.partial(send, "GET"), functools.partial(send, "POST")
 class Server:
     """`mbpa serve` as a child process."""
 
-    def __init__(self, run: Path) -> None:
-        command = [sys.executable, "-m", "mbpa.cli", "serve", str(run), "--port", "0"]
+    def __init__(self, run: Path | str, *options: str, cwd: Path | None = None) -> None:
+        command = [sys.executable, "-m", "mbpa.cli", "serve", str(run), "--port", "0", *options]
+        self._start(command, cwd)
+
+    @classmethod
+    def of_script(cls, *command: str, cwd: Path) -> Server:
+        """Return a server that a Python script starts."""
+        server = cls.__new__(cls)
+        server._start([sys.executable, *command], cwd)
+        return server
+
+    def _start(self, command: list[str], cwd: Path | None) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MBPA_TOKEN": ""}
+        if cwd is not None:  # where a relative path would mean something else
+            environment["PYTHONPATH"] = str(Path(__file__).parents[1])
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=cwd,
         )
         self.output: list[str] = []
         self.url = self._wait_for_url()

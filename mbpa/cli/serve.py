@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -41,6 +41,9 @@ class Serve(Command):
     Not for language runs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto uses a GPU if there is one."""
+    encoder: str | None = None
+    """MODULE:FUNCTION for the encoder of your own that the run was made with.
+    Modules are found in the working directory first, as `python -m` finds them."""
 
     def run(self) -> int:
         from mbpa.serve import server
@@ -53,8 +56,22 @@ class Serve(Command):
             settings=Settings(token=self._get_token(), tokens=self._read_tokens()),
             threshold=self.threshold,
             device=self.device,
+            encoder=self._import_encoder(),
         )
         return 0
+
+    def _import_encoder(self) -> Any:
+        """Return the user's own encoder, if any."""
+        from mbpa.encoders import own
+
+        if self.encoder is None:
+            return None
+        if not own.is_own_encoder(self.encoder):
+            raise RunError(f"--encoder must be MODULE:FUNCTION, got {self.encoder!r}")
+        try:
+            return own.import_encoder(self.encoder)
+        except ValueError as error:
+            raise RunError(str(error)) from error
 
     def _read_tokens(self) -> dict[str, str]:
         from mbpa.serve.settings import read_tokens
@@ -96,6 +113,7 @@ class Explore(Serve):
             ),
             threshold=self.threshold,
             device=self.device,
+            encoder=self._import_encoder(),
             page=page.mount,
             path=page.PATH,
         )

@@ -40,13 +40,14 @@ class Teach(Command):
     encoding: str | None = None
     """Encoding of the file, such as cp1252; UTF-8 by default."""
     encoder: str | None = None
-    """Directory or Hugging Face name of an encoder.
+    """Directory or Hugging Face name of an encoder, or MODULE:FUNCTION for one of your own.
+    The function returns an `Encoder`, or a function from a list of texts or pictures to keys.
     The default is a packaged MiniLM for texts, and a packaged EfficientNet for pictures."""
     max_lost_points: float | None = 1.0
     """Points of accuracy that labels taught later may cost those known now, for example 1 for
     96% → 95%. None sets no limit, which gives the best accuracy over all labels."""
     cache: Path = Path("~/.cache/mbpa/embeddings")
-    """Directory where embeddings are cached for the next run."""
+    """Directory where embeddings are cached for the next run; those of your own encoder are not."""
     again: bool = False
     """Replace the run in the directory, including everything it was taught."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -55,9 +56,11 @@ class Teach(Command):
     """Show progress bars on standard error."""
 
     def run(self) -> int:
+        from mbpa.encoders import own
         from mbpa.serve import run_directory, teaching
 
         start = time.perf_counter()
+        is_own = own.is_own_encoder(self.encoder or "")
         if not self.data.exists():
             raise RunError(f"{self.data} cannot be read: No such file or directory")
         if self.max_lost_points is not None and not 0 <= self.max_lost_points < math.inf:
@@ -69,18 +72,24 @@ class Teach(Command):
             data, encoder = self._load_data()
         except ValueError as error:
             raise RunError(str(error)) from error
-        cache = self.cache.expanduser()
-        taught = teaching.teach(
-            data,
-            encoder,
-            cache=cache,
-            max_lost_points=self.max_lost_points,
-            progress=self.progress,
-        )
+        try:
+            taught = teaching.teach(
+                data,
+                encoder,
+                # The fingerprint of an encoder of one's own may stay when its keys change.
+                cache=None if is_own else self.cache.expanduser(),
+                max_lost_points=self.max_lost_points,
+                progress=self.progress,
+            )
+        except ValueError as error:
+            if not is_own:
+                raise
+            raise RunError(f"{self.encoder} cannot be used: {error}") from error
         teaching.write_new_run(taught, data, self.out, replace=self.again)
         print(teaching.report(taught, data))
         print(f"wrote {self.out} in {time.perf_counter() - start:.1f} s\n")
-        print(f"next: mbpa serve {self.out}, or with a web page: mbpa explore {self.out}")
+        which = f"{self.out} --encoder {self.encoder}" if is_own else f"{self.out}"
+        print(f"next: mbpa serve {which}, or with a web page: mbpa explore {which}")
         return 0
 
     def _load_data(self) -> tuple[Any, Any]:
@@ -92,7 +101,9 @@ class Teach(Command):
         device = choose_device(self.device)
         columns: dict[str, Any] = {"label": self.label, "encoding": self.encoding}
         if self.data.is_dir() or self.image is not None:
-            encoder = image.encoder(self.encoder or image.DEFAULT_ENCODER, device=device)
+            encoder = self._import_encoder("images") or image.encoder(
+                self.encoder or image.DEFAULT_ENCODER, device=device
+            )
             images = labelled_images.read_labelled_images(
                 self.data, column=self.image or "image", progress=self.progress, **columns
             )
@@ -102,4 +113,15 @@ class Teach(Command):
                 f"{self.data} is a picture: pass a folder with one sub-folder of pictures per label"
             )
         data = labelled_texts.read_labelled_texts(self.data, text=self.text, **columns)
-        return data, text.encoder(self.encoder or text.DEFAULT_ENCODER, device=device)
+        return data, self._import_encoder("texts") or text.encoder(
+            self.encoder or text.DEFAULT_ENCODER, device=device
+        )
+
+    def _import_encoder(self, takes: Literal["texts", "images"]) -> Any:
+        """Return the user's own encoder; `None` if the option does not name one."""
+        from mbpa.encoders import own
+
+        if self.encoder is None or not own.is_own_encoder(self.encoder):
+            return None
+        source = own.import_encoder(self.encoder)
+        return own.wrap_encoder(source, takes=takes, normalizes=True, name=self.encoder)

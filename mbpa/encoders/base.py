@@ -11,7 +11,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -33,7 +33,9 @@ class Encoder(abc.ABC, Generic[Item]):
 
     name: str
     key_dim: int
-    takes: ClassVar[Literal["texts", "images"]]
+    takes: Literal["texts", "images"]
+    can_be_cached: bool = True
+    """Whether encoders with other keys are sure to have another fingerprint."""
 
     @abc.abstractmethod
     def __call__(self, items: Sequence[Item], /) -> Float[Tensor, "B D"]:
@@ -43,6 +45,10 @@ class Encoder(abc.ABC, Generic[Item]):
     def fingerprint(self) -> str:
         """Hash of everything that keys depend on; encoders with the same one may share a cache."""
         return hashlib.sha256(self.name.encode()).hexdigest()
+
+    def matches(self, fingerprint: str) -> bool:
+        """Return whether keys of the encoder with this fingerprint can be used with this one."""
+        return fingerprint == self.fingerprint
 
 
 def embed_items(
@@ -60,14 +66,17 @@ def embed_items(
     Args:
         encoder: embeds items that are not in the cache.
         items: texts, or picture files.
-        cache: directory of the cache, created if needed; `None` for no cache.
+        cache: directory of the cache, created if needed; `None` for no cache. Not used if the
+            encoder's keys cannot be cached.
         tick: called with the number of further items that are done.
         items_per_write: number of items embedded between writes to the cache; an interrupted
             call has to embed at most this many again.
     """
     digests = [hashlib.sha256(_to_bytes(item)).digest() for item in items]
     content = dict(zip(digests, items, strict=True))
-    folder = None if cache is None else Path(cache) / f"{encoder.takes}-{encoder.fingerprint[:16]}"
+    folder = None
+    if cache is not None and encoder.can_be_cached:
+        folder = Path(cache) / f"{encoder.takes}-{encoder.fingerprint[:16]}"
     keys_by_digest = {} if folder is None else _read_cache(folder, set(content), encoder.key_dim)
     missing = [digest for digest in content if digest not in keys_by_digest]
     if tick is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mbpa.encoders.base import Encoder
 from mbpa.encoders.image import ImageEncoder
+from mbpa.encoders.own import OwnEncoder
 from mbpa.encoders.text import TextEncoder
 from mbpa.errors import RunError
 from mbpa.serve.adapted_model import AdaptedModel
@@ -97,6 +98,7 @@ class Classifier:
         directory: str | Path,
         *,
         device: str | torch.device = "cpu",
+        encoder: OwnEncoder | None = None,
         text_encoder: TextEncoder | None = None,
         image_encoder: ImageEncoder | None = None,
         limits: Limits | None = None,
@@ -106,8 +108,9 @@ class Classifier:
 
         Args:
             device: where to compute.
-            text_encoder, image_encoder: used in place of loading the run's encoder. The
-                fingerprint must equal that of the run's encoder.
+            encoder: used in place of loading the run's encoder; required if that is the user's
+                own. Its fingerprint must match that of the run.
+            text_encoder, image_encoder: earlier names of `encoder`.
             limits: how much the run can hold; larger than most runs by default.
             encodes: load the run's encoder; without it, only keys can be classified and taught.
 
@@ -122,18 +125,12 @@ class Classifier:
             journal = stack.enter_context(Journal(root / JOURNAL_FILE, create=False))
             info = RunInfo.read(root)
             model = read_model(root, info, device)
-            encoder: Encoder[Any] | None = text_encoder or image_encoder
-            if encoder is None and encodes:
-                try:
-                    encoder = read_encoder(info, device)
-                except ValueError as error:
-                    raise RunError(f"{root} cannot be used: {error}") from error
-            if encoder is not None and encoder.fingerprint != info.fingerprint:
-                raise RunError(
-                    f"{root} was made with the encoder {info.encoder}, whose files have changed "
-                    "since: create the run again with `mbpa teach`"
-                )
-            classifier = cls(info, model, journal, encoder, limits)
+            given = encoder or text_encoder or image_encoder
+            try:
+                loaded = read_encoder(info, device, given) if given or encodes else None
+            except ValueError as error:
+                raise RunError(f"{root} cannot be used: {error}") from error
+            classifier = cls(info, model, journal, loaded, limits)
             if journal.read_only is None:
                 remove_unused_models(root, info)
             stack.pop_all()

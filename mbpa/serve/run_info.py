@@ -28,6 +28,7 @@ from mbpa import files
 from mbpa.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from mbpa.encoders import image, text
 from mbpa.encoders.base import Encoder
+from mbpa.encoders.own import FunctionEncoder, OwnEncoder, is_own_encoder, wrap_encoder
 from mbpa.errors import CheckpointError, RunError
 from mbpa.modules.new_rows import NewRows, require_unit_norm
 from mbpa.serialization import build, describe
@@ -239,17 +240,48 @@ def _read_method(saved: Checkpoint, head: nn.Linear) -> Method:
     return predictor
 
 
-def read_encoder(info: RunInfo, device: str | torch.device) -> Encoder[Any] | None:
+def read_encoder(
+    info: RunInfo, device: str | torch.device, given: OwnEncoder | None = None
+) -> Encoder[Any] | None:
     """Load the encoder that a run was made with; `None` if the run takes keys only.
 
+    Args:
+        device: where it computes.
+        given: the user's own encoder, used in place of the one that the run names.
+
     Raises:
-        ValueError: the encoder is not on this machine.
+        ValueError: the encoder is not on this machine, or its keys are not those of the run.
     """
     if info.encoder is None:
+        if given is not None:
+            raise ValueError("it was made without an encoder and takes embeddings only")
         return None
-    if info.takes == "images":
-        return image.encoder(info.encoder, device=device)
-    return text.encoder(info.encoder, device=device)
+    if given is not None:
+        encoder = wrap_encoder(given, takes=info.takes, normalizes=True)
+    elif is_own_encoder(info.encoder):
+        raise ValueError(
+            f"its encoder is code of your own: name it again, with --encoder {info.encoder}"
+        )
+    elif info.takes == "images":
+        encoder = image.encoder(info.encoder, device=device)
+    else:
+        encoder = text.encoder(info.encoder, device=device)
+    if encoder.key_dim != info.key_dim:
+        raise ValueError(
+            f"its keys have {info.key_dim} numbers, those of the encoder {encoder.name} have "
+            f"{encoder.key_dim}"
+        )
+    if not encoder.matches(info.fingerprint or ""):
+        change = (
+            f"and the keys of {encoder.name} differ"
+            if isinstance(encoder, FunctionEncoder)
+            else "whose files have changed since"
+        )
+        raise ValueError(
+            f"it was made with the encoder {info.encoder}, {change}: create the run again with "
+            "`mbpa teach`"
+        )
+    return encoder
 
 
 def encode_key(key: Float[Tensor, "D"]) -> bytes:

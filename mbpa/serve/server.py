@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from mbpa.device import choose_device
+from mbpa.encoders.own import OwnEncoder
 from mbpa.errors import CheckpointError, MissingExtraError, RunError
 from mbpa.language import MemoryLM
 from mbpa.language.run_directory import is_language_run
@@ -62,6 +63,7 @@ def serve(
     settings: Settings | None = None,
     threshold: float | None = None,
     device: str = "auto",
+    encoder: OwnEncoder | None = None,
     page: Callable[[FastAPI, Classifier], FastAPI] | None = None,
     path: str = "/docs",
 ) -> None:
@@ -74,6 +76,7 @@ def serve(
         settings: the token and limits.
         threshold: confidence threshold to use in place of the run's; for classifiers only.
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
+        encoder: the user's own encoder that the run was made with; for classifiers only.
         page: mounts pages on the app of a classifier and returns it.
         path: path of the page in the URL that is printed when the service is ready.
 
@@ -94,11 +97,13 @@ def serve(
     if is_language_run(directory):
         if threshold is not None:
             raise RunError("a language run has no threshold")
+        if encoder is not None:
+            raise RunError("a language run has no encoder")
         opening = _open_language_run(directory, settings, chosen)
         path = PAGE_PATH
     else:
         RunInfo.read(directory)  # report a faulty run first, before anything slow
-        opening = _open_classifier(directory, settings, chosen, threshold, page)
+        opening = _open_classifier(directory, settings, chosen, threshold, encoder, page)
     listener = _open_listener(host, port)
     with listener:
         print(f"loading {directory}", file=sys.stderr, flush=True)
@@ -118,10 +123,11 @@ def _open_classifier(
     settings: Settings,
     device: torch.device,
     threshold: float | None,
+    encoder: OwnEncoder | None,
     page: Callable[[FastAPI, Classifier], FastAPI] | None,
 ) -> Iterator[_Opened]:
     try:
-        classifier = Classifier.load(directory, device=device)
+        classifier = Classifier.load(directory, device=device, encoder=encoder)
     except JournalError as error:
         raise RunError(str(error)) from error
     with classifier:
