@@ -414,9 +414,10 @@ class MbPA:
     # Saving
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Save the memory, the predictor and, if it has grown, the head to a directory atomically.
+        """Save the memory, the predictor and a linear or grown head to a directory atomically.
 
-        The modules passed in are not saved; that is up to the caller.
+        Other modules are not saved; that is up to the caller. `mbpa serve` serves the directory of
+        a model with a linear head.
         """
         memory, head = self.memory, self._head
         with memory.lock:
@@ -430,13 +431,14 @@ class MbPA:
                 "dtype": str(memory.dtype).removeprefix("torch."),
                 "next_id": memory.next_id,
             }
-        tensors = {"memory": dict(entries._asdict())}
-        if head.is_ours:
+        tensors, is_linear = {"memory": dict(entries._asdict())}, type(head.module) is nn.Linear
+        if head.is_ours or is_linear:
             tensors["head"] = dict(head.module.state_dict())
         description = {
             "memory": held,
             "predictor": describe(self.predictor),
             "grown_classes": head.output_shape[0] if head.is_ours else None,
+            "has_linear_head": is_linear,
         }
         save_checkpoint(directory, tensors=tensors, description=description)
 
@@ -451,12 +453,13 @@ class MbPA:
         predictor: Predictor | None = None,
         engine: Engine | None = None,
     ) -> MbPA:
-        """Load a model that `save` wrote; `embed` and `head` must be those it was created with.
+        """Load a model that `save` wrote; `embed` must be the one that it was created with.
 
         Args:
             directory: the directory passed to `save`.
             embed: as in the constructor.
-            head: as in the constructor, before any `grow`.
+            head: as in the constructor, before any `grow`; by default the saved one. Required if
+                that was not linear.
             memory: filled with the saved entries; required if the saved memory was of a custom
                 class.
             predictor: used instead of the saved one; required if that had custom parts.
@@ -475,7 +478,11 @@ class MbPA:
         except (KeyError, TypeError, AttributeError) as error:
             manifest = os.path.join(directory, "manifest.json")
             raise CheckpointError(f"{manifest} does not describe an MbPA model") from error
-        if grown is not None and head is not None:
+        if head is None:
+            if not checkpoint.description.get("has_linear_head"):
+                raise ValueError("the head of this model was not saved: pass head=")
+            head = _make_linear(checkpoint.tensors["head"])
+        elif grown is not None:
             head = _restore_head(head, grown, checkpoint.tensors["head"])
         model = cls(embed, head, memory=memory, predictor=predictor, engine=engine)
         model._head = replace(model._head, is_ours=grown is not None)
@@ -538,6 +545,13 @@ def _restore_head(head: nn.Module, classes: int, tensors: dict[str, Tensor]) -> 
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"head must be the one the model was saved with: {error}") from error
     return grown
+
+
+def _make_linear(tensors: dict[str, Tensor]) -> nn.Linear:
+    classes, key_dim = tensors["weight"].shape
+    head = nn.Linear(key_dim, classes, bias="bias" in tensors, dtype=tensors["weight"].dtype)
+    head.load_state_dict(tensors)
+    return head
 
 
 def _make_memory(saved: dict[str, Any], device: torch.device | None) -> Memory:

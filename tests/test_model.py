@@ -450,6 +450,32 @@ def test_numbers_of_numpy_and_torch_become_plain_and_are_saved(
         assert mbpa.MbPA.load(tmp_path / "run", embed, head).predictor == predictor
 
 
+@pytest.mark.parametrize("grown", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_heads_are_saved(
+    tmp_path: Path, grown: bool, dtype: torch.dtype, bias: bool
+) -> None:
+    head = nn.Linear(D, CLASSES, bias=bias, dtype=dtype)
+    model = mbpa.MbPA(head=head, memory=mbpa.ExactMemory(40, D), predictor=mbpa.Parametric())
+    if grown:
+        model.grow(CLASSES + 2)
+    model.save(tmp_path)
+    queries = torch.randn(6, D)
+    loaded = mbpa.MbPA.load(tmp_path)
+    assert torch.equal(loaded(queries), model(queries))
+    loaded.save(tmp_path)
+    assert torch.equal(mbpa.MbPA.load(tmp_path, head=head)(queries), model(queries))
+
+
+def test_other_heads_are_asked_for_when_loading(tmp_path: Path) -> None:
+    head = nn.Sequential(nn.Linear(D, CLASSES))
+    memory = mbpa.ExactMemory(40, D)
+    mbpa.MbPA(head=head, memory=memory, predictor=mbpa.Parametric()).save(tmp_path)
+    with pytest.raises(ValueError, match="the head of this model was not saved: pass head="):
+        mbpa.MbPA.load(tmp_path)
+
+
 def test_regression_memories_and_shaped_keys_are_saved(tmp_path: Path) -> None:
     head = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Unflatten(1, (2, 3))).double()
     memory = mbpa.ExactMemory(
