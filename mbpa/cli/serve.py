@@ -22,7 +22,8 @@ class Serve(Command):
     """
 
     directory: tyro.conf.Positional[Path]
-    """Run directory written by `mbpa teach` or `mbpa lm read`."""
+    """Run directory written by `mbpa teach` or `mbpa lm read`.
+    Or a model that `MbPA.save` wrote: what it is taught is kept in the run DIRECTORY/run."""
     host: str = "127.0.0.1"
     """Address to listen on. Use 0.0.0.0 for all interfaces, and then set a token."""
     port: int = 8000
@@ -42,21 +43,27 @@ class Serve(Command):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto uses a GPU if there is one."""
     encoder: str | None = None
-    """MODULE:FUNCTION for the encoder of your own that the run was made with.
+    """MODULE:FUNCTION for an encoder of your own, if the run was made with one or is a saved model.
+    The function returns an `Encoder`, or a function from a list of texts or pictures to keys.
     Modules are found in the working directory first, as `python -m` finds them."""
+    takes: Literal["texts", "images"] | None = None
+    """What the encoder of a saved model takes; texts by default."""
+    labels: Path | None = None
+    """File with the names of a saved model's labels, one per line; by default 0, 1 and so on."""
 
     def run(self) -> int:
         from mbpa.serve import server
         from mbpa.serve.settings import Settings
 
+        encoder = self._import_encoder()
         server.serve(
-            self.directory,
+            self._find_run(encoder),
             host=self.host,
             port=self.port,
             settings=Settings(token=self._get_token(), tokens=self._read_tokens()),
             threshold=self.threshold,
             device=self.device,
-            encoder=self._import_encoder(),
+            encoder=encoder,
         )
         return 0
 
@@ -72,6 +79,26 @@ class Serve(Command):
             return own.import_encoder(self.encoder)
         except ValueError as error:
             raise RunError(str(error)) from error
+
+    def _find_run(self, encoder: Any) -> Path:
+        """Return the run to serve; make one if the directory holds a saved model."""
+        from mbpa.serve import own_model
+
+        if own_model.is_saved_model(self.directory):
+            return own_model.make_run_of_saved(
+                self.directory, encoder=encoder, takes=self.takes, labels=self._read_labels()
+            )
+        if self.takes is not None or self.labels is not None:
+            raise RunError("--takes and --labels are for models that `MbPA.save` wrote")
+        return self.directory
+
+    def _read_labels(self) -> list[str] | None:
+        if self.labels is None:
+            return None
+        try:
+            return self.labels.read_text("utf-8-sig").splitlines()
+        except ValueError as error:
+            raise RunError(f"{self.labels} must be text in UTF-8: {error}") from error
 
     def _read_tokens(self) -> dict[str, str]:
         from mbpa.serve.settings import read_tokens
@@ -104,8 +131,9 @@ class Explore(Serve):
         except MissingExtraError as error:
             raise MissingExtraError("the page", extra="explore") from error
 
+        encoder = self._import_encoder()
         server.serve(
-            self.directory,
+            self._find_run(encoder),
             host=self.host,
             port=self.port,
             settings=Settings(
@@ -113,7 +141,7 @@ class Explore(Serve):
             ),
             threshold=self.threshold,
             device=self.device,
-            encoder=self._import_encoder(),
+            encoder=encoder,
             page=page.mount,
             path=page.PATH,
         )

@@ -124,4 +124,4 @@ class Teach(Command):
         if self.encoder is None or not own.is_own_encoder(self.encoder):
             return None
         source = own.import_encoder(self.encoder)
-        return own.wrap_encoder(source, takes=takes, normalizes=True, name=self.encoder)
+        return own.wrap_encoder(source, takes=takes, normalizes=True)

@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,8 +90,18 @@ def import_encoder(name: str) -> OwnEncoder:
             "an encoder"
         ) from error
     _require_encoder(made, f"{name}() must return")
-    found: OwnEncoder = made
-    return found
+    return made if isinstance(made, Encoder) else _Imported(name, made)
+
+
+@dataclass(frozen=True)
+class _Imported:
+    """A function that encodes, and the name by which it was imported."""
+
+    name: str
+    function: Callable[[list[Any]], Float[Tensor, "B D"]]
+
+    def __call__(self, items: list[Any]) -> Float[Tensor, "B D"]:
+        return self.function(items)
 
 
 def wrap_encoder(
@@ -107,7 +118,7 @@ def wrap_encoder(
         takes: kind of items. By default that of the `Encoder`, and texts for a function.
         normalizes: scale the keys of a function to norm 1. `mbpa teach` needs such keys; a head
             that was trained elsewhere needs them as they are.
-        name: name of a function, by default its own.
+        name: name of a function; by default its own, or that by which it was imported.
 
     Raises:
         ValueError: the source is not an encoder, takes other items, fails, or returns something
@@ -118,7 +129,9 @@ def wrap_encoder(
         if takes not in (None, source.takes):
             raise ValueError(f"the encoder {source.name} takes {source.takes}, not {takes}")
         return source
-    if name is None:
+    if isinstance(source, _Imported):
+        name, source = source.name, source.function
+    elif name is None:
         kind = source if hasattr(source, "__qualname__") else type(source)
         name = f"{kind.__module__}:{kind.__qualname__}"
     return FunctionEncoder(source, name=name, takes=takes or "texts", normalizes=normalizes)

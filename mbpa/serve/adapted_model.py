@@ -1,6 +1,7 @@
 """A served model that adapts its head to the nearest examples, per query.
 
-It serves runs without a learner: those with too few examples for a rehearsal, and earlier ones.
+It serves runs without a learner: those with too few examples for a rehearsal, those with a head of
+the user's own, and earlier ones.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class AdaptedModel(ServedModel):
     Args:
         head: the trained head, with one row per label in `trained_labels`.
         rows: how to make rows for other labels; `None`: they are zero.
+        keeps_rows: the trained labels keep their rows even without examples.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class AdaptedModel(ServedModel):
         trained_labels: Sequence[str],
         predictor: mbpa.Predictor,
         rows: NewRows | None = None,
+        *,
+        keeps_rows: bool = False,
     ) -> None:
         super().__init__()
         self._head, self._all_trained_labels = head, trained_labels
-        self._predictor = predictor
+        self._predictor, self._keeps_rows = predictor, keeps_rows
         self._rows = None if rows is None else LabelRows(rows)
         # Nothing is stored, since stored rows would depend on history.
         self._engine = mbpa.Engine(store_bytes=0, rates=FIXED_THROUGHPUT)
@@ -135,7 +139,7 @@ class AdaptedModel(ServedModel):
         Args:
             changed: labels whose examples have changed.
         """
-        trained, new = self.index.split(self._all_trained_labels)
+        trained, new = self.index.split(self._all_trained_labels, keeps_rows=self._keeps_rows)
         if (trained, new) != (self._trained_labels, self._new_labels):
             self._trained_labels, self._new_labels = trained, new
             self._model = self._build_model()

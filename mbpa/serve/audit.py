@@ -106,6 +106,11 @@ def apply_renames(labels: Sequence[str], entries: Iterable[AuditEntry]) -> tuple
     return tuple(names)
 
 
+def is_label(name: str) -> bool:
+    """Return whether a name that `apply_renames` returned belongs to a label, not to a left row."""
+    return not name.startswith("\n")
+
+
 def format_time(time_ms: int) -> str:
     """Return a time in ISO 8601, UTC, with milliseconds."""
     whole = datetime.fromtimestamp(time_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S")

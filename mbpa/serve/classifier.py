@@ -83,7 +83,7 @@ class Classifier:
         self.checks = InputChecks(
             takes=self.takes,
             key_dim=info.key_dim,
-            requires_unit_norm=info.encoder is not None or _requires_unit_norm(model),
+            requires_unit_norm=_requires_unit_norm(info, model),
             limits=limits or Limits(),
         )
         self._writing = threading.RLock()  # journal and memory get writes in the same order
@@ -372,7 +372,8 @@ class Classifier:
 
         Forgetting a taught example leaves no trace. Examples that the head was trained with are
         removed from the memory and the journal, and a label that loses all of them loses its row
-        of the head. Their effect on the other rows remains until `mbpa teach` is run again.
+        of the head. Their effect on the other rows remains until `mbpa teach` is run again. A head
+        of the user's own keeps all its rows.
         """
         self.journal.require_owner()
         with self._writing:
@@ -457,7 +458,9 @@ class Classifier:
         names = self._name_rows(info)
         if isinstance(model.method, Learner):
             return TaughtModel(model.method, names, info.max_lost_points, self._device)
-        return AdaptedModel(model.head, names, model.method, model.rows)
+        return AdaptedModel(
+            model.head, names, model.method, model.rows, keeps_rows=info.has_own_head
+        )
 
     def _name_rows(self, info: RunInfo) -> tuple[str, ...]:
         """Return the present names of the labels that the head was trained with."""
@@ -473,6 +476,8 @@ class Classifier:
         counts = self._counts
         if label not in counts.labels:
             raise InputError(f"there is no label {label!r}")
+        if not counts.labels[label]:
+            raise InputError(f"{label!r} has no examples: teach one before its name can change")
         if label == new_label:
             raise InputError(f"the label is already called {label!r}")
         has_row = new_label in counts.trained_labels
@@ -567,5 +572,7 @@ class Classifier:
             raise
 
 
-def _requires_unit_norm(model: Model) -> bool:
-    return model.rows is not None or isinstance(model.method, Learner)
+def _requires_unit_norm(info: RunInfo, model: Model) -> bool:
+    if info.has_own_head:  # it takes whatever its network returns
+        return False
+    return info.encoder is not None or model.rows is not None or isinstance(model.method, Learner)

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from mbpa.serve.audit import is_label
+
 
 @dataclass(frozen=True)
 class IndexedExample:
@@ -74,20 +76,27 @@ class ExampleIndex:
             self._free.append(self.numbers.pop(held.label))
         return held.entry
 
-    def split(self, labels: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def split(
+        self, labels: Sequence[str], *, keeps_rows: bool = False
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return those of these labels with a trained row, in this order, and all others by name.
 
         A label keeps its trained row as long as one of the examples that it was trained with is
-        present.
+        present; with `keeps_rows` always, unless it was merged into another one with a row.
         """
-        trained = tuple(label for label in labels if self._trained_counts[label])
+        trained = tuple(
+            label
+            for label in labels
+            if (is_label(label) if keeps_rows else self._trained_counts[label])
+        )
         return trained, tuple(sorted(set(self.counts) - set(trained)))
 
     def columns(self, labels: Sequence[str]) -> Int[Tensor, "L"]:
         """Return, for each label number, the position of its label among these labels."""
         columns = torch.zeros(len(self.numbers) + len(self._free), dtype=torch.int64)
-        numbers = torch.tensor([self.numbers[label] for label in labels], dtype=torch.int64)
-        columns[numbers] = torch.arange(len(labels))
+        found = [column for column, label in enumerate(labels) if label in self.numbers]
+        numbers = [self.numbers[labels[column]] for column in found]
+        columns[torch.tensor(numbers, dtype=torch.int64)] = torch.tensor(found, dtype=torch.int64)
         return columns
 
     def _count(self, held: IndexedExample, change: int) -> None:

@@ -47,6 +47,11 @@ def train(directory: Path, info: RunInfo, snapshot: Snapshot, *, progress: bool 
 
     As `mbpa teach` does, this leaves out examples that repeat another one.
     """
+    if info.has_own_head:
+        raise RunError(
+            "the head of this run is your own, trained with examples that are not in the run: "
+            "train it where it was trained, and make a new run of it"
+        )
     places, named = _find_distinct(snapshot)
     if len(set(named)) < 2:
         raise RunError("at least two labels are needed to train")

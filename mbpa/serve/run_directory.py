@@ -51,7 +51,7 @@ def reporting_errors(out: Path) -> Iterator[None]:
         yield
     except (OSError, JournalError) as error:
         why = getattr(error, "strerror", None) or error
-        raise RunError(f"{out} cannot be written ({why}): choose another --out") from error
+        raise RunError(f"{out} cannot be written ({why}): choose another directory") from error
 
 
 @contextmanager
@@ -102,10 +102,10 @@ def _check_free(out: Path, replace: bool) -> None:
     foreign = sorted(each for each in there - RUN_PARTS if not is_model_directory(each))
     if foreign:
         raise RunError(
-            f"{out} contains {foreign[0]}, which is not part of a run: choose another --out"
+            f"{out} contains {foreign[0]}, which is not part of a run: choose another directory"
         )
     if there and RUN_FILE not in there:
-        raise RunError(f"{out} is neither empty nor a run: choose another --out")
+        raise RunError(f"{out} is neither empty nor a run: choose another directory")
     if there and not replace:
         raise RunError(
             f"{out} is a run, and what it was taught would be lost: use --again to replace it"

@@ -28,7 +28,7 @@ from mbpa import files
 from mbpa.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from mbpa.encoders import image, text
 from mbpa.encoders.base import Encoder
-from mbpa.encoders.own import FunctionEncoder, OwnEncoder, is_own_encoder, wrap_encoder
+from mbpa.encoders.own import FunctionEncoder, OwnEncoder, wrap_encoder
 from mbpa.errors import CheckpointError, RunError
 from mbpa.modules.new_rows import NewRows, require_unit_norm
 from mbpa.serialization import build, describe
@@ -36,7 +36,9 @@ from mbpa.serve.journal import Example, Journal
 from mbpa.teaching import Learner
 from mbpa.teaching.combination import MAX_LOST_POINTS
 
-RUN_FORMAT = 6  # 5: without a learner; 4: the model is always in `model`
+RUN_FORMAT = (
+    7  # 6: the head is always ours; 5: without a learner; 4: the model is always in `model`
+)
 EARLIER_FORMATS = (1, 2, 3)  # texts; pictures; rows for new labels. None has a checksum.
 MAX_KEY_NORM = 1e15  # upper limit on the norm of a key
 RUN_FILE, MODEL_DIRECTORY, JOURNAL_FILE = "run.json", "model", "journal.sqlite"
@@ -70,6 +72,10 @@ class RunInfo:
     max_lost_points: float | None = MAX_LOST_POINTS
     """How many points of accuracy on trained labels new labels may cost; `None`: any number. Only
     for runs with a learner."""
+    has_own_head: bool = False
+    """Whether the head is the user's own, trained elsewhere with examples that are not in the run.
+    It takes the keys of its encoder as they are, keeps all its rows whatever is forgotten, and is
+    not trained again."""
 
     def write(self, directory: Path) -> None:
         """Write `run.json` durably."""
@@ -137,6 +143,7 @@ class RunInfo:
             and self.change >= 0
             and type(self.max_lost_points) in (int, float, type(None))
             and 0 <= (self.max_lost_points or 0) < math.inf
+            and type(self.has_own_head) is bool
         )
         if not is_right:
             raise ValueError("a field has an invalid value")
@@ -257,10 +264,10 @@ def read_encoder(
             raise ValueError("it was made without an encoder and takes embeddings only")
         return None
     if given is not None:
-        encoder = wrap_encoder(given, takes=info.takes, normalizes=True)
-    elif is_own_encoder(info.encoder):
+        encoder = wrap_encoder(given, takes=info.takes, normalizes=not info.has_own_head)
+    elif ":" in info.encoder and not Path(info.encoder).exists():
         raise ValueError(
-            f"its encoder is code of your own: name it again, with --encoder {info.encoder}"
+            f"its encoder {info.encoder} is code of your own: pass --encoder MODULE:FUNCTION"
         )
     elif info.takes == "images":
         encoder = image.encoder(info.encoder, device=device)
@@ -272,15 +279,12 @@ def read_encoder(
             f"{encoder.key_dim}"
         )
     if not encoder.matches(info.fingerprint or ""):
-        change = (
-            f"and the keys of {encoder.name} differ"
+        why = (
+            f"and the keys of {encoder.name} differ: create the run again"
             if isinstance(encoder, FunctionEncoder)
-            else "whose files have changed since"
+            else "whose files have changed since: create the run again with `mbpa teach`"
         )
-        raise ValueError(
-            f"it was made with the encoder {info.encoder}, {change}: create the run again with "
-            "`mbpa teach`"
-        )
+        raise ValueError(f"it was made with the encoder {info.encoder}, {why}")
     return encoder
 
 

@@ -353,9 +353,9 @@ def test_files_that_are_not_there_or_cannot_be_written_are_named_in_a_line(tmp_p
     assert cli.main(["teach", str(tmp_path / "data.csv"), *options, "/proc/mbpa/run"]) == 2
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == f"mbpa: {none} cannot be read: No such file or directory"
-    assert second == f"mbpa: {below} cannot be written (Not a directory): choose another --out"
+    assert second == f"mbpa: {below} cannot be written (Not a directory): choose another directory"
     assert re.fullmatch(
-        r"mbpa: /proc/mbpa/run cannot be written \(.*\): choose another --out", third
+        r"mbpa: /proc/mbpa/run cannot be written \(.*\): choose another directory", third
     )
 
 
@@ -365,7 +365,9 @@ def test_a_disk_that_fails_at_the_end_is_told_in_a_line(taught, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(RunError, match=r"run cannot be written \(.*\): choose another --out"):
+        with pytest.raises(
+            RunError, match=r"run cannot be written \(.*\): choose another directory"
+        ):
             teaching.write_new_run(made, data, tmp_path / "full" / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -430,7 +432,7 @@ def test_files_that_are_no_pictures_are_left_out_in_words(taught):
 def test_a_run_describes_itself(taught):
     run, _, _ = taught
     content = json.loads((run / "run.json").read_text())
-    assert content["format"] == 6
+    assert content["format"] == 7
     assert content["takes"] == "texts"
     assert content["mbpa"] == mbpa.__version__
     assert content["labels"] == [f"l{i}" for i in range(9)]
@@ -538,7 +540,7 @@ def test_runs_of_earlier_formats_are_opened_and_later_ones_refused(taught_few, t
     with Classifier.load(earlier, text_encoder=WordEncoder()) as classifier:
         assert classifier.info == made.info
         assert read_model(earlier, made.info, "cpu").rows is not None
-    (earlier / "run.json").write_text(json.dumps(content | {"format": 7}))
+    (earlier / "run.json").write_text(json.dumps(content | {"format": 8}))
     with pytest.raises(RunError, match="written by a newer mbpa: upgrade mbpa"):
         Classifier.load(earlier, text_encoder=WordEncoder())
 
