@@ -357,7 +357,7 @@ class GradientAdaptation(Vote):
 
 @dataclass(frozen=True)
 class DefaultAdaptation(PredictorSettings):
-    """An adaptation without settings: the library's defaults, and steps that follow the neighbours."""
+    """The library's default adaptation, without settings."""
 
     def predictor(self, scale: Scale = UNSCALED) -> mbpa.Predictor:
         return mbpa.Adapted()
