@@ -431,14 +431,13 @@ class MbPA:
                 "dtype": str(memory.dtype).removeprefix("torch."),
                 "next_id": memory.next_id,
             }
-        tensors, is_linear = {"memory": dict(entries._asdict())}, type(head.module) is nn.Linear
-        if head.is_ours or is_linear:
+        tensors = {"memory": dict(entries._asdict())}
+        if head.is_ours or type(head.module) is nn.Linear:
             tensors["head"] = dict(head.module.state_dict())
         description = {
             "memory": held,
             "predictor": describe(self.predictor),
             "grown_classes": head.output_shape[0] if head.is_ours else None,
-            "has_linear_head": is_linear,
         }
         save_checkpoint(directory, tensors=tensors, description=description)
 
@@ -479,9 +478,7 @@ class MbPA:
             manifest = os.path.join(directory, "manifest.json")
             raise CheckpointError(f"{manifest} does not describe an MbPA model") from error
         if head is None:
-            if not checkpoint.description.get("has_linear_head"):
-                raise ValueError("the head of this model was not saved: pass head=")
-            head = _make_linear(checkpoint.tensors["head"])
+            head = _make_linear(checkpoint.tensors.get("head", {}))
         elif grown is not None:
             head = _restore_head(head, grown, checkpoint.tensors["head"])
         model = cls(embed, head, memory=memory, predictor=predictor, engine=engine)
@@ -548,6 +545,8 @@ def _restore_head(head: nn.Module, classes: int, tensors: dict[str, Tensor]) -> 
 
 
 def _make_linear(tensors: dict[str, Tensor]) -> nn.Linear:
+    if "weight" not in tensors:  # the layers of other heads have names
+        raise ValueError("the head of this model was not saved, or is not linear: pass head=")
     classes, key_dim = tensors["weight"].shape
     head = nn.Linear(key_dim, classes, bias="bias" in tensors, dtype=tensors["weight"].dtype)
     head.load_state_dict(tensors)

@@ -468,11 +468,17 @@ def test_linear_heads_are_saved(
     assert torch.equal(mbpa.MbPA.load(tmp_path, head=head)(queries), model(queries))
 
 
-def test_other_heads_are_asked_for_when_loading(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grown", [False, True])
+def test_other_heads_are_asked_for_when_loading(tmp_path: Path, grown: bool) -> None:
     head = nn.Sequential(nn.Linear(D, CLASSES))
     memory = mbpa.ExactMemory(40, D)
-    mbpa.MbPA(head=head, memory=memory, predictor=mbpa.Parametric()).save(tmp_path)
-    with pytest.raises(ValueError, match="the head of this model was not saved: pass head="):
+    model = mbpa.MbPA(head=head, memory=memory, predictor=mbpa.Parametric())
+    if grown:
+        model.grow(CLASSES + 2)
+    model.save(tmp_path)
+    with pytest.raises(
+        ValueError, match="the head of this model was not saved, or is not linear: pass head="
+    ):
         mbpa.MbPA.load(tmp_path)
 
 
