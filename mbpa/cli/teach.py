@@ -45,7 +45,10 @@ class Teach(Command):
     The default is a packaged MiniLM for texts, and a packaged EfficientNet for pictures."""
     max_lost_points: float | None = 1.0
     """Points of accuracy that labels taught later may cost those known now, for example 1 for
-    96% → 95%. None sets no limit, which gives the best accuracy over all labels."""
+    96% → 95%. None sets no limit."""
+    max_answered_out_of_scope: float | None = None
+    """Share of the queries that belong to no label which may be answered, such as 0.05.
+    By default it answers if it is more often right than wrong."""
     cache: Path = Path("~/.cache/mbpa/embeddings")
     """Directory where embeddings are cached for the next run; those of your own encoder are not."""
     again: bool = False
@@ -67,6 +70,9 @@ class Teach(Command):
             raise RunError(
                 f"--max-lost-points must be None or at least 0, got {self.max_lost_points}"
             )
+        share = self.max_answered_out_of_scope
+        if share is not None and not 0 < share < 1:
+            raise RunError(f"--max-answered-out-of-scope must be between 0 and 1, got {share}")
         run_directory.require_free(self.out, replace=self.again)
         try:
             data, encoder = self._load_data()
@@ -79,12 +85,12 @@ class Teach(Command):
                 # The fingerprint of an encoder of one's own may stay when its keys change.
                 cache=None if is_own else self.cache.expanduser(),
                 max_lost_points=self.max_lost_points,
+                max_answered_out_of_scope=share,
                 progress=self.progress,
             )
         except ValueError as error:
-            if not is_own:
-                raise
-            raise RunError(f"{self.encoder} cannot be used: {error}") from error
+            why = f"{self.encoder} cannot be used: {error}" if is_own else str(error)
+            raise RunError(why) from error
         teaching.write_new_run(taught, data, self.out, replace=self.again)
         print(teaching.report(taught, data))
         print(f"wrote {self.out} in {time.perf_counter() - start:.1f} s\n")

@@ -60,6 +60,7 @@ def train(directory: Path, info: RunInfo, snapshot: Snapshot, *, progress: bool 
             snapshot.keys[places],
             named,
             max_lost_points=info.max_lost_points,
+            max_answered_out_of_scope=info.max_answered_out_of_scope,
             progress=progress,
         )
     except ValueError as error:

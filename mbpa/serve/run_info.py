@@ -70,6 +70,9 @@ class RunInfo:
     max_lost_points: float | None = MAX_LOST_POINTS
     """How many points of accuracy on trained labels new labels may cost; `None`: any number. Only
     for runs with a learner."""
+    max_answered_out_of_scope: float | None = None
+    """Share of the queries that belong to no label which may be answered, by which the threshold is
+    chosen; `None`: it is where answers are more often right than wrong."""
     has_own_head: bool = False
     """Whether the head is the user's own, trained elsewhere with examples that are not in the run.
     It takes the keys of its encoder as they are, keeps all its rows whatever is forgotten, and is
@@ -141,6 +144,8 @@ class RunInfo:
             and self.change >= 0
             and type(self.max_lost_points) in (int, float, type(None))
             and 0 <= (self.max_lost_points or 0) < math.inf
+            and type(self.max_answered_out_of_scope) in (float, type(None))
+            and 0 <= (self.max_answered_out_of_scope or 0) < 1
             and type(self.has_own_head) is bool
         )
         if not is_right:

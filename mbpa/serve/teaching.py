@@ -36,7 +36,7 @@ from mbpa.serve.taught_model import TaughtModel
 from mbpa.serve.training import Training, choose_held_out, train_head
 from mbpa.teaching import Learner, fit_learner
 from mbpa.teaching.combination import MAX_LOST_POINTS, find_break_even
-from mbpa.teaching.learner import REHEARSALS
+from mbpa.teaching.learner import MIN_LABELS, REHEARSALS
 
 MIN_THRESHOLD_EXAMPLES = 20  # held-out examples needed to choose a threshold
 # The predictor if nothing can be rehearsed.
@@ -71,6 +71,7 @@ def fit(
     *,
     training: Training | None = None,
     max_lost_points: float | None = MAX_LOST_POINTS,
+    max_answered_out_of_scope: float | None = None,
     progress: bool = False,
 ) -> Fitted:
     """Train a head, and fit a learner or choose how the head adapts.
@@ -80,10 +81,13 @@ def fit(
         named: the label of each example.
         training: how to train the head.
         max_lost_points: see `TaughtClassifier`; used to measure the accuracy.
+        max_answered_out_of_scope: share of the queries that belong to no label which may be
+            answered; by default answers must be more often right than wrong.
         progress: show progress bars on stderr.
 
     Raises:
-        ValueError: a key does not have unit norm.
+        ValueError: a key does not have unit norm, or there are too few labels or examples to find
+            out what share is answered.
     """
     training = training or Training()
     require_unit_norm(keys)
@@ -96,6 +100,11 @@ def fit(
     split = _Split(keys, labels, held)
     learner = _fit_learner(head, split, training, progress)
     if learner is None:
+        if max_answered_out_of_scope is not None:
+            raise ValueError(
+                f"to limit what is answered out of scope, there must be at least {MIN_LABELS} "
+                "labels with several examples each"
+            )
         choice = rehearse(keys, labels, training, generator, progress)
         predictor = DEFAULT_PREDICTOR if choice is None else choice.predictor
         rows = _make_rows(head, keys, labels, choice)
@@ -105,6 +114,8 @@ def fit(
         return Fitted(names, Model(head, predictor, rows), threshold, summary)
     logs = _ask_learner(learner, names, split, max_lost_points)
     threshold = float(learner.combination.break_even)
+    if max_answered_out_of_scope is not None:
+        threshold = learner.combination.find_threshold(max_answered_out_of_scope)
     summary = _summarize_accuracy(head, split, logs, threshold)
     summary |= _summarize_rehearsals(learner, is_limited=max_lost_points is not None)
     return Fitted(names, Model(head, learner), threshold, summary)
@@ -117,6 +128,7 @@ def teach(
     cache: Path | None = None,
     training: Training | None = None,
     max_lost_points: float | None = MAX_LOST_POINTS,
+    max_answered_out_of_scope: float | None = None,
     progress: bool = False,
 ) -> NewRun:
     """Embed the data, train a head and fit the rest.
@@ -126,6 +138,7 @@ def teach(
         training: how to train the head.
         max_lost_points: how many points of accuracy on trained labels new labels may cost; `None`
             sets no limit.
+        max_answered_out_of_scope: see `fit`.
         progress: show progress bars on stderr.
 
     Raises:
@@ -140,7 +153,12 @@ def teach(
     lesson_items: list[Any] = [item for item, _ in data.lessons]
     lesson_keys = embed_items(encoder, lesson_items, cache) if lesson_items else None
     found = fit(
-        keys, data.labels, training=training, max_lost_points=max_lost_points, progress=progress
+        keys,
+        data.labels,
+        training=training,
+        max_lost_points=max_lost_points,
+        max_answered_out_of_scope=max_answered_out_of_scope,
+        progress=progress,
     )
     counts = {"rows": data.rows, "duplicates": data.duplicates, "labels": len(found.labels)}
     info = RunInfo(
@@ -153,6 +171,7 @@ def teach(
         summary=found.summary | counts,
         takes=encoder.takes,
         max_lost_points=max_lost_points,
+        max_answered_out_of_scope=max_answered_out_of_scope,
     )
     return NewRun(info, found.model, keys, lesson_keys)
 

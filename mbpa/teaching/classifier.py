@@ -71,7 +71,7 @@ class TaughtClassifier:
             label keeps its row as long as one of the examples that it was trained with is present.
         max_lost_points: how many points of accuracy on trained labels new labels may cost, for
             example 1.0 for 96% → 95%. Larger values answer more queries of new labels correctly.
-            `None` sets no limit, which gives the best accuracy over all labels.
+            `None` sets no limit.
         device: where queries are answered.
     """
 

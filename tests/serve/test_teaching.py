@@ -514,6 +514,19 @@ def test_the_learner_is_kept_in_the_run(taught):
     assert all(torch.equal(kept[name], given[name]) for name in given)
 
 
+def test_what_is_answered_out_of_scope_can_be_limited(taught, taught_few, tmp_path):
+    _, made, data = taught
+    careful = teaching.teach(data, WordEncoder(), max_answered_out_of_scope=0.01)
+    assert careful.info.threshold == pytest.approx(
+        made.model.method.combination.find_threshold(0.01)
+    )
+    assert careful.info.threshold > made.info.threshold
+    teaching.write_new_run(careful, data, tmp_path / "run")
+    assert RunInfo.read(tmp_path / "run").max_answered_out_of_scope == 0.01
+    with pytest.raises(ValueError, match="there must be at least 6 labels"):
+        teaching.teach(taught_few[2], WordEncoder(), max_answered_out_of_scope=0.01)
+
+
 def test_rows_of_new_labels_are_kept_in_the_run(taught_few, tmp_path):
     run, made, data = taught_few
     kept, given = read_model(run, made.info, "cpu").rows, made.model.rows
