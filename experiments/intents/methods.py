@@ -357,10 +357,12 @@ class GradientAdaptation(Vote):
 
 @dataclass(frozen=True)
 class DefaultAdaptation(PredictorSettings):
-    """The library's default adaptation, without settings."""
+    """An adaptation without settings: the paper's kernel, the library's other defaults, and steps
+    that follow the neighbours.
+    """
 
     def predictor(self, scale: Scale = UNSCALED) -> mbpa.Predictor:
-        return mbpa.Adapted()
+        return mbpa.Adapted(kernel=mbpa.InverseDistance())
 
 
 @dataclass(frozen=True)
