@@ -71,11 +71,16 @@ class NewRows:
         return self.bias + self.offset
 
 
-def require_unit_norm(keys: Float[Tensor, "N D"]) -> None:
-    """Raise `ValueError` unless all keys have norm 1; a run cannot store sums of other keys."""
+def require_unit_norm(keys: Float[Tensor, "N D"], more: float = 0.0) -> None:
+    """Raise `ValueError` unless all keys have norm 1; a run cannot store sums of other keys.
+
+    Args:
+        keys: the keys.
+        more: tolerance besides the usual one.
+    """
     norms = torch.linalg.vector_norm(keys, dim=1, dtype=torch.float64)
     off = (norms - 1).abs()
-    if not (off <= NORM_TOLERANCE).all():  # written so that it also refuses NaN
+    if not (off <= NORM_TOLERANCE + more).all():  # written so that it also refuses NaN
         raise ValueError(f"keys must have norm 1, got {float(norms[off.argmax()]):.3g}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, SupportsIndex
 
@@ -313,9 +313,9 @@ class Classifier:
         self.journal.require_owner()
         if not lessons:
             return []
-        self.checks.check_lessons(lessons)
-        named = [(each.label.strip(), each.text) for each in lessons]
         with self._writing:
+            self.checks.check_lessons(lessons)
+            named = [(each.label.strip(), each.text) for each in lessons]
             if request is not None:
                 ids = self.find_repeated(lessons, request)
                 if ids is not None:
@@ -435,20 +435,23 @@ class Classifier:
                 from the time when it is called until answers come from the new model.
 
         Raises:
-            InputError: a label was renamed or merged since the snapshot; nothing has changed.
+            InputError: a label was renamed or merged since the snapshot, or the model needs keys of
+                norm 1 and an example has another one; nothing has changed.
         """
         with self._writing:
             if any(each.change > info.change for each in self.journal.renames()):
                 raise InputError("a label was renamed meanwhile: train again")
             replaced = self._make_served(info, model._replace(head=model.head.to(self._device)))
             ids, named, keys = self._read_journal()
+            checks = replace(self.checks, requires_unit_norm=_requires_unit_norm(info, model))
+            checks.check_keys(keys.numpy())  # lessons of other norms may have come meanwhile
             replaced.make_room(len(ids))
             replaced.add(ids, named, keys.to(self._device), self._find_trained(ids, info))
             before()
             with self._state:
                 if self.threshold == self.info.threshold:  # not one that the user has set
                     self.threshold = info.threshold
-                self.info, self._model = info, replaced
+                self.info, self._model, self.checks = info, replaced, checks
                 self._counts = replaced.counts(self.journal.change)
 
     # Inside

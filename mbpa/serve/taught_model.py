@@ -80,9 +80,8 @@ class TaughtModel(ServedModel):
         keys: Float[Tensor, "N D"],
         trained: Collection[int],
     ) -> None:
-        labels, rows = [label for label, _ in named], set(self._classifier.trained_labels)
-        with_row = [id for id, label in zip(ids, labels, strict=True) if label in rows]
-        self._classifier.add(ids, labels, keys, trained=set(trained).intersection(with_row))
+        labels = [label for label, _ in named]
+        self._classifier.add(ids, labels, keys, trained=set(trained).intersection(ids))
         for id, (label, text) in zip(ids, named, strict=True):
             self.index.add(id, IndexedExample(label, text, id, id in trained))
 

@@ -91,7 +91,7 @@ def fit(
     """
     training = training or Training()
     require_unit_norm(keys)
-    names = tuple(sorted(set(named)))
+    names = tuple(dict.fromkeys(named))  # not sorted: names must not matter for what is drawn
     places = {name: place for place, name in enumerate(names)}
     labels = torch.tensor([places[label] for label in named])
     generator = torch.Generator().manual_seed(training.seed)

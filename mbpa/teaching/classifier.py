@@ -160,12 +160,9 @@ class TaughtClassifier:
 
         Args:
             ids: numbers by which the examples can be forgotten.
-            trained: ids of those that the head was trained with.
+            trained: ids of those that the head was trained with. It has no row for those whose
+                label is not one of the `trained_labels`.
         """
-        trained = set(trained)
-        for id, label in zip(ids, labels, strict=True):
-            if id in trained and label not in self._trained:
-                raise ValueError(f"a trained example must have a trained label, got {label!r}")
         self._store.add(ids, labels, keys, trained)
         self._note_change(labels)
 
@@ -202,10 +199,11 @@ class TaughtClassifier:
             return ids
         keys = self.get_keys(ids)
         trained = [id for id in ids if self._store[id].is_trained]
-        if new_label in self._store.trained_labels:
+        old, _ = self.split_labels()
+        if new_label in old:
             trained = []
         self.forget(ids)
-        if trained:
+        if trained and label in old:
             swapped = {label: new_label, new_label: label}
             self.trained_labels = [swapped.get(each, each) for each in self._trained]
         self.add(ids, [new_label] * len(ids), keys, trained=trained)

@@ -211,6 +211,9 @@ def describe_gate(
     return torch.stack(features, 1), counts
 
 
+NEARNESS_COLUMNS = (2, 1)  # of the result of `describe_scope`: the belief and the cosine
+
+
 def describe_scope(evidence: Evidence, log_probs: Float[Tensor, "B C"]) -> Float[Tensor, "B S"]:
     """Return the inputs of the in-scope score, all about the most probable label."""
     best = log_probs.argmax(1, keepdim=True)
@@ -336,7 +339,14 @@ class _PartlyTaught:
 def _fit_scope(partly: Sequence[_PartlyTaught]) -> Float[Tensor, "S"]:
     features = torch.cat([describe_scope(part.evidence, part.log_probs) for part in partly])
     is_inside = torch.cat([part.is_inside for part in partly])
+    # With few examples, nearness may seem to speak against a query: then it does not count.
+    used = torch.ones(features.shape[1], dtype=torch.bool)
     weights = _fit_decision(features, is_inside)
+    for column in NEARNESS_COLUMNS:
+        if weights[column] < 0:
+            used[column] = False
+            weights = torch.zeros_like(weights)
+            weights[used] = _fit_decision(features[:, used], is_inside)
     rehearsed = (~is_inside).double().mean().clamp(1e-6, 1 - 1e-6)
     weights[0] += torch.logit(rehearsed) - torch.logit(torch.tensor(OUT_OF_SCOPE_SHARE))
     return weights

@@ -123,6 +123,32 @@ def test_answers_are_those_of_a_run_that_had_the_names_from_the_start(tmp_path, 
         require_equal(classifier, expected, run, tmp_path / "fresh", draw)
 
 
+@pytest.mark.parametrize(("size", "norm"), [(384, 1.0096), (2118, 1.0)])
+def test_keys_whose_norm_rounding_moves_can_be_renamed(tmp_path, size, norm):
+    write_random_run(tmp_path / "run", key_dim=size)
+    with Classifier.load(tmp_path / "run") as classifier:
+        key = torch.full((size,), norm * size**-0.5)
+        ids = classifier.learn([Lesson("x", "text", key)])
+        assert classifier.rename("x", "y") == ids
+        renamed = classifier.predict(keys=key[None], top=9)
+        assert renamed[0].label == "y"
+    with Classifier.load(tmp_path / "run") as classifier:
+        assert classifier.predict(keys=key[None], top=9) == renamed
+
+
+def test_an_example_restored_under_a_new_label_counts_as_after_a_restart(tmp_path):
+    write_random_run(tmp_path / "run", examples=12)
+    with Classifier.load(tmp_path / "run") as classifier:
+        ids, found = classifier.entries()
+        key = dict(zip(ids, found, strict=True))[1]
+        classifier.forget([1])
+        classifier.learn([Lesson("x", "text", key)], restoring=True)
+        classifier.forget(classifier.merge("label 001", "x")[:-1])
+        before = classifier.predict(keys=QUERIES, top=99), classifier.trained_labels
+    with Classifier.load(tmp_path / "run") as classifier:
+        assert (classifier.predict(keys=QUERIES, top=99), classifier.trained_labels) == before
+
+
 def require_equal(
     classifier: Classifier, expected: Expected, run: Path, place: Path, draw: random.Random
 ) -> None:

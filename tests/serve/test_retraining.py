@@ -107,6 +107,28 @@ def test_what_is_taught_forgotten_and_renamed_while_it_trains_is_kept(run):
         assert len(models(run)) == 1, "the model that was not used is removed"
 
 
+def test_a_run_that_gets_a_learner_takes_keys_of_norm_one_from_then_on(tmp_path):
+    write_random_run(tmp_path / "run", learns=False)
+    long = [Lesson("long", "text", 2 * NEW[0])]
+    with Classifier.load(tmp_path / "run") as classifier:
+        snapshot = classifier.take_snapshot()
+        info = retraining.train(tmp_path / "run", classifier.info, snapshot)
+        ids = classifier.learn(long)
+        with pytest.raises(InputError, match="must have norm 1"):
+            retraining.change_over(classifier, tmp_path / "run", info)
+        classifier.forget(ids)
+        retraining.change_over(classifier, tmp_path / "run", info)
+        with pytest.raises(InputError, match="must have norm 1"):
+            classifier.learn(long)
+        with pytest.raises(InputError, match="must have norm 1"):
+            classifier.predict(keys=2 * QUERIES)
+        answers = classifier.predict(keys=QUERIES)
+        assert len(classifier.learn([Lesson("new", "text", NEW[0])])) == 1
+    with Classifier.load(tmp_path / "run") as classifier:
+        classifier.forget(label="new")
+        assert classifier.predict(keys=QUERIES) == answers
+
+
 def test_what_cannot_be_trained_is_said_in_a_line(run, capsys):
     with Classifier.load(run) as classifier:
         for label in list(classifier.labels)[1:]:

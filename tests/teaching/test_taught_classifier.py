@@ -509,7 +509,5 @@ def test_errors_say_what_must_hold(learner: Learner) -> None:
     with pytest.raises(ValueError, match="max_lost_points must be None or at least 0"):
         TaughtClassifier(learner, NAMES, max_lost_points=-1.0)
     classifier = deploy(learner)
-    with pytest.raises(ValueError, match="a trained example must have a trained label, got 'x'"):
-        classifier.add([9], ["x"], KEYS[:1], trained=[9])
     with pytest.raises(ValueError, match="id must be of an example that is present, got 77777"):
         classifier.relabel(77777, "x")
