@@ -13,6 +13,7 @@ from mbpa.serve.example_index import IndexedExample
 from mbpa.serve.served_model import ExplainedJudgement, Judgement, ServedModel
 from mbpa.teaching import Learner, SimilarExample, TaughtClassifier
 from mbpa.teaching.combination import COSINE_SCALE
+from mbpa.teaching.example_store import round_keys
 
 EXAMPLES_PER_EXPLANATION = 10
 
@@ -56,13 +57,19 @@ class TaughtModel(ServedModel):
     def explain(self, keys: Float[Tensor, "B D"]) -> ExplainedJudgement:
         before = self._classifier.predict_by_head(keys)
         found = self._classifier.explain(keys, labels=0, examples=EXAMPLES_PER_EXPLANATION)
-        sources = [(self._list_sources(each.examples), 0.0) for each in found]
+        queries = round_keys(keys.to(torch.float32))
+        sources = [
+            (self._list_sources(query, each.examples), 0.0)
+            for query, each in zip(queries, found, strict=True)
+        ]
         return ExplainedJudgement(self(keys), before, self.split_labels()[0], sources)
 
-    def _list_sources(self, examples: Sequence[SimilarExample]) -> tuple[NearExample, ...]:
+    def _list_sources(
+        self, query: Float[Tensor, "D"], examples: Sequence[SimilarExample]
+    ) -> tuple[NearExample, ...]:
         cosines = torch.tensor([each.cosine for each in examples], dtype=torch.float64)
         weights = (COSINE_SCALE * cosines).softmax(0).tolist()
-        distances = (2 - 2 * cosines).clamp_min(0).sqrt().tolist()  # between unit vectors
+        distances = (self.get_keys([each.id for each in examples]) - query).norm(dim=1).tolist()
         return tuple(
             NearExample(each.id, each.label, self.index.examples[each.id].text, weight, distance)
             for each, weight, distance in zip(examples, weights, distances, strict=True)

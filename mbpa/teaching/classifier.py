@@ -242,9 +242,7 @@ class TaughtClassifier:
         beliefs = torch.cat([evidence.old_belief, evidence.new_belief], 1)
         cosines = torch.cat([evidence.old_cosine, evidence.new_cosine], 1)
         order = logs.argsort(dim=1, descending=True, stable=True)[:, :labels]
-        stored = self._store.keys
-        norms = queries.norm(dim=1, keepdim=True) * stored.norm(dim=1)  # near 1: keys are rounded
-        near = (queries @ stored.mT / norms).clamp_max(1.0)
+        near = queries @ self._store.keys.mT
         found = []
         for row, places in enumerate(order.tolist()):
             head = [
