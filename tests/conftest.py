@@ -7,6 +7,8 @@ import importlib.util
 import os
 import random
 import signal
+import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -86,3 +88,17 @@ def unchecked_annotations() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Return a function that writes a module into the working directory and returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+
+    def write(source: str) -> str:
+        name = f"own_{uuid.uuid4().hex}"
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    return write

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import uuid
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -33,20 +29,6 @@ class Letters(nn.Module):
 
 def measure_colours(pictures: list) -> Tensor:
     return torch.tensor(np.array([np.asarray(each).mean((0, 1)) for each in pictures])).float() + 1
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return a function that writes a module into the working directory and returns its name."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
-
-    def write(source: str) -> str:
-        name = f"own_{uuid.uuid4().hex}"
-        (tmp_path / f"{name}.py").write_text(source)
-        return name
-
-    return write
 
 
 def test_names_of_functions_are_told_from_names_of_models(tmp_path, monkeypatch):

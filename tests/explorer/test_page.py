@@ -112,7 +112,7 @@ DESCRIBE_FOCUS = r"""() => {
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
     """A classifier, the address of its page, and a browser."""
     from playwright.sync_api import sync_playwright
 
@@ -136,18 +136,18 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
 
 
 @pytest.fixture
-def classifier(shared) -> Iterator[Classifier]:
+def classifier(site) -> Iterator[Classifier]:
     """The classifier; afterwards it forgets what the test has taught."""
-    classifier = shared[0]
+    classifier = site[0]
     last = classifier.journal.last
     yield classifier
     classifier.forget([each.id for each in classifier.examples() if each.id > last])
 
 
 @pytest.fixture
-def visit(shared, classifier):
+def visit(site, classifier):
     """A function that opens the page; afterwards nothing must have gone wrong in it."""
-    _, url, opened = shared
+    _, url, opened = site
     visitors = []
 
     def open_page(**options) -> Visitor:
@@ -194,7 +194,7 @@ def test_an_untouched_page_says_what_to_do(visit):
 
 
 def test_a_visitor_teaches_and_undoes_and_nothing_leaves_the_machine(
-    shared, visit, classifier, addresses
+    site, visit, classifier, addresses
 ):
     visitor, untaught = visit(), classifier.examples()
     visitor.ask("my suitcase is late")
@@ -208,7 +208,7 @@ def test_a_visitor_teaches_and_undoes_and_nothing_leaves_the_machine(
     visitor.press("Undo", "Undone")
     assert visitor.everything == before
     assert classifier.examples() == untaught
-    reference = visitor.visit(f"{shared[1]}/docs")
+    reference = visitor.visit(f"{site[1]}/docs")
     assert reference.get_by_role("heading", name="POST /predict").is_visible()
     assert {address[0] for address in addresses if isinstance(address, tuple)} <= {"127.0.0.1"}
 
@@ -305,7 +305,7 @@ def test_labels_are_renamed_and_merged_and_this_is_undone(visit, classifier):
     assert collect_state(classifier) == before
 
 
-def test_the_classifier_is_trained_again(shared, classifier, tmp_path):
+def test_the_classifier_is_trained_again(site, classifier, tmp_path):
     """On a run of its own, since what it learns stays."""
     from mbpa.explorer.labels_tab import IS_TRAINING
 
@@ -313,7 +313,7 @@ def test_the_classifier_is_trained_again(shared, classifier, tmp_path):
     with Classifier.load(tmp_path / "run", text_encoder=WordEncoder()) as own:
         own.learn([Lesson("luggage", text) for text in LUGGAGE.split("\n") if text])
         with running(mount_in_thread(own)) as url:
-            visitor = Visitor(shared[2], f"{url}{page.PATH}")
+            visitor = Visitor(site[2], f"{url}{page.PATH}")
             visitor.open_tab("Labels")
             visitor.page.get_by_role("button", name="Train again").click()
             visitor.page.locator("#training").get_by_text(IS_TRAINING).wait_for()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -25,20 +23,6 @@ from tests.servers import Server
 
 LETTERS = "from tests.encoders.test_own import Letters\n"
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta")
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return a function that writes a module into the working directory and returns its name."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
-
-    def write(source: str) -> str:
-        name = f"own_{uuid.uuid4().hex}"
-        (tmp_path / f"{name}.py").write_text(source)
-        return name
-
-    return write
 
 
 @pytest.fixture
