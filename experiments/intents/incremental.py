@@ -29,6 +29,7 @@ from mbpa.encoders import text
 TIMED_EXAMPLES = 3  # examples taught singly, to time them
 SLOW_S = 0.5  # seconds; timing stops after a slower example
 REPEATS = {1: 20, 256: 3}  # repeats of a measurement, by batch size
+ANSWERED_SHARE = 0.05  # of out-of-scope sentences may be answered, where a method can be told so
 EMBEDDING = "embed_microseconds"
 
 
@@ -91,6 +92,10 @@ def _score_classifier(classifier: Classifier, task: IntentTask) -> Iterator[Reco
     if len(task.outside):
         inside, outside = map(classifier.score_scope, (task.scored, task.outside))
         yield {"name": "out_of_scope_auroc", "value": auroc(inside, outside)}
+        for name, queries in (("answered", task.scored), ("answered_out_of_scope", task.outside)):
+            answered = classifier.decide(queries, ANSWERED_SHARE)
+            if answered is not None:
+                yield {"name": name, "value": percent(answered)}
 
 
 def _time_classifier(classifier: Classifier, task: IntentTask, shots: int) -> Iterator[Record]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -89,6 +89,12 @@ class Classifier(abc.ABC):
         lower scores. By default this is the confidence.
         """
         return self.log_probs(queries).amax(1).exp()
+
+    def decide(self, queries: Sentences, answered_share: float) -> Bool[Tensor, "Q"] | None:
+        """Return which queries are answered if at most this share of out-of-scope ones may be;
+        `None` if the method has no such setting.
+        """
+        return None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from experiments.intents.methods import Classifier, ClassifierSettings, Start
@@ -29,7 +29,7 @@ class TaughtIntents(Classifier):
     """A `TaughtClassifier` whose labels are the numbers of the intents."""
 
     def __init__(self, start: Start, max_lost_points: float | None) -> None:
-        self._intents = start.intents
+        self._intents, self._learner = start.intents, start.learner
         names = [_name(label) for label in range(start.old)]
         self._model = TaughtClassifier(
             start.learner,
@@ -50,6 +50,10 @@ class TaughtIntents(Classifier):
 
     def score_scope(self, queries: Sentences) -> Float[Tensor, "Q"]:
         return self._model.predict(queries.keys).in_scope
+
+    def decide(self, queries: Sentences, answered_share: float) -> Bool[Tensor, "Q"]:
+        found = self._model.predict(queries.keys).log_confidences.amax(1).exp()
+        return found >= self._learner.combination.find_threshold(answered_share)
 
     def _add(self, sentences: Sentences, is_trained: bool) -> None:
         first = len(self._model)

@@ -69,6 +69,7 @@ SENTENCES = TeachingConfig(
     seeds=(31, 32),
     situations=(
         "clinc150",
+        "banking77",
         "clinc150-domains",
         "banking77-to-clinc150",
         "clinc150-noisy",

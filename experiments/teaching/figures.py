@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from experiments.drawing import Spread, curve, finish, legend_below, sentence, told
 from experiments.intents.comparison import METHODS
 from experiments.intents.figures import Scores, format_cost, name_machine
+from experiments.intents.incremental import ANSWERED_SHARE
 from experiments.results import Result
 from experiments.sections import Figure, Section, Table
 from experiments.teaching.situations import SITUATIONS
@@ -35,7 +36,7 @@ def sections(results: Sequence[Result]) -> list[Section]:
         f"intents, in every situation. {about}.",
     ]
     tables = [_compare_situations(scores, count) for count in scores.shots]
-    tables += [_list_defeats(scores)]
+    tables += [_list_defeats(scores), _compare_abstention(scores)]
     for situation in scores.corpora:
         tables += [_describe(scores, situation, count) for count in scores.shots]
     tables += [_costs(scores, situation) for situation in scores.corpora]
@@ -82,7 +83,7 @@ def _compare_situations(scores: Scores, shots: int) -> Table:
 
 
 def _list_defeats(scores: Scores) -> Table:
-    """List where neither of our two is first or close to the first."""
+    """List where the default one of our two is neither first nor close to the first."""
     rows = []
     for situation in scores.corpora:
         for shots in scores.shots:
@@ -91,25 +92,52 @@ def _list_defeats(scores: Scores) -> Table:
                 for method in scores.methods
                 if (spread := _measure(scores, situation, method, shots)) is not None
             }
-            ours = [means[method] for method in OURS if method in means]
-            best = max(means, key=means.__getitem__)
-            if ours and means[best] > max(ours) + CLOSE_POINTS:
+            ours = [means.pop(method, None) for method in OURS]
+            best = max(means, key=means.__getitem__, default="")
+            if ours[0] is not None and best and means[best] > ours[0] + CLOSE_POINTS:
                 rows.append(
                     [
                         _title(situation),
                         str(shots),
                         best,
                         f"{means[best]:.1f}",
-                        *(f"{means[each]:.1f}" if each in means else "" for each in OURS),
+                        *("" if mean is None else f"{mean:.1f}" for mean in ours),
                     ]
                 )
     return Table(
         "Where another method is ahead",
-        ["situation", "examples", "first", "its accuracy", *OURS],
+        ["situation", "examples", "best other", "its accuracy", *OURS],
         rows,
-        f"All cases in which another method leads both of ours by more than {CLOSE_POINTS} points "
+        f"All cases in which another method leads {OURS[0]} by more than {CLOSE_POINTS} points "
         f"over all labels, of {len(scores.corpora) * len(scores.shots)}.",
     )
+
+
+def _compare_abstention(scores: Scores) -> Table:
+    """Return what is answered with the threshold for a share of out-of-scope queries."""
+    rows = [
+        [_title(situation), *(_tell_answered(scores, situation, count) for count in scores.shots)]
+        for situation in scores.corpora
+    ]
+    return Table(
+        "Abstention",
+        [
+            "situation",
+            *(f"{count} {'example' if count == 1 else 'examples'}" for count in scores.shots),
+        ],
+        [row for row in rows if any(row[1:])],
+        f"{OURS[0]} with the threshold for at most {ANSWERED_SHARE:.0%} of out-of-scope queries "
+        "answered: the share of them that is, and of all others, in percent; "
+        f"{scores.splits}.",
+    )
+
+
+def _tell_answered(scores: Scores, situation: str, shots: int) -> str:
+    outside, inside = (
+        scores.spread(situation, OURS[0], name, shots=shots)
+        for name in ("answered_out_of_scope", "answered")
+    )
+    return f"{outside.mean:.1f} and {inside.mean:.1f}" if outside and inside else ""
 
 
 def _describe(scores: Scores, situation: str, shots: int) -> Table:

@@ -203,6 +203,12 @@ SITUATIONS: dict[str, Situation] = {
         _two_thirds,
         in_lessons=True,
     ),
+    "banking77": Situation(
+        "Banking77",
+        "45 intents are known, 24 new, and 8 left out, which are out of scope",
+        _banking77,
+        _left_out,
+    ),
     "clinc150-domains": Situation(
         "CLINC150, new domains",
         f"all intents of {NEW_DOMAINS} of the ten domains are new, so nothing like them is known",
@@ -225,7 +231,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "banking77-noisy": Situation(
         "Banking77, noisy",
-        "likewise; 45 intents are known, 24 new, and 8 left out, which are out of scope",
+        "as Banking77, with wrong labels likewise",
         _banking77,
         _left_out,
         wrong_fraction=WRONG_FRACTION,
@@ -251,7 +257,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "banking77-wordllama": Situation(
         "Banking77, WordLlama",
-        "as Banking77, without wrong labels, with the mean of word vectors as keys",
+        "as Banking77, with the mean of word vectors as keys",
         partial(_read_sentences, "banking77", WordVectors),
         _left_out,
         uses_word_vectors=True,

@@ -389,7 +389,8 @@ def _find_margins(
 ) -> Float[Tensor, "L"]:
     """Return the least margin that loses at most each of `LOST_POINTS` of the old labels.
 
-    The loss is counted from the accuracy of the head alone.
+    The loss is counted from the accuracy of the head alone, or from that of the combination
+    without new labels if that is lower: no margin can win this difference back.
     """
     leads, total, alone = [], 0, 0
     for part in rehearsed:
@@ -402,7 +403,7 @@ def _find_margins(
         leads.append(lead[right])
     wins = torch.cat(leads)
     kept = (wins[None] < MARGINS[:, None]).sum(1)
-    lost = 100 * (alone - kept) / total
+    lost = 100 * (min(alone, len(wins)) - kept) / total
     margins = []
     for points in LOST_POINTS:
         enough = (lost <= points).nonzero()[:, 0]

@@ -21,6 +21,14 @@ from torch.nn import functional
 from mbpa.checkpoint import load_checkpoint, save_checkpoint
 from mbpa.teaching import Learner, Prediction, TaughtClassifier, fit_learner
 from mbpa.teaching.belief import ClassBelief, fit_belief, refine_belief
+from mbpa.teaching.combination import (
+    LOST_POINTS,
+    MARGINS,
+    Combination,
+    Evidence,
+    RehearsedEvidence,
+    _find_margins,
+)
 from mbpa.teaching.example_store import ExampleStore, measure_cosines, round_keys
 
 DIM, KNOWN, NEW, EACH = 16, 12, 6, 24
@@ -511,3 +519,39 @@ def test_errors_say_what_must_hold(learner: Learner) -> None:
     classifier = deploy(learner)
     with pytest.raises(ValueError, match="id must be of an example that is present, got 77777"):
         classifier.relabel(77777, "x")
+
+
+# Margins
+
+
+def test_a_combination_worse_than_the_head_alone_does_not_lock_out_new_labels() -> None:
+    """No margin wins back what the combination loses without any new label."""
+    queries, is_old = 100, torch.ones(100, dtype=torch.bool)
+    right, wrong = torch.tensor([0.0, -5.0, -5.0]), torch.tensor([-5.0, 0.0, -5.0])
+    belief = right.repeat(queries, 1)
+    belief[:2] = wrong  # two queries that the head alone would answer correctly
+    evidence = Evidence(
+        old_belief=belief,
+        old_cosine=torch.zeros(queries, 3),
+        head=right.repeat(queries, 1),
+        new_belief=torch.full((queries, 2), -9.0),
+        new_cosine=torch.zeros(queries, 2),
+        new_counts=torch.ones(2),
+    )
+    rehearsed = RehearsedEvidence(evidence, torch.zeros(queries, dtype=torch.int64), ~is_old, 1)
+    weights = torch.tensor([1.0, 0.0, 0.0])  # the belief alone
+    combined = Combination(
+        old_weights=weights,
+        new_weights=weights,
+        gate_weights=torch.zeros(11),
+        scope_weights=torch.zeros(4),
+        margin_counts=torch.ones(1),
+        margins=torch.zeros(len(LOST_POINTS), 1),
+        break_even=torch.tensor(0.0),
+        thresholds=torch.ones(1),
+        rehearsed=torch.zeros(2, 1, 2),
+    )
+    margins = _find_margins(combined, [rehearsed])
+    assert margins.max() < MARGINS[-1] / 2  # no query of an old label goes to a new one
+    lead = combined.log_probs(evidence, None)
+    assert (lead[:, 3:].amax(1) < lead[:, :3].amax(1)).all()
