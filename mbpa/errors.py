@@ -14,3 +14,15 @@ class MissingExtraError(ImportError):
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} is not installed: pip install 'mbpa[{extra}]'")
+
+
+class WriterError(Exception):
+    """Another memory writes to the same store; there must be one writer at a time."""
+
+
+class ReadOnlyError(Exception):
+    """A memory that is attached for reading only, or closed, was asked to change its entries."""
+
+
+class StaleReadError(Exception):
+    """The writer of a store removed entries while another memory read them, again and again."""

@@ -424,11 +424,7 @@ class MbPA:
             entries = memory.entries()
             held = {
                 "type": type(memory).__name__,
-                "capacity": memory.capacity,
-                "key_dim": list(memory.key_shape),
-                "value_shape": list(memory.value_shape),
-                "value_dtype": str(memory.value_dtype).removeprefix("torch."),
-                "dtype": str(memory.dtype).removeprefix("torch."),
+                **memory.schema,
                 "next_id": memory.next_id,
             }
         tensors = {"memory": dict(entries._asdict())}

@@ -3,6 +3,20 @@
 from mbpa.memory import validation
 from mbpa.memory.base import Memory
 from mbpa.memory.exact import ExactMemory
-from mbpa.memory.neighbors import Candidates, Entries, Neighbors
+from mbpa.memory.neighbors import Candidates, Entries, Holdings, Neighbors
+from mbpa.memory.schema import check_schema
+from mbpa.memory.stored import Found, StoredMemory, StoredState
 
-__all__ = ["Candidates", "Entries", "ExactMemory", "Memory", "Neighbors", "validation"]
+__all__ = [
+    "Candidates",
+    "Entries",
+    "ExactMemory",
+    "Found",
+    "Holdings",
+    "Memory",
+    "Neighbors",
+    "StoredMemory",
+    "StoredState",
+    "check_schema",
+    "validation",
+]

@@ -15,7 +15,7 @@ import abc
 import itertools
 import math
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mbpa.memory import validation
-from mbpa.memory.neighbors import TENSORS, Candidates, Entries, Neighbors
+from mbpa.memory.neighbors import TENSORS, Candidates, Entries, Holdings, Neighbors
 from mbpa.memory.ranking import (
     SCRATCH_BYTES,
     UnwrittenEntries,
@@ -46,8 +46,12 @@ class Memory(EntryForm, abc.ABC):
     implement `_delete` if it can drop entries; otherwise deleted entries are filtered out but
     remain stored. Two more, `_get_keys` and `_get_values`, only make it faster. Hooks receive valid
     arguments only, with flat keys (N, D) of `dtype` on `device`, and are called under the lock.
-    They may use the public attributes and `_used_slots`. `__init__` calls `_clear`, so a backend
-    must set its own attributes before it calls `super().__init__`.
+    They may use the public attributes and `_used_slots`. `__init__` calls `_attach`, which by
+    default finds nothing, and then `_clear`, so a backend must set its own attributes before it
+    calls `super().__init__`.
+
+    A backend whose entries outlive the process overrides `_attach` to return what it already holds;
+    then `_clear` is not called. `StoredMemory` does this for stores that keep entries by id.
 
     Args:
         capacity: maximum number of entries; when full, the oldest are overwritten first.
@@ -75,7 +79,12 @@ class Memory(EntryForm, abc.ABC):
         super().__init__(key_dim, value_shape, value_dtype, dtype, device)
         self._lock, self._replayer = threading.RLock(), Replayer()
         self._ring = Ring(validation.count("capacity", capacity))
-        self._reset(self._ring)
+        self._is_unsure = False  # whether a change failed, so that the backend must be asked
+        held = self._attach()
+        if held is None:
+            self._reset(self._ring)
+        else:
+            self._adopt(held)
 
     # Hooks that a backend implements
 
@@ -111,6 +120,40 @@ class Memory(EntryForm, abc.ABC):
 
     def _delete(self, slots: Int[Tensor, "N"]) -> None:
         """Drop the entries in these slots."""
+
+    def _attach(self) -> Holdings | None:
+        """Return what the backend already holds, or `None` if there is nothing to attach to.
+
+        Called by `__init__` and `sync`. The backend compares the form of its entries with
+        `self.schema` and raises `ValueError` if they differ (`check_schema`).
+        """
+        return None
+
+    def _store(
+        self,
+        ids: Int[Tensor, "N"],
+        slots: Int[Tensor, "N"],
+        keys: Float[Tensor, "N D"],
+        values: Shaped[Tensor, "N *V"],
+    ) -> None:
+        """Store entries with their ids; a backend that outlives the process overrides it."""
+        self._put(slots, keys, values)
+
+    def _require_writable(self) -> None:
+        """Raise an error if this memory must not change entries; called before every change."""
+
+    def _require_open(self) -> None:
+        """Raise an error if the memory was closed; called before every call."""
+
+    def _move(self, capacity: int, device: torch.device) -> None:
+        """Change capacity and device; keep the newest entries that fit."""
+        entries, before = self.entries(), self._device
+        try:
+            self._device = device
+            self._refill(entries, capacity, self._ring.next_id)
+        except BaseException:
+            self._device = before
+            raise
 
     def _describe_layout(self) -> Hashable | None:
         """Return the addresses of the tensors that a search on a GPU reads, and other settings.
@@ -156,6 +199,7 @@ class Memory(EntryForm, abc.ABC):
     def entries(self) -> Entries:
         """Return all entries, oldest first."""
         with self._lock:
+            self._prepare(change=False)
             slots = self._ring.oldest(len(self))
             keys, values = self._get(self._to_tensor(slots)) if len(slots) else self._nothing
             ids = torch.from_numpy(self._ring.ids(slots))
@@ -165,11 +209,13 @@ class Memory(EntryForm, abc.ABC):
     def ids(self) -> Int[Tensor, "M"]:
         """Ids of the live entries, oldest first."""
         with self._lock:
+            self._prepare(change=False)
             return torch.from_numpy(self._ring.ids(self._ring.oldest(len(self))))
 
     def holds(self, ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
         """Return, for each id, whether it belongs to a live entry."""
         with self._lock:
+            self._prepare(change=False)
             return torch.from_numpy(self._ring.find(validation.parse_ids(ids).numpy()) >= 0)
 
     @property
@@ -191,6 +237,7 @@ class Memory(EntryForm, abc.ABC):
         wanted = validation.parse_ids(ids)
         shape = ids.shape if isinstance(ids, Tensor) else wanted.shape
         with self._lock:
+            self._prepare(change=False)
             slots = self._to_tensor(self._require_live(wanted.numpy()))
             return self._read_keys(slots).reshape(*shape, *self.key_shape)
 
@@ -207,13 +254,15 @@ class Memory(EntryForm, abc.ABC):
         """
         flat, values = self._parse_entries(keys, values)
         with self._lock:
+            self._prepare(change=True)
             kept = min(len(flat), self.capacity)
             first_id = self._ring.next_id
             allocation = self._ring.allocate(kept, skipped=len(flat) - kept)  # overwritten at once
-            slots = self._to_tensor(allocation.slots)
-            self._put(slots, flat[len(flat) - kept :], values[len(flat) - kept :])
+            slots, ids = self._to_tensor(allocation.slots), self._to_tensor(allocation.ids)
+            kept_entries = flat[len(flat) - kept :], values[len(flat) - kept :]
+            self._change(self._store, ids, slots, *kept_entries)
             self._ring.commit(allocation)
-            self._slot_ids[slots] = self._to_tensor(allocation.ids)
+            self._slot_ids[slots] = ids
             return torch.arange(first_id, first_id + len(flat))
 
     def replace_keys(
@@ -227,40 +276,43 @@ class Memory(EntryForm, abc.ABC):
         """
         flat = self._parse_keys(keys)
         with self._lock:
+            self._prepare(change=True)
             slots = self._to_tensor(self._find_slots(ids))
             if len(slots) != len(flat):
                 raise ValueError(
                     f"there must be one key per id, got {len(slots)} ids and {len(flat)} keys"
                 )
-            self._put(slots, flat, self._read_values(slots))
+            values = self._read_values(slots)
+            self._change(self._store, self._slot_ids[slots], slots, flat, values)
             self._revision = next(_revisions)
 
     def delete(self, ids: Int[Tensor, "N"] | Iterable[int]) -> None:
         """Remove entries; raise `ValueError` for ids never assigned, overwritten or deleted."""
         with self._lock:
+            self._prepare(change=True)
             slots = self._find_slots(ids)
-            self._delete(self._to_tensor(slots))
+            self._change(self._delete, self._to_tensor(slots))
             self._ring.free(slots)
             self._slot_ids[self._to_tensor(slots)] = -1
 
     def clear(self) -> None:
         """Remove all entries; the numbering of ids continues."""
         with self._lock:
-            self._reset(Ring(self.capacity, next_id=self._ring.next_id))
+            self._prepare(change=True)
+            self._change(self._reset, Ring(self.capacity, next_id=self._ring.next_id))
 
     def resize(self, capacity: int) -> Self:
         """Change the capacity, keep the newest entries that fit, and return the memory."""
         with self._lock:
-            capacity = validation.count("capacity", capacity)
-            self._refill(self.entries(), capacity, self._ring.next_id)
+            self._prepare(change=True)
+            self._change(self._move, validation.count("capacity", capacity), self.device)
         return self
 
     def to(self, device: torch.device | str) -> Self:
         """Move the memory to a device and return it."""
         with self._lock:
-            entries = self.entries()
-            self._device = torch.empty(0, device=device).device
-            self._refill(entries, self.capacity, self._ring.next_id)
+            self._prepare(change=False)
+            self._change(self._move, self.capacity, torch.empty(0, device=device).device)
         return self
 
     def restore(self, entries: Entries, next_id: int) -> None:
@@ -286,12 +338,50 @@ class Memory(EntryForm, abc.ABC):
         if (np.diff(ids, prepend=-1, append=next_id) <= 0).any():
             raise ValueError(f"ids must ascend from 0 to below next_id={next_id}")
         with self._lock:
-            self._refill(Entries(entries.ids, keys, values), self.capacity, next_id)
+            self._prepare(change=True)
+            restored = Entries(entries.ids, keys, values)
+            self._change(self._refill, restored, self.capacity, next_id)
 
     @property
     def next_id(self) -> int:
         """The id that the next entry will get."""
         return self._ring.next_id
+
+    # Storage that outlives the process
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The form of the entries in words and numbers: what must be equal to attach."""
+        return {
+            "capacity": self.capacity,
+            "key_dim": list(self.key_shape),
+            "value_shape": list(self.value_shape),
+            "value_dtype": str(self.value_dtype).removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the memory is attached for reading only, so that no call may change entries."""
+        return False
+
+    def sync(self) -> None:
+        """Take over what others have written to the backend; nothing if it has no other users."""
+        with self._lock:
+            self._require_open()
+            held = self._attach()
+            if held is not None:
+                self._adopt(held)
+            self._is_unsure = False
+
+    def close(self) -> None:
+        """Release connections, threads and files; by default a backend has none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     # Reading
 
@@ -313,6 +403,7 @@ class Memory(EntryForm, abc.ABC):
             return tuple(getattr(found, name) for name in TENSORS)
 
         with self._lock, full_precision(self.device):
+            self._prepare(change=False)
             layout = self.layout if isinstance(queries, Tensor) else None
             if layout is None or not is_replayed(queries):
                 return self._shape_keys(self._read(self._parse_queries(queries), k, keys_for))
@@ -355,6 +446,7 @@ class Memory(EntryForm, abc.ABC):
         k = validation.count("k", k)
         keys_for = None if keys_for is None else validation.count("keys_for", keys_for, least=0)
         with self._lock, full_precision(self.device):
+            self._prepare(change=False)
             queries, count, live = self._parse_queries(keys), len(flat), len(self)
             gone = np.maximum(live + np.arange(count) - self.capacity, 0)
             new_ids = self._ring.next_id + np.arange(count)
@@ -477,6 +569,20 @@ class Memory(EntryForm, abc.ABC):
 
     # Validation and bookkeeping
 
+    def _prepare(self, *, change: bool) -> None:
+        """Make ready for a call, under the lock."""
+        self._require_open()
+        if change:
+            self._require_writable()
+        if self._is_unsure:
+            self.sync()
+
+    def _change(self, hook: Callable[..., None], *arguments: Any) -> None:
+        """Call a hook; if it raises, remember that what the backend holds is unknown."""
+        self._is_unsure = True
+        hook(*arguments)
+        self._is_unsure = False
+
     def _find_slots(self, ids: Tensor | Iterable[int]) -> Ints:
         return self._require_live(validation.parse_distinct_ids(ids).numpy())
 
@@ -505,19 +611,38 @@ class Memory(EntryForm, abc.ABC):
             self._reset(Ring(capacity, ids, next_id))
             slots = torch.arange(len(ids), device=self.device)
             keys = entries.keys[first:].flatten(1).to(self.device)
-            self._put(slots, keys, entries.values[first:].to(self.device))
-            self._slot_ids[slots] = entries.ids[first:].to(self.device)
+            kept = entries.ids[first:].to(self.device)
+            self._store(kept, slots, keys, entries.values[first:].to(self.device))
+            self._slot_ids[slots] = kept
         except BaseException:
             vars(self).update(before)
             raise
 
     def _reset(self, ring: Ring) -> None:
+        self._set_ring(ring)
+        with torch.inference_mode(False):  # these tensors are written to later
+            self._clear()
+
+    def _adopt(self, held: Holdings) -> None:
+        """Keep track of entries that the backend already holds."""
+        ids = held.ids.cpu().numpy()
+        slots = np.arange(len(ids)) if held.slots is None else held.slots.cpu().numpy()
+        if len(ids) > self.capacity or (np.diff(ids, prepend=-1, append=held.next_id) <= 0).any():
+            raise ValueError(
+                f"a backend must hold at most capacity={self.capacity} entries, with ids that "
+                f"ascend from 0 to below next_id={held.next_id}, got {len(ids)} entries"
+            )
+        self._set_ring(Ring.of(self.capacity, ids, slots, held.next_id))
+        self._slot_ids[self._to_tensor(slots)] = self._to_tensor(ids)
+
+    def _set_ring(self, ring: Ring) -> None:
         self._ring = ring
         self._revision = next(_revisions)
-        with torch.inference_mode(False):  # these tensors are written to later
+        with torch.inference_mode(False):
             # One more than there are slots: slot −1, which stands for no entry, has id −1.
-            self._slot_ids = torch.full((ring.capacity + 1,), -1, device=self.device)
-            self._clear()
+            self._slot_ids: Int[Tensor, "S"] = torch.full(
+                (ring.capacity + 1,), -1, device=self.device
+            )
 
 
 _revisions = itertools.count()  # no two memories ever share a revision

@@ -102,3 +102,14 @@ class Entries(NamedTuple):
     ids: Int[Tensor, "M"]
     keys: Float[Tensor, "M *D"]
     values: Shaped[Tensor, "M *V"]
+
+
+class Holdings(NamedTuple):
+    """What a backend already holds when a memory attaches to it."""
+
+    ids: Int[Tensor, "M"]
+    """Ids of all entries, ascending."""
+    next_id: int
+    """The id that the next entry will get; greater than any id ever assigned."""
+    slots: Int[Tensor, "M"] | None = None
+    """Slot of each entry; by default they are in slots 0, 1, …"""

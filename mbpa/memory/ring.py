@@ -43,6 +43,16 @@ class Ring:
         self._head = 0
         self._free: Ints = np.zeros(0, np.int64)
 
+    @classmethod
+    def of(cls, capacity: int, ids: Ints, slots: Ints, next_id: int) -> Ring:
+        """Return a ring with entries of these ascending ids in these slots."""
+        ring = cls(capacity, next_id=next_id)
+        ring.live, ring.used = len(ids), int(slots.max(initial=-1)) + 1
+        ring._ids[slots] = ids
+        ring._order[: len(ids)] = slots
+        ring._free = np.flatnonzero(ring._ids[: ring.used] < 0)
+        return ring
+
     def allocate(self, count: int, skipped: int = 0) -> Allocation:
         """Return slots and ids for `count` new entries (at most `capacity`), oldest first.
 

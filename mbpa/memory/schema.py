@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,3 +73,12 @@ class EntryForm:
         if len(flat) != len(stored):
             raise ValueError(f"there must be one value per key, got {len(flat)} and {len(stored)}")
         return flat, stored
+
+
+def check_schema(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if entries are stored in another form than a memory would give them."""
+    for name, value in wanted.items():
+        if stored.get(name) != value:
+            raise ValueError(
+                f"{name} must be {stored.get(name)!r}, as in the stored memory, got {value!r}"
+            )

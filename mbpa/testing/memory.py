@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from mbpa.memory import Entries, Memory, Neighbors
+from mbpa.testing.attaching import ATTACHING, AttachMemory, fail_in, require_lost_connection
 from mbpa.testing.claims import require, require_same
 from mbpa.testing.twins import KEY_DIM, MakeMemory, Twins
 
 
-def check_memory(make: MakeMemory, *, exact: bool = True) -> None:
+def check_memory(
+    make: MakeMemory, *, exact: bool = True, attach: AttachMemory | None = None
+) -> None:
     """Check that a backend fulfils the contract of `Memory`.
 
     Args:
@@ -24,6 +27,9 @@ def check_memory(make: MakeMemory, *, exact: bool = True) -> None:
         exact: whether the backend always finds the true nearest entries. If not, what it finds must
             still be live, distinct, in order and with the correct distances, and must include half
             of the true nearest entries on an easy problem.
+        attach: for a backend whose entries outlive the memory: returns another memory attached to
+            the storage of the given one, which is still open. If the second argument is true, it is
+            attached for reading only; otherwise it becomes the writer in place of the other.
 
     Raises:
         AssertionError: a part of the contract is broken; the message names it.
@@ -32,7 +38,7 @@ def check_memory(make: MakeMemory, *, exact: bool = True) -> None:
         >>> import mbpa
         >>> mbpa.testing.check_memory(lambda capacity, key_dim: mbpa.ExactMemory(capacity, key_dim))
     """
-    for part in (
+    parts: list[Callable[[MakeMemory, bool], None]] = [
         _starts_empty,
         _overwrites_the_oldest,
         _hands_out_copies,
@@ -47,12 +53,36 @@ def check_memory(make: MakeMemory, *, exact: bool = True) -> None:
         _refuses_bad_input,
         _keeps_its_word_in_threads,
         _finds_the_nearest,
-    ):
+        _survives_a_failed_hook,
+    ]
+    if attach is not None:
+        parts += [partial(part, attach=attach) for part in ATTACHING]
+    for part in parts:
         try:
             part(make, exact)
         except Exception as error:
-            error.add_note(f"in check_memory, part {part.__name__.strip('_')!r}")
+            name = (part.func if isinstance(part, partial) else part).__name__
+            error.add_note(f"in check_memory, part {name.strip('_')!r}")
             raise
+
+
+def _survives_a_failed_hook(make: MakeMemory, exact: bool) -> None:
+    """Check that a hook which raises before it does anything, leaves the memory as it was."""
+    twins = Twins(make, 6, exact)
+    twins.write(twins.keys(8))
+    calls: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("_store", lambda: twins.memory.write(twins.keys(3), twins.values(3))),
+        ("_store", lambda: twins.memory.replace_keys(twins.ids()[:2], twins.keys(2))),
+        ("_delete", lambda: twins.memory.delete(twins.ids()[:2])),
+        ("_nearest", lambda: twins.memory.read(twins.keys(2), 3)),
+    )
+    for hook, call in calls:
+        with fail_in(twins.memory, hook, applied=0):
+            require_lost_connection(f"a call in which {hook} raises", call)
+        twins.agree(f"a {hook} that raised")
+        twins.read(twins.keys(2), 3)
+    twins.write(twins.keys(4))
+    twins.read(twins.keys(3), 4)
 
 
 def _starts_empty(make: MakeMemory, exact: bool) -> None:
