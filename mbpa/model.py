@@ -20,8 +20,9 @@ from mbpa.adaptation import Engine, LinearHead
 from mbpa.checkpoint import load_checkpoint, save_checkpoint
 from mbpa.errors import CheckpointError
 from mbpa.explanation import Explanation
-from mbpa.memory import Entries, ExactMemory, Memory, Neighbors, validation
+from mbpa.memory import Entries, ExactMemory, GraphMemory, Memory, Neighbors, validation
 from mbpa.memory.neighbors import TENSORS
+from mbpa.memory.schema import parse_schema
 from mbpa.modules.head import Head, check_mode, device_of, dtype_of, eval_copy, own_precision
 from mbpa.modules.split import grow
 from mbpa.predictors import Context, Predictor
@@ -427,6 +428,8 @@ class MbPA:
                 **memory.schema,
                 "next_id": memory.next_id,
             }
+            if isinstance(memory, GraphMemory):
+                held["settings"] = memory.settings
         tensors = {"memory": dict(entries._asdict())}
         if head.is_ours or type(head.module) is nn.Linear:
             tensors["head"] = dict(head.module.state_dict())
@@ -550,13 +553,8 @@ def _make_linear(tensors: dict[str, Tensor]) -> nn.Linear:
 
 
 def _make_memory(saved: dict[str, Any], device: torch.device | None) -> Memory:
+    if saved["type"] == GraphMemory.__name__:
+        return GraphMemory(**parse_schema(saved), **saved["settings"])
     if saved["type"] != ExactMemory.__name__:
         raise ValueError(f"the saved memory was a {saved['type']}: pass an empty one as memory=")
-    return ExactMemory(
-        saved["capacity"],
-        saved["key_dim"],
-        value_shape=saved["value_shape"],
-        value_dtype=getattr(torch, saved["value_dtype"]),
-        dtype=getattr(torch, saved["dtype"]),
-        device=device or "cpu",
-    )
+    return ExactMemory(**parse_schema(saved), device=device or "cpu")

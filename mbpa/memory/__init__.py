@@ -3,6 +3,7 @@
 from mbpa.memory import validation
 from mbpa.memory.base import Memory
 from mbpa.memory.exact import ExactMemory
+from mbpa.memory.graph import GraphMemory
 from mbpa.memory.neighbors import Candidates, Entries, Holdings, Neighbors
 from mbpa.memory.schema import check_schema
 from mbpa.memory.stored import Found, StoredMemory, StoredState
@@ -12,6 +13,7 @@ __all__ = [
     "Entries",
     "ExactMemory",
     "Found",
+    "GraphMemory",
     "Holdings",
     "Memory",
     "Neighbors",

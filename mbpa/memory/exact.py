@@ -88,23 +88,7 @@ class ExactMemory(Memory):
             return self._coarse.nearest(self._norms, queries, k, count)
         if self._coarse is not None and count * rows * queries.itemsize <= SCRATCH_BYTES:
             return self._nearest_of_few(queries, k, count)
-        widest = max(rows, self.key_size)  # of the scores, or of half-precision keys
-        size = max(k, SCRATCH_BYTES // (widest * self.distance_dtype.itemsize))
-        squares = queries.square().sum(1)
-        best: tuple[Tensor, Tensor] | None = None
-        for start in range(0, count, size):
-            stop = min(start + size, count)
-            keys = self._keys[start:stop].to(self.distance_dtype)
-            scores = compute_scores(self._norms[start:stop], queries, keys)
-            values, slots = find_smallest(scores, min(k, stop - start))
-            if best is not None:
-                slots = torch.cat([best[1], slots + start], 1)
-                values, chosen = torch.cat([best[0], values], 1).topk(k, largest=False)
-                slots = slots.gather(1, chosen)
-            best = values, slots
-        assert best is not None  # count ≥ 1
-        values, slots = best
-        return Candidates(slots, values[:, -1] + squares)
+        return search_all(self._keys[:count], self._norms[:count], queries, k)
 
     def _nearest_of_few(self, queries: Float[Tensor, "B D"], k: int, count: int) -> Candidates:
         """Compute every distance as Σ(h−q)²; on a GPU this takes no longer than sorting them."""
@@ -113,3 +97,31 @@ class ExactMemory(Memory):
         distances, slots = distances.topk(k, largest=False)
         dots = compute_scores(torch.zeros_like(norms), queries, keys).mul_(-0.5)
         return Candidates(slots, distances[:, -1], (distances, dots.gather(1, slots)))
+
+
+def search_all(
+    keys: Float[Tensor, "N D"], norms: Float[Tensor, "N"], queries: Float[Tensor, "B D"], k: int
+) -> Candidates:
+    """Return the k nearest of all keys by `‖h‖² − 2 q·h`; empty slots have infinite norm.
+
+    Args:
+        keys: in any floating dtype.
+        norms: their squared norms, in the dtype of the distances, like `queries`.
+        queries: at least one.
+        k: at most the number of keys, and at least 1.
+    """
+    widest = max(queries.shape)  # of the scores, or of half-precision keys
+    size = max(k, SCRATCH_BYTES // (widest * queries.itemsize))
+    best: tuple[Tensor, Tensor] | None = None
+    for start in range(0, len(keys), size):
+        stop = min(start + size, len(keys))
+        scores = compute_scores(norms[start:stop], queries, keys[start:stop].to(queries.dtype))
+        values, slots = find_smallest(scores, min(k, stop - start))
+        if best is not None:
+            slots = torch.cat([best[1], slots + start], 1)
+            values, chosen = torch.cat([best[0], values], 1).topk(k, largest=False)
+            slots = slots.gather(1, chosen)
+        best = values, slots
+    assert best is not None  # there is at least one key
+    values, slots = best
+    return Candidates(slots, values[:, -1] + queries.square().sum(1))

@@ -82,3 +82,14 @@ def check_schema(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} must be {stored.get(name)!r}, as in the stored memory, got {value!r}"
             )
+
+
+def parse_schema(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which a memory of this schema is made."""
+    return {
+        "capacity": stored["capacity"],
+        "key_dim": stored["key_dim"],
+        "value_shape": stored["value_shape"],
+        "value_dtype": getattr(torch, stored["value_dtype"]),
+        "dtype": getattr(torch, stored["dtype"]),
+    }

@@ -1,0 +1,627 @@
+"""Approximate nearest neighbours on a CPU, for memories of more than some 100,000 entries.
+
+Candidates come from graphs of the keys; the base class ranks them by their exact distances. A graph
+only grows: what is overwritten or deleted stays in it as a stale node. New entries go to the
+youngest graph, and when that has as many nodes as the memory has slots, another is begun. In a ring
+the oldest entries go first, so the older graph empties and is dropped. When deletions leave many
+stale nodes, or measured recall is too low, a background thread builds one graph of all entries,
+while new ones go to another; then it is swapped for the old ones. Entries that are in no graph yet
+(in small memories, and after a bulk load) are found by exhaustive search, which is exact.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from mbpa.memory import validation
+from mbpa.memory.base import Memory
+from mbpa.memory.exact import search_all
+from mbpa.memory.graph_files import SavedGraphs, read_description, read_saved, write_saved
+from mbpa.memory.graph_index import (
+    PRECISIONS,
+    SAMPLE_KEYS,
+    Graph,
+    GraphSettings,
+    Precision,
+    require_usearch,
+)
+from mbpa.memory.neighbors import Candidates, Holdings
+from mbpa.memory.recall import RecallMeter, Sample
+from mbpa.memory.ring import Ints, Ring
+from mbpa.memory.schema import parse_schema
+
+SLOT_BITS = 28  # of a label; the others are a serial number
+MAX_SERIAL = 1 << (63 - SLOT_BITS)
+ENTRIES_PER_STEP = 64  # added by a rebuild before it checks whether to stop
+MAX_GRAPHS = 3
+MIN_STALE_NODES = 64
+QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
+MAX_EXPANSION = 2048
+EXPANSION_FACTOR = 1.25  # by which a search is widened or narrowed
+STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
+
+
+class GraphMemory(Memory):
+    """A memory that finds most of the nearest entries, much faster than by comparing with all.
+
+    Distances, their order, ids, overwriting and deletion are exact, as in any memory; only which
+    entries are found is approximate. `recall` says how many.
+
+    Args:
+        capacity, key_dim, value_shape, value_dtype: as in `Memory`.
+        dtype: dtype in which keys are stored and distances computed.
+        device: must be a CPU.
+        precision: of the copies of keys in the graph, which only choose candidates. 8 bits are the
+            fastest and smallest, and lose little.
+        target_recall: share of the true nearest neighbours to find. While the measured share is
+            lower, graphs are rebuilt or searched more widely.
+        exact_below: number of entries up to which reads compare with all of them, and are exact.
+        connectivity: links per node (M).
+        expansion_add: candidates considered for the links of a new node (efConstruction).
+        expansion_search: candidates considered by a search (ef); grows if recall is too low.
+        background: rebuild in a thread. Otherwise the call that makes it necessary waits.
+
+    Example:
+        >>> import torch, mbpa
+        >>> memory = mbpa.GraphMemory(capacity=1_000_000, key_dim=384)
+        >>> ids = memory.write(torch.randn(1_000, 384), torch.zeros(1_000, dtype=torch.int64))
+        >>> memory.read(torch.randn(2, 384), k=50).ids.shape
+        torch.Size([2, 50])
+    """
+
+    _saved: SavedGraphs
+    """Content to attach to; only while `load` runs."""
+    _graphs: dict[int, Graph]
+    """By number, the youngest last."""
+    _labels: Ints
+    """Label of the entry in each slot, by which a node is known to be current; or −1."""
+    _homes: Ints
+    """Number of the graph in which the slot's entry is; −1 for none."""
+
+    def __init__(
+        self,
+        capacity: int,
+        key_dim: int | Sequence[int],
+        *,
+        value_shape: Sequence[int] = (),
+        value_dtype: torch.dtype = torch.int64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        precision: Precision = "int8",
+        target_recall: float = 0.98,
+        exact_below: int = 10_000,
+        connectivity: int = 16,
+        expansion_add: int = 64,
+        expansion_search: int = 128,
+        background: bool = True,
+    ) -> None:
+        require_usearch()
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+        if not 0 < target_recall < 1:
+            raise ValueError(f"target_recall must be between 0 and 1, got {target_recall}")
+        _require_cpu(torch.device(device))
+        _require_slots(validation.count("capacity", capacity))
+        self.target_recall = target_recall
+        self.exact_below = validation.count("exact_below", exact_below, least=0)
+        self._settings = GraphSettings(
+            precision,
+            validation.count("connectivity", connectivity, least=2),
+            validation.count("expansion_add", expansion_add),
+        )
+        self._expansion = validation.count("expansion_search", expansion_search)
+        self._background = background
+        self._least_expansion = self._expansion
+        self._meter = RecallMeter()
+        self._job: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._is_stopping = False
+        self.rebuilds = 0
+        """Number of rebuilds that were completed."""
+        super().__init__(
+            capacity,
+            key_dim,
+            value_shape=value_shape,
+            value_dtype=value_dtype,
+            dtype=dtype,
+            device=device,
+        )
+        _memories.add(self)
+
+    # The state of the graphs
+
+    @property
+    def recall(self) -> float | None:
+        """Share of the true nearest entries found by recent reads; `None` before any was measured.
+
+        A sample of live queries is compared with an exhaustive search in the background. It starts
+        anew whenever the graphs were rebuilt or are searched more widely.
+        """
+        with self._lock:
+            return self._meter.recall
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether reads use the graphs. Otherwise they compare with all entries, and are exact."""
+        with self._lock:
+            return bool(self._graphs) and not self._unindexed
+
+    @property
+    def stale(self) -> int:
+        """Number of nodes whose entries were overwritten or deleted."""
+        with self._lock:
+            return sum(len(graph) - graph.live for graph in self._graphs.values())
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of the constructor beyond those of any memory, as JSON values."""
+        return {
+            **self._settings._asdict(),
+            "target_recall": self.target_recall,
+            "exact_below": self.exact_below,
+            "expansion_search": self._expansion,
+            "background": self._background,
+        }
+
+    def measure_recall(self, queries: Float[Tensor, "B *D"], k: int) -> float:
+        """Return the share of the true `k` nearest entries of these queries that a read finds."""
+        with self._lock:
+            found = self.read(queries, k, keys_for=0)
+            flat, count = self._parse_queries(queries), found.mask.shape[1]
+            if not found.mask.numel():
+                return 1.0
+            true = self._search_all(flat, count).slots
+            hits = (found.slots[:, :, None] == true[:, None]).any(1)
+            return float(hits.double().mean())
+
+    def rebuild(self, *, wait: bool = True) -> None:
+        """Build one graph of all live entries, in which no deleted key is left.
+
+        Args:
+            wait: wait until it is in use. Do not hold the lock then.
+        """
+        self.wait()
+        with self._lock:
+            if self._job is None:
+                self._begin_rebuild()
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for what runs in the background; raise an error if it failed.
+
+        Do not hold the lock, which the background needs to finish.
+        """
+        while (job := self._job) is not None:
+            job.join()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """End what runs in the background; raise an error if it failed. Entries are kept."""
+        self._is_stopping = True
+        try:
+            self.wait()
+        finally:
+            self._is_stopping = False
+
+    # Saving
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Save entries and graphs to a directory atomically; reads and writes wait.
+
+        The graphs include rounded copies of stale keys, those of deleted entries among them. Call
+        `rebuild` before if they must not reach the disk.
+        """
+        with self._lock:
+            self._prepare(change=False)
+            used, slots = self._used_slots, self._ring.oldest(len(self))
+            numbers = {number: place for place, number in enumerate(self._graphs)}
+            homes = np.array([numbers.get(each, -1) for each in self._homes[:used].tolist()])
+            tensors = {
+                "ids": torch.from_numpy(self._ring.ids(slots)),
+                "slots": torch.from_numpy(slots),
+                "values": self._values[:used],
+                "norms": self._norms[:used],
+                "labels": torch.from_numpy(self._labels[:used]),
+                "homes": torch.from_numpy(homes.astype(np.int64)),
+            }
+            description = {
+                "schema": self.schema,
+                "settings": self.settings,
+                "next_id": self.next_id,
+                "serial": self._serial,
+            }
+            tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            graphs = list(self._graphs.values())
+            write_saved(directory, SavedGraphs(description, tensors, self._keys, graphs), used)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], *, mmap: bool = False) -> Self:
+        """Load a memory that `save` wrote.
+
+        Args:
+            directory: in which it was saved; it is not changed by later writes.
+            mmap: map keys and graphs into memory, so that only what is used is read from the disk.
+                Checksums are then not verified.
+        """
+        described = read_description(directory)
+        memory = cls.__new__(cls)
+        memory._saved = read_saved(directory, described, mmap=mmap)
+        memory.__init__(**parse_schema(described["schema"]), **described["settings"])  # type: ignore[misc]
+        return memory
+
+    def _attach(self) -> Holdings | None:
+        saved: SavedGraphs | None = vars(self).pop("_saved", None)
+        if saved is None:
+            return None
+        tensors, used = saved.tensors, len(saved.tensors["values"])
+        self._clear()
+        self._keys = saved.keys
+        self._values[:used], self._norms[:used] = tensors["values"], tensors["norms"]
+        self._labels[:used] = tensors["labels"].numpy()
+        self._homes[:used] = tensors["homes"].numpy()
+        self._graphs = dict(enumerate(saved.graphs))
+        self._serial, self._next_number = saved.description["serial"], len(saved.graphs)
+        self._held = len(tensors["ids"])
+        is_live = self._norms.isfinite().numpy()
+        for number, graph in self._graphs.items():
+            graph.live = int((is_live & (self._homes == number)).sum())
+        self._unindexed = int((is_live & (self._homes < 0)).sum())
+        return Holdings(tensors["ids"], saved.description["next_id"], tensors["slots"])
+
+    # The hooks of `Memory`
+
+    def _clear(self) -> None:
+        self._keys = torch.empty(self.capacity, self.key_size, dtype=self.dtype)
+        self._values = torch.empty((self.capacity, *self.value_shape), dtype=self.value_dtype)
+        self._norms = torch.full((self.capacity,), math.inf, dtype=self.distance_dtype)
+        self._held = 0
+        self._forget_graphs()
+
+    def _put(
+        self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]
+    ) -> None:
+        if not len(slots):
+            return
+        self._raise_failure()
+        places, is_bulk = slots.numpy(), 2 * len(slots) >= self._held
+        # The graph first: if that fails, nothing has changed.
+        added = self._add_nodes(places, keys) if self._graphs and not is_bulk else None
+        self._detach(places)
+        self._keys[slots], self._values[slots] = keys, values
+        self._norms[slots] = keys.to(self.distance_dtype).square().sum(1)
+        self._held += len(places)
+        if added is None:
+            self._unindexed += len(places)
+        else:
+            number, self._labels[places] = added
+            self._homes[places] = number
+            self._graphs[number].live += len(places)
+        self._maintain()
+
+    def _get(self, slots: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
+        return self._keys.index_select(0, slots), self._values.index_select(0, slots)
+
+    def _get_keys(self, slots: Int[Tensor, "N"]) -> Float[Tensor, "N D"]:
+        return self._keys.index_select(0, slots)
+
+    def _get_values(self, slots: Int[Tensor, "N"]) -> Shaped[Tensor, "N *V"]:
+        return self._values.index_select(0, slots)
+
+    def _delete(self, slots: Int[Tensor, "N"]) -> None:
+        self._raise_failure()
+        self._detach(slots.numpy())
+        self._keys[slots] = 0
+        self._values[slots] = 0
+        self._norms[slots] = math.inf
+        self._maintain()
+
+    @property
+    def _readable_slot(self) -> int:
+        return 0
+
+    def _move(self, capacity: int, device: torch.device) -> None:
+        """Grow without moving entries, so that the graphs stay; otherwise start anew."""
+        _require_cpu(device)
+        _require_slots(capacity)
+        if capacity < self.capacity:
+            super()._move(capacity, device)
+            return
+        slots, used, next_id = self._ring.oldest(len(self)), self._used_slots, self._ring.next_id
+        held = Holdings(torch.from_numpy(self._ring.ids(slots)), next_id, torch.from_numpy(slots))
+        with torch.inference_mode(False):
+            keys = torch.empty(capacity, self.key_size, dtype=self.dtype)
+            values = torch.empty((capacity, *self.value_shape), dtype=self.value_dtype)
+            norms = torch.full((capacity,), math.inf, dtype=self.distance_dtype)
+        for grown, now in ((keys, self._keys), (values, self._values), (norms, self._norms)):
+            grown[:used] = now[:used]
+        added = capacity - self.capacity
+        self._keys, self._values, self._norms = keys, values, norms
+        self._labels = np.concatenate([self._labels, np.full(added, -1)])
+        self._homes = np.concatenate([self._homes, np.full(added, -1)])
+        self._ring = Ring(capacity)
+        self._adopt(held)
+
+    # Searching
+
+    def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
+        if self._unindexed or self._held <= self.exact_below or 4 * k >= self._held:
+            return self._search_all(queries, k)
+        labels = np.concatenate(
+            [self._search(graph, queries, k) for graph in self._graphs.values() if len(graph)], 1
+        )
+        slots = np.maximum(labels, 0) & ((1 << SLOT_BITS) - 1)
+        slots[(labels < 0) | (self._labels[slots] != labels)] = -1
+        # Without the spare candidates that the base class asks for.
+        self._meter.offer(queries, labels, max(1, (k - 8) * 8 // 9), self._serial)
+        if self._meter.is_due:
+            self._maintain()
+        return Candidates(torch.from_numpy(slots), None)
+
+    def _search(
+        self, graph: Graph, queries: Float[Tensor, "B D"], k: int
+    ) -> Int[np.ndarray, "B J"]:
+        """Return labels of candidates: more of them the more nodes of the graph are stale."""
+        nodes = len(graph)
+        more = (2 - graph.live / nodes) * max(1.0, nodes / self._held)
+        threads = 1 if len(queries) < QUERIES_PER_THREAD else torch.get_num_threads()
+        expansion = math.ceil(more * self._expansion)
+        return graph.search(queries, math.ceil(more * k), expansion=expansion, threads=threads)
+
+    def _search_all(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
+        used = self._used_slots
+        return search_all(self._keys[:used], self._norms[:used], queries, min(k, used))
+
+    # Changing
+
+    def _forget_graphs(self) -> None:
+        self._graphs = {}
+        self._labels = np.full(self.capacity, -1, np.int64)
+        self._homes = np.full(self.capacity, -1, np.int64)
+        self._unindexed = self._held
+        self._serial = self._next_number = 0
+        self._generation = object()  # a rebuild of earlier content must not take effect
+        self._wants_rebuild = False
+        self._meter.clear()
+
+    def _make_labels(self, slots: Ints) -> Ints:
+        labels: Ints = ((self._serial + np.arange(len(slots))) << SLOT_BITS) | slots
+        self._serial += len(slots)
+        return labels
+
+    def _add_nodes(self, slots: Ints, keys: Float[Tensor, "N D"]) -> tuple[int, Ints] | None:
+        """Add nodes to the youngest graph; return its number and their labels."""
+        if self._serial + len(slots) >= MAX_SERIAL - self.capacity:
+            self._forget_graphs()
+            return None
+        number, young = list(self._graphs.items())[-1]
+        if young.is_sealed or len(young) >= self.capacity:
+            number = self._begin_graph()
+        labels = self._make_labels(slots)
+        self._graphs[number].add(labels, keys)
+        return number, labels
+
+    def _begin_graph(self) -> int:
+        live = self._norms.isfinite().nonzero()[:, 0]
+        number = self._next_number
+        self._graphs[number] = Graph(self._settings, self._draw_keys(live))
+        self._next_number += 1
+        return number
+
+    def _draw_keys(self, slots: Int[Tensor, "N"]) -> Float[Tensor, "M D"]:
+        """Return some of the keys in these slots, evenly spread."""
+        chosen = slots[:: max(1, len(slots) // SAMPLE_KEYS)]
+        return self._keys[chosen]
+
+    def _detach(self, slots: Ints) -> None:
+        """Make the nodes of these slots stale, and drop graphs without live nodes."""
+        slots = slots[self._norms[torch.from_numpy(slots)].isfinite().numpy()]
+        numbers, counts = np.unique(self._homes[slots], return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            if number < 0:
+                self._unindexed -= count
+                continue
+            self._graphs[number].live -= count
+            if not self._graphs[number].live and number != next(reversed(self._graphs)):
+                del self._graphs[number]
+        self._labels[slots] = self._homes[slots] = -1
+        self._held -= len(slots)
+
+    # Rebuilding
+
+    def _maintain(self) -> None:
+        """Begin a rebuild, or a measurement, if one is due and nothing else is running."""
+        if self._job is not None or self._failure is not None or self._is_stopping:
+            return
+        nodes = sum(map(len, self._graphs.values()))
+        has_many_stale = nodes > 2 * self._held + max(self.exact_below, MIN_STALE_NODES)
+        is_due = self._unindexed or has_many_stale or len(self._graphs) > MAX_GRAPHS
+        if self._held > self.exact_below and (is_due or self._wants_rebuild):
+            self._begin_rebuild()
+        elif self._meter.is_due:
+            self._run(partial(self._measure, self._meter.take()))
+
+    def _begin_rebuild(self) -> None:
+        """Build a graph of all entries; those written meanwhile go to another one."""
+        self._wants_rebuild = False
+        live = self._norms.isfinite().nonzero()[:, 0]
+        if not len(live):
+            self._graphs.clear()
+            return
+        if self._serial + len(live) >= MAX_SERIAL - self.capacity:
+            self._forget_graphs()
+        slots = live.numpy()
+        unknown = slots[self._labels[slots] < 0]
+        self._labels[unknown] = self._make_labels(unknown)
+        old = list(self._graphs)
+        if self._background:
+            self._begin_graph()
+        graph = Graph(self._settings, self._draw_keys(live))
+        content = self._generation, self._keys, slots, self._labels[slots]
+        self._run(partial(self._rebuild, graph, old, *content))
+
+    def _rebuild(
+        self,
+        graph: Graph,
+        old: list[int],
+        generation: object,
+        keys: Float[Tensor, "N D"],
+        slots: Ints,
+        labels: Ints,
+    ) -> None:
+        """Fill a graph without the lock, then swap it for the old ones.
+
+        A key that changes while it is read has another label before the lock is released again, so
+        its node is stale from the beginning.
+        """
+        for start in range(0, len(slots), ENTRIES_PER_STEP):
+            if self._is_stopping or self._generation is not generation:
+                return
+            part = slice(start, start + ENTRIES_PER_STEP)
+            chosen = self._labels[slots[part]] == labels[part]  # others were overwritten meanwhile
+            graph.add(labels[part][chosen], keys[torch.from_numpy(slots[part][chosen])])
+        with self._lock:
+            if self._generation is generation:
+                self._swap(graph, old, slots, labels)
+
+    def _swap(self, graph: Graph, old: list[int], slots: Ints, labels: Ints) -> None:
+        slots = slots[self._labels[slots] == labels]
+        self._unindexed -= int((self._homes[slots] < 0).sum())
+        number, graph.live = self._next_number, len(slots)
+        self._next_number += 1
+        self._homes[slots] = number
+        # The young graph last, or none if nothing was written meanwhile.
+        young = {n: each for n, each in self._graphs.items() if n not in old and len(each)}
+        self._graphs = {number: graph, **young}
+        self.rebuilds += 1
+        self._meter.clear()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Run in the background, if allowed; the next change or `wait` raises its exceptions."""
+        if not self._background:
+            work()
+            return
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._failure = error
+            with self._lock:
+                self._job = None
+                try:
+                    self._maintain()
+                except BaseException as error:
+                    self._failure = error
+
+        self._job = threading.Thread(target=run, name="mbpa-graph-memory", daemon=True)
+        self._job.start()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise RuntimeError(
+                f"work on the graph in the background failed ({failure!r}); all entries are intact"
+            ) from failure
+
+    # Measuring recall
+
+    def _measure(self, samples: list[Sample]) -> None:
+        """Compare candidates with an exhaustive search, without the lock.
+
+        Entries written since a query was answered are ignored, and so are those overwritten since.
+        """
+        start, used = time.perf_counter(), self._used_slots
+        keys, norms, generation = self._keys, self._norms, self._generation
+        most = min(max(sample.k for sample in samples), used)
+        queries = torch.stack([sample.query for sample in samples])
+        nearest = search_all(keys[:used], norms[:used], queries, most).slots.numpy()
+        with self._lock:
+            if self._generation is not generation:
+                return
+            recalls = []
+            for sample, slots in zip(samples, nearest, strict=True):
+                labels = self._labels[slots[: sample.k]]
+                labels = labels[(labels >= 0) & (labels >> SLOT_BITS < sample.serial)]
+                if len(labels):
+                    recalls.append(float(np.isin(labels, sample.found).mean()))
+            self._meter.record(recalls, time.perf_counter() - start)
+            self._act_on_recall()
+
+    def _act_on_recall(self) -> None:
+        """Search more widely if recall is too low, less so if it is more than high enough.
+
+        Stale nodes take the place of live ones among the candidates, so if there are many of them,
+        the graphs are rebuilt as well.
+        """
+        recall = self._meter.recall
+        if recall is None or not self._meter.is_certain:
+            return
+        before, nodes = self._expansion, sum(map(len, self._graphs.values()))
+        if recall < self.target_recall:
+            self._expansion = min(MAX_EXPANSION, math.ceil(before * EXPANSION_FACTOR))
+            self._wants_rebuild = self.stale > STALE_SHARE * nodes
+        elif 1 - recall < 0.25 * (1 - self.target_recall):
+            self._expansion = max(self._least_expansion, int(before / EXPANSION_FACTOR))
+        if self._expansion != before:
+            self._meter.clear()
+
+
+def _require_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ValueError(f"device must be a CPU, got {device}: use ExactMemory on others")
+
+
+def _require_slots(capacity: int) -> None:
+    if capacity > 1 << SLOT_BITS:
+        raise ValueError(f"capacity must be at most {1 << SLOT_BITS}, got {capacity}")
+
+
+# Threads must have ended before the interpreter does, and do not exist in a forked process.
+
+_memories: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
+_locked: list[GraphMemory] = []
+
+
+def _end_threads() -> None:
+    for memory in list(_memories):
+        with contextlib.suppress(RuntimeError):
+            memory.close()
+
+
+def _lock_all() -> None:
+    for memory in list(_memories):
+        memory.lock.acquire()
+        _locked.append(memory)
+
+
+def _unlock_all() -> None:
+    while _locked:
+        _locked.pop().lock.release()
+
+
+def _unlock_in_child() -> None:
+    for memory in _locked:
+        memory._job = None
+    _unlock_all()
+
+
+atexit.register(_end_threads)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_lock_all, after_in_parent=_unlock_all, after_in_child=_unlock_in_child
+    )
