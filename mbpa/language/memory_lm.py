@@ -28,7 +28,7 @@ from mbpa.language.run_directory import RunDirectory, Source, digest_tokens, mak
 from mbpa.language.source_index import SourceIndex
 from mbpa.language.tokens import Alternative, Origin, Score, Token, TokenReader, quote
 from mbpa.language.trunk import Progress, Trunk, is_valid_text
-from mbpa.memory import ExactMemory, Neighbors
+from mbpa.memory import Memory, MemoryKind, Neighbors, make_memory
 from mbpa.model import MbPA
 from mbpa.predictors import Adapted, Context, Predictor
 from mbpa.serialization import describe, restore_predictor
@@ -97,6 +97,7 @@ class MemoryLM:
             before them. Default: 512, or a quarter of `window`.
         half: keep keys in half precision, which takes half the memory. Default: on a GPU. Keys are
             rounded to half precision in any case, so results do not depend on it.
+        memory: "exact", "graph" for a `GraphMemory`, or "auto" for one from 100,000 tokens on.
         device: device for a model that is given by name; the CPU by default.
 
     Example:
@@ -117,6 +118,7 @@ class MemoryLM:
         window: int | None = None,
         context: int | None = None,
         half: bool | None = None,
+        memory: MemoryKind = "exact",
         device: str | torch.device | None = None,
     ) -> None:
         self._trunk = Trunk(model, tokenizer, window=window, context=context, device=device)
@@ -125,7 +127,9 @@ class MemoryLM:
         probe = self._trunk.embed(self._trunk.tokenize(PROBE))
         self._key_dtype = torch.float16 if probe.abs().max() < LARGEST_HALF else torch.float32
         is_half = self._device.type == "cuda" if half is None else half
-        memory = ExactMemory(
+        self._memory_kind: MemoryKind = memory
+        entries = make_memory(
+            memory,
             CAPACITY if capacity is None else capacity,
             self._output_layer.in_features,
             value_dtype=torch.int32,
@@ -135,11 +139,11 @@ class MemoryLM:
         self._engine = Engine(
             tolerance=math.inf,
             width=ACTIVE_WIDTH,
-            store_bytes=memory.capacity * (4 + ACTIVE_WIDTH) * 4,
+            store_bytes=entries.capacity * (4 + ACTIVE_WIDTH) * 4,
         )
         self._mbpa = MbPA(
             head=self._output_layer,
-            memory=memory,
+            memory=entries,
             predictor=predictor or make_predictor(),
             engine=self._engine,
         )
@@ -161,11 +165,9 @@ class MemoryLM:
         return self._trunk.tokenizer
 
     @property
-    def memory(self) -> ExactMemory:
+    def memory(self) -> Memory:
         """The memory, with one entry per token that was read."""
-        memory = self._mbpa.memory
-        assert isinstance(memory, ExactMemory)
-        return memory
+        return self._mbpa.memory
 
     @property
     def name(self) -> str | None:
@@ -563,6 +565,7 @@ class MemoryLM:
             "window": self.window,
             "context": self.context,
             "predictor": self._saved_predictor,
+            "memory": self._memory_kind,
         }
 
     def _restore(self, source: Source) -> Source:
@@ -583,6 +586,7 @@ class MemoryLM:
         capacity: int | None = None,
         predictor: Predictor | None = None,
         half: bool | None = None,
+        memory: MemoryKind | None = None,
         device: str | torch.device | None = None,
         progress: Progress | None = None,
     ) -> MemoryLM:
@@ -598,6 +602,7 @@ class MemoryLM:
                 there are.
             predictor: as for `MemoryLM`. Default: as saved.
             half: as for `MemoryLM`.
+            memory: as for `MemoryLM`. Default: as saved.
             device: as for `MemoryLM`.
             progress: called with the number of sources loaded so far, and of all sources.
 
@@ -625,6 +630,7 @@ class MemoryLM:
                 window=settings["window"],
                 context=settings["context"],
                 half=half,
+                memory=memory or settings.get("memory", "exact"),
                 device=device,
             )
             if lm.digest != settings["digest"]:

@@ -2,6 +2,7 @@
 
 from mbpa.memory import validation
 from mbpa.memory.base import Memory
+from mbpa.memory.choosing import MemoryKind, make_memory
 from mbpa.memory.exact import ExactMemory
 from mbpa.memory.graph import GraphMemory
 from mbpa.memory.neighbors import Candidates, Entries, Holdings, Neighbors
@@ -16,9 +17,11 @@ __all__ = [
     "GraphMemory",
     "Holdings",
     "Memory",
+    "MemoryKind",
     "Neighbors",
     "StoredMemory",
     "StoredState",
     "check_schema",
+    "make_memory",
     "validation",
 ]

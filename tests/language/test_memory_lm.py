@@ -525,3 +525,23 @@ def test_bad_input_is_refused_and_changes_nothing(model: Any, call: Any, message
         call(lm)
     assert not len(lm)
     assert not lm.sources()
+
+
+def test_an_approximate_memory_is_kept_by_a_run(tmp_path: Path) -> None:
+    lm, exact = make_lm(capacity=2000, memory="graph"), make_lm(capacity=2000)
+    assert isinstance(lm.memory, mbpa.GraphMemory)
+    for each in (lm, exact):
+        each.read(TEXT, source="heron")
+        each.read(OTHER, source="shop")
+    assert get_scores(lm) == get_scores(exact)  # so few tokens are compared with all
+    lm.forget("shop")
+    lm.save(tmp_path / "run")
+    lm.close()
+    loaded = MemoryLM.load(tmp_path / "run", make_model(), make_tokenizer())
+    assert isinstance(loaded.memory, mbpa.GraphMemory)
+    exact.forget("shop")
+    assert get_scores(loaded) == get_scores(exact)
+    loaded.close()
+    other = MemoryLM.load(tmp_path / "run", make_model(), make_tokenizer(), memory="exact")
+    assert isinstance(other.memory, mbpa.ExactMemory)
+    other.close()
