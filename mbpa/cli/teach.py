@@ -49,6 +49,10 @@ class Teach(Command):
     max_answered_out_of_scope: float | None = None
     """Share of the queries that belong to no label which may be answered, such as 0.05.
     By default it answers if it is more often right than wrong."""
+    memory: Literal["exact", "graph", "auto"] = "exact"
+    """Kind of memory of a run that adapts its head to the nearest examples: "exact" compares with
+    all; "graph" finds most of the nearest much faster on a CPU (pip install 'mbpa[graph]'); "auto"
+    is exact up to 100,000 examples. Runs with a learner, which most are, have no memory."""
     cache: Path = Path("~/.cache/mbpa/embeddings")
     """Directory where embeddings are cached for the next run; those of your own encoder are not."""
     again: bool = False
@@ -86,6 +90,7 @@ class Teach(Command):
                 cache=None if is_own else self.cache.expanduser(),
                 max_lost_points=self.max_lost_points,
                 max_answered_out_of_scope=share,
+                memory=self.memory,
                 progress=self.progress,
             )
         except ValueError as error:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import mbpa
 from mbpa.device import Throughput
+from mbpa.memory import MemoryKind, make_memory
 from mbpa.modules.new_rows import NewRows
 from mbpa.modules.split import grow
 from mbpa.serve.answers import NearExample
@@ -35,6 +36,8 @@ class AdaptedModel(ServedModel):
         head: the trained head, with one row per label in `trained_labels`.
         rows: how to make rows for other labels; `None`: they are zero.
         keeps_rows: the trained labels keep their rows even without examples.
+        memory: kind of memory for the examples. With "graph", and from 100,000 examples on with
+            "auto", which of them are found may depend on the order in which they were added.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class AdaptedModel(ServedModel):
         rows: NewRows | None = None,
         *,
         keeps_rows: bool = False,
+        memory: MemoryKind = "exact",
     ) -> None:
         super().__init__()
         self._head, self._all_trained_labels = head, trained_labels
@@ -53,7 +57,7 @@ class AdaptedModel(ServedModel):
         # Nothing is stored, since stored rows would depend on history.
         self._engine = mbpa.Engine(store_bytes=0, rates=FIXED_THROUGHPUT)
         self._device = head.weight.device
-        self._memory = mbpa.ExactMemory(1024, head.in_features, device=self._device)
+        self._memory = make_memory(memory, 1024, head.in_features, device=self._device)
         self._reader = OrderIndependentReader(self._memory)
         self._trained_labels: tuple[str, ...] = ()
         self._new_labels: tuple[str, ...] = ()

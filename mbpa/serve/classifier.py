@@ -462,7 +462,12 @@ class Classifier:
         if isinstance(model.method, Learner):
             return TaughtModel(model.method, names, info.max_lost_points, self._device)
         return AdaptedModel(
-            model.head, names, model.method, model.rows, keeps_rows=info.has_own_head
+            model.head,
+            names,
+            model.method,
+            model.rows,
+            keeps_rows=info.has_own_head,
+            memory=info.memory,
         )
 
     def _name_rows(self, info: RunInfo) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mbpa.memory import ExactMemory, Neighbors, validation
+from mbpa.memory import Memory, Neighbors, validation
 from mbpa.modules.new_rows import NewRows
 
 SPARE_NEIGHBORS = 8  # extra neighbours read to detect ties at the cut
@@ -31,15 +31,17 @@ UNITS_PER_ONE = 2.0**40  # in integer sums of keys; sums up to eight million fit
 
 
 class OrderIndependentReader:
-    """Entries in an `ExactMemory`, of which `read` returns neighbours by their content alone.
+    """Entries in a memory, of which `read` returns neighbours by their content alone.
 
     It is not a `Memory` itself: a memory puts the newer of two equally near entries first.
 
     Args:
-        memory: stores the entries, which are written and deleted there.
+        memory: stores the entries, which are written and deleted there. If its reads are
+            approximate, the order of what is found still depends on content alone, but what is
+            found may depend on history.
     """
 
-    def __init__(self, memory: ExactMemory) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.columns: Int[Tensor, "L"] | None = None
         """The head's column for each label number that entries are written with; `None`: they are

@@ -122,6 +122,7 @@ def make_run(
         summary={DIGEST: digest.hexdigest()},
         takes="texts" if source is None else source.takes,
         has_own_head=True,
+        memory="graph" if isinstance(model.memory, mbpa.GraphMemory) else "exact",
     )
     examples = [(names[value], None) for value in values.tolist()]
     with reporting_errors(out), replace_directory(out, replace=False) as place:

@@ -30,6 +30,7 @@ from mbpa.encoders import image, text
 from mbpa.encoders.base import Encoder
 from mbpa.encoders.own import FunctionEncoder, OwnEncoder, wrap_encoder
 from mbpa.errors import CheckpointError, RunError
+from mbpa.memory.choosing import MEMORY_KINDS, MemoryKind
 from mbpa.modules.new_rows import NewRows, require_unit_norm
 from mbpa.serialization import build, describe
 from mbpa.serve.journal import Example, Journal
@@ -77,6 +78,8 @@ class RunInfo:
     """Whether the head is the user's own, trained elsewhere with examples that are not in the run.
     It takes the keys of its encoder as they are, keeps all its rows whatever is forgotten, and is
     not trained again."""
+    memory: MemoryKind = "exact"
+    """Kind of memory of a model that adapts its head. A learner has none."""
 
     def write(self, directory: Path) -> None:
         """Write `run.json` durably."""
@@ -147,6 +150,7 @@ class RunInfo:
             and type(self.max_answered_out_of_scope) in (float, type(None))
             and 0 <= (self.max_answered_out_of_scope or 0) < 1
             and type(self.has_own_head) is bool
+            and self.memory in MEMORY_KINDS
         )
         if not is_right:
             raise ValueError("a field has an invalid value")

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import mbpa
 from mbpa.encoders.base import Encoder, embed_items
+from mbpa.memory import MemoryKind
 from mbpa.modules.new_rows import NewRows, even_scale, label_sums, require_unit_norm
 from mbpa.predictors import in_short
 from mbpa.serve.journal import Journal
@@ -129,6 +130,7 @@ def teach(
     training: Training | None = None,
     max_lost_points: float | None = MAX_LOST_POINTS,
     max_answered_out_of_scope: float | None = None,
+    memory: MemoryKind = "exact",
     progress: bool = False,
 ) -> NewRun:
     """Embed the data, train a head and fit the rest.
@@ -139,6 +141,7 @@ def teach(
         max_lost_points: how many points of accuracy on trained labels new labels may cost; `None`
             sets no limit.
         max_answered_out_of_scope: see `fit`.
+        memory: kind of memory with which the run is served, if it adapts its head.
         progress: show progress bars on stderr.
 
     Raises:
@@ -172,6 +175,7 @@ def teach(
         takes=encoder.takes,
         max_lost_points=max_lost_points,
         max_answered_out_of_scope=max_answered_out_of_scope,
+        memory=memory,
     )
     return NewRun(info, found.model, keys, lesson_keys)
 
