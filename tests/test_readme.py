@@ -18,7 +18,13 @@ def blocks(document: Path, language: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "fewest"),
-    [("README.md", 2), ("docs/guide.md", 5), ("docs/extending.md", 3), ("docs/tuning.md", 2)],
+    [
+        ("README.md", 2),
+        ("docs/guide.md", 5),
+        ("docs/extending.md", 3),
+        ("docs/memories.md", 1),
+        ("docs/tuning.md", 2),
+    ],
 )
 def test_python_blocks_run_in_order(
     name: str, fewest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
