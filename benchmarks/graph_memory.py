@@ -36,6 +36,7 @@ WIDTHS = 0.3, 1.7  # factors by which groups differ
 OUTSIDE_SHARE = 0.1  # of the sentences belong to no intent
 SPECTRUM = 0.7  # exponent with which variances fall
 WRITTEN_AT_ONCE = 32
+DRAWN_AT_ONCE = 50_000
 WRITES_PER_READ = 100
 PROGRESS_S = 30.0
 
@@ -116,10 +117,10 @@ def run_stages(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     sentences = Sentences(entries, 0)
     memory = mbpa.GraphMemory(entries, KEY_DIM, precision=arguments.precision, **named)
     start = time.perf_counter()
-    for written in range(0, entries, 50_000):
-        count = min(50_000, entries - written)
-        with memory.lock:
-            memory.write(sentences.draw(count), torch.zeros(count, dtype=torch.int64))
+    sizes = [min(DRAWN_AT_ONCE, entries - drawn) for drawn in range(0, entries, DRAWN_AT_ONCE)]
+    keys = torch.cat([sentences.draw(size) for size in sizes])
+    memory.write(keys, torch.zeros(entries, dtype=torch.int64))
+    del keys
     wait_for_graph(memory)
     yield {"stage": "built", "seconds": time.perf_counter() - start}
     yield {"stage": "fresh", **measure(memory, sentences, arguments.queries, exact=True)}

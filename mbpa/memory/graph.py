@@ -449,16 +449,18 @@ class GraphMemory(Memory):
             return
         nodes = sum(map(len, self._graphs.values()))
         has_many_stale = nodes > 2 * self._held + max(self.exact_below, MIN_STALE_NODES)
-        is_due = self._unindexed or has_many_stale or len(self._graphs) > MAX_GRAPHS
-        if self._held > self.exact_below and (is_due or self._wants_rebuild):
-            self._begin_rebuild()
+        is_due = has_many_stale or len(self._graphs) > MAX_GRAPHS or self._wants_rebuild
+        if self._held > self.exact_below and (is_due or self._unindexed):
+            self._begin_rebuild(only_unindexed=not is_due)
         elif self._meter.is_due:
             self._run(partial(self._measure, self._meter.take()))
 
-    def _begin_rebuild(self) -> None:
-        """Build a graph of all entries; those written meanwhile go to another one."""
+    def _begin_rebuild(self, *, only_unindexed: bool = False) -> None:
+        """Build a graph of all entries, or of those in none; new ones meanwhile go to another."""
         self._wants_rebuild = False
         live = self._norms.isfinite().nonzero()[:, 0]
+        if only_unindexed:
+            live = live[torch.from_numpy(self._homes[live.numpy()] < 0)]
         if not len(live):
             self._graphs.clear()
             return
@@ -467,7 +469,7 @@ class GraphMemory(Memory):
         slots = live.numpy()
         unknown = slots[self._labels[slots] < 0]
         self._labels[unknown] = self._make_labels(unknown)
-        old = list(self._graphs)
+        old = [] if only_unindexed else list(self._graphs)
         if self._background:
             self._begin_graph()
         graph = Graph(self._settings, self._draw_keys(live))

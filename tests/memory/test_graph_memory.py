@@ -243,6 +243,17 @@ def test_writes_during_a_rebuild_are_in_the_graph_that_is_swapped_in() -> None:
     assert memory.measure_recall(draw(100, 3), 20) >= 0.97
 
 
+def test_large_writes_are_added_to_the_graphs_that_are_there() -> None:
+    memory = make(8000, background=True)
+    for seed in range(4):
+        fill(memory, 1500, seed)
+    memory.wait()
+    assert memory.is_indexed
+    assert memory.stale == 0  # nothing was added twice
+    assert sum(len(each) for each in memory._graphs.values()) == 6000
+    assert find_themselves(memory) >= 0.999
+
+
 def test_readers_and_writers_go_on_during_rebuilds() -> None:
     memory = make(2000, background=True)
     fill(memory, 2000)
