@@ -12,7 +12,7 @@ from mbpa.kernels import exp_dot as exp_dot
 from mbpa.kernels import gaussian as gaussian
 from mbpa.kernels import inverse_distance as inverse_distance
 from mbpa.kernels import uniform as uniform
-from mbpa.memory import ExactMemory, GraphMemory, Memory, Neighbors
+from mbpa.memory import ExactMemory, GraphMemory, Memory, Neighbors, ShardedMemory
 from mbpa.model import MbPA
 from mbpa.modules.split import split
 from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric, Predictor
@@ -46,6 +46,7 @@ __all__ = [
     "Predictor",
     "RMSprop",
     "Rule",
+    "ShardedMemory",
     "Tuning",
     "Uniform",
     "leave_one_out",

@@ -7,6 +7,7 @@ from mbpa.memory.exact import ExactMemory
 from mbpa.memory.graph import GraphMemory
 from mbpa.memory.neighbors import Candidates, Entries, Holdings, Neighbors
 from mbpa.memory.schema import check_schema
+from mbpa.memory.sharded import ShardedMemory
 from mbpa.memory.stored import Found, StoredMemory, StoredState
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Memory",
     "MemoryKind",
     "Neighbors",
+    "ShardedMemory",
     "StoredMemory",
     "StoredState",
     "check_schema",

@@ -35,13 +35,14 @@ class ExactMemory(Memory):
     """
 
     def _clear(self) -> None:
+        self._allocate(self.capacity)
+
+    def _allocate(self, slots: int) -> None:
         # On a CPU the pages of an uninitialised tensor cost nothing until they are written to.
-        self._keys = torch.empty(self.capacity, self.key_size, dtype=self.dtype, device=self.device)
-        shape = (self.capacity, *self.value_shape)
+        self._keys = torch.empty(slots, self.key_size, dtype=self.dtype, device=self.device)
+        shape = (slots, *self.value_shape)
         self._values = torch.empty(shape, dtype=self.value_dtype, device=self.device)
-        self._norms = torch.full(
-            (self.capacity,), math.inf, dtype=self.distance_dtype, device=self.device
-        )
+        self._norms = torch.full((slots,), math.inf, dtype=self.distance_dtype, device=self.device)
         self._coarse = CoarseKeys(self._keys) if takes_kernels(self._norms) else None
 
     def _describe_layout(self) -> Hashable | None:

@@ -160,7 +160,7 @@ def measure_candidates(
         fetch: returns keys (…, D) for slots (…), in new tensors.
     """
     if 2 * slots.shape[1] <= live or not len(slots):
-        return _measure_each_query(queries, slots, fetch)
+        return measure_each_query(queries, slots, fetch)
     # Once for all queries, since most of them need most keys. Live entries in order of age: which
     # slots they are in, and what was deleted, must not change the rounding of a product.
     every = slot_ids.argsort()[len(slot_ids) - live :]
@@ -175,14 +175,15 @@ def measure_candidates(
     return torch.cat(distances, 1).gather(1, places), torch.cat(dots, 1).gather(1, places)
 
 
-def _measure_each_query(
-    queries: Tensor, slots: Tensor, fetch: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def measure_each_query(
+    queries: Float[Tensor, "B D"], slots: Int[Tensor, "B J"], fetch: Callable[[Tensor], Tensor]
+) -> tuple[Float[Tensor, "B J"], Float[Tensor, "B J"]]:
+    """Return `Σ(h−q)²` and `q·h`, one query at a time; `fetch` returns keys in new tensors."""
     row_bytes = slots.shape[1] * queries.shape[1] * queries.itemsize
     rows = max(1, _get_piece_bytes(queries.device) // max(1, row_bytes))
     if len(queries) > rows:
         pairs = zip(queries.split(rows), slots.split(rows), strict=True)
-        distances, dots = zip(*(_measure_each_query(*pair, fetch) for pair in pairs), strict=True)
+        distances, dots = zip(*(measure_each_query(*pair, fetch) for pair in pairs), strict=True)
         return torch.cat(distances), torch.cat(dots)
     keys = fetch(slots)
     products = torch.bmm(queries[:, None], keys.mT)[:, 0]
