@@ -15,7 +15,7 @@ import mbpa
 PUBLIC = {
     *("MbPA", "split", "score_stream", "Engine", "Explanation"),
     *("tune", "AdaptationGrid", "Tuning", "leave_one_out"),
-    *("Memory", "ExactMemory", "GraphMemory", "Neighbors"),
+    *("Memory", "ExactMemory", "GraphMemory", "ShardedMemory", "Neighbors"),
     *("InverseDistance", "Gaussian", "ExpDot", "Uniform"),
     *("Rule", "Gradient", "RMSprop", "Adam", "MAP"),
     *("Predictor", "Parametric", "Adapted", "NeighborVote", "Mixture"),

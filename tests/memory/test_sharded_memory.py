@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -260,3 +262,16 @@ def test_a_group_of_one_fulfils_the_contract_of_a_memory(tmp_path: Path) -> None
         check_memory(lambda capacity, key_dim: mbpa.ShardedMemory(capacity, key_dim))
     finally:
         dist.destroy_process_group()
+
+
+def test_the_example_in_the_docs_runs_with_torchrun(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "memories.md").read_text("utf-8")
+    code = text.split("<!-- torchrun -->\n```python\n")[1].split("```")[0]
+    (tmp_path / "example.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for rank in (0, 1):
+        assert f"process {rank} holds 500 of 1000 slots and predicts {4 + rank}" in done.stdout
