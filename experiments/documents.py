@@ -13,6 +13,7 @@ and of the code it was drawn with, so that a test can tell whether it is current
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -68,11 +69,12 @@ def render_document(text: str, results_folder: Path) -> Document:
             f"and '{END_MARKER}', each on a line: {strange[0]!r} is not part of one"
         )
     figures: dict[str, tuple[Figure, str]] = {}
+    load_sections = functools.cache(functools.partial(_load_sections, results_folder))
 
     def block(match: re.Match[str]) -> str:
         experiment, preset = match["experiment"], match["preset"]
         title, *rows = match["title"].split(" | ")
-        results, sections = _load_sections(results_folder, experiment, preset)
+        results, sections = load_sections(experiment, preset)
         found = _find_shown(sections, title)
         if found is None:
             names = [t.title for s in sections for t in s.tables]

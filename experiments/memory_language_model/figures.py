@@ -17,13 +17,16 @@ class Scores:
 
     def __init__(self, results: Sequence[Result]) -> None:
         self.records = [record for result in results for record in result.metrics]
+        self._values: dict[frozenset[tuple[str, object]], list[float]] = {}
+        for record in self.records:
+            self._values.setdefault(_fields(record), []).append(value_of(record))
 
     def value(self, name: str, **of: object) -> float | None:
         """Return the mean over seeds of the records with these fields; `None` if there is none.
 
         A field that is not named must be absent from the record, except `seed`.
         """
-        found = [value_of(r) for r in self.records if _fields(r) == {"name": name, **of}]
+        found = self._values.get(frozenset({"name": name, **of}.items()))
         return sum(found) / len(found) if found else None
 
     def all_of(self, field: str) -> list[str]:
@@ -31,8 +34,8 @@ class Scores:
         return list(dict.fromkeys(str(r[field]) for r in self.records if field in r))
 
 
-def _fields(record: Record) -> dict[str, object]:
-    return {key: value for key, value in record.items() if key != "value"}
+def _fields(record: Record) -> frozenset[tuple[str, object]]:
+    return frozenset((key, value) for key, value in record.items() if key != "value")
 
 
 def sections(results: Sequence[Result]) -> list[Section]:
