@@ -446,24 +446,41 @@ def test_a_gpu_gives_the_same(has_labels: bool, dtype: torch.dtype) -> None:
     assert apart(here, there.cpu()) < 1e-4
 
 
-@pytest.mark.parametrize(("k", "classes", "scale"), [(5, 7, 1.0), (17, 33, 4.0), (20, 300, 1.0)])
+# Triton's interpreter takes 10 ms per neighbour, query and step; a weak prior needs more steps. The
+# first case takes more than STEPS_PER_RESTART of them.
+@pytest.mark.parametrize(
+    ("queries", "k", "classes", "scale", "prior"),
+    [
+        (2, 3, 33, 4.0, 1.0),
+        (2, 5, 300, 1.0, 1.0),
+        *(
+            pytest.param(3, *sizes, 0.05, marks=pytest.mark.slow)
+            for sizes in ((5, 7, 1.0), (17, 33, 4.0), (20, 300, 1.0))
+        ),
+    ],
+)
 def test_kernels_give_the_same(
-    k: int, classes: int, scale: float, monkeypatch: pytest.MonkeyPatch
+    queries: int,
+    k: int,
+    classes: int,
+    scale: float,
+    prior: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         pytest.importorskip("triton")
     torch.manual_seed(k)
     head = nn.Linear(12, classes).to(device)
-    keys, queries = (scale * torch.randn(count, 12, device=device) for count in (60, 3))
+    keys, asked = (scale * torch.randn(count, 12, device=device) for count in (60, queries))
     values, results = torch.randint(classes, (60,), device=device), {}
     for kernels in ("0", "1"):
         monkeypatch.setenv("MBPA_TRITON", kernels)
         model = mbpa.MbPA(
             head=head,
             memory=mbpa.ExactMemory(60, 12, device=device),
-            predictor=mbpa.Adapted(mbpa.MAP(0.05), k=k),
+            predictor=mbpa.Adapted(mbpa.MAP(prior), k=k),
         )
         model.write(keys=keys, values=values)
-        results[kernels] = model(keys=queries)
+        results[kernels] = model(keys=asked)
     torch.testing.assert_close(results["1"], results["0"], rtol=1e-4, atol=1e-4)
