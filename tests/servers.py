@@ -17,8 +17,10 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
+from forks import ROOT, Fork
 
 TIMEOUT_S = 60.0
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MBPA_TOKEN": ""}
 
 
 def open_client(url: str, **options: Any) -> httpx.Client:
@@ -38,29 +40,28 @@ get, post = functools.partial(send, "GET"), functools.partial(send, "POST")
 class Server:
     """`mbpa serve` as a child process."""
 
-    def __init__(self, run: Path | str, *options: str, cwd: Path | None = None) -> None:
-        command = [sys.executable, "-m", "mbpa.cli", "serve", str(run), "--port", "0", *options]
-        self._start(command, cwd)
+    def __init__(self, run: Path | str, *options: str, cwd: Path = ROOT) -> None:
+        command = ("serve", run, "--port", "0", *options)
+        self._follow(Fork(*command, module="mbpa.cli", cwd=cwd, environment=ENVIRONMENT))
 
     @classmethod
     def of_script(cls, *command: str, cwd: Path) -> Server:
-        """Return a server that a Python script starts."""
+        """Return a server that a Python script starts, in an interpreter of its own."""
         server = cls.__new__(cls)
-        server._start([sys.executable, *command], cwd)
+        server._follow(
+            subprocess.Popen(
+                [sys.executable, *command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                cwd=cwd,
+            )
+        )
         return server
 
-    def _start(self, command: list[str], cwd: Path | None) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MBPA_TOKEN": ""}
-        if cwd is not None:  # where a relative path would mean something else
-            environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            cwd=cwd,
-        )
+    def _follow(self, process: Fork | subprocess.Popen[str]) -> None:
+        self.process = process
         self.output: list[str] = []
         self.url = self._wait_for_url()
         self.client = open_client(self.url)

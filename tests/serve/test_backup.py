@@ -8,8 +8,6 @@ import random
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -17,10 +15,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forks import Fork
 from runs import random_keys, write_random_run, write_word_run
 from servers import Server, open_client, running
 
-import mbpa
 from mbpa import cli
 from mbpa.errors import RunError
 from mbpa.serve.answers import Lesson
@@ -29,7 +27,6 @@ from mbpa.serve.backup import back_up, restore
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.export import open_journal
 
-ROOT = Path(mbpa.__file__).parents[1]
 DIM = 16
 QUERIES = random_keys(30, DIM, seed=3)
 KEYS = random_keys(600, DIM, seed=4)
@@ -146,11 +143,12 @@ def test_backups_under_load_hold_what_was_acknowledged_and_whole_calls(run, tmp_
         assert not (run / "journal.sqlite-backup").exists()
 
 
-def test_a_kill_during_a_backup_leaves_a_run_that_serves_and_no_copy(tmp_path):
+@pytest.mark.parametrize("rounds", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_kill_during_a_backup_leaves_a_run_that_serves_and_no_copy(tmp_path, rounds):
     run = tmp_path / "run"
     write_random_run(run, examples=6000, labels=3, key_dim=64)
     draw, left = random.Random(1), 0
-    for round in range(4):
+    for round in range(rounds):
         with Server(run) as server:
             assert not (run / "journal.sqlite-backup").exists()
             key = random_keys(1, 64, seed=round)[0].tolist()
@@ -162,11 +160,11 @@ def test_a_kill_during_a_backup_leaves_a_run_that_serves_and_no_copy(tmp_path):
             server.kill()
             reading.join()
         left += (run / "journal.sqlite-backup").exists()
-    print(f"{left} of 4 kills left an unfinished copy")
+    print(f"{left} of {rounds} kills left an unfinished copy")
     (run / "journal.sqlite-backup").write_bytes(b"an unfinished copy")
     assert cli.main(["check", str(run)]) == 0
     with Classifier.load(run) as classifier:
-        assert classifier.labels["taught"] == 4
+        assert classifier.labels["taught"] == rounds
         assert not (run / "journal.sqlite-backup").exists()
 
 
@@ -187,9 +185,7 @@ def test_a_killed_command_leaves_no_half_backup(tmp_path):
     )
     draw, finished = random.Random(0), 0
     for _ in range(5):
-        command = [sys.executable, "-c", script, str(run), str(out)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
-        assert process.stdout is not None
+        process = Fork(run, out, script=script)
         process.stdout.readline()
         time.sleep(draw.random() * 0.25)
         process.send_signal(signal.SIGKILL)

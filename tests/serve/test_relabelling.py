@@ -6,14 +6,13 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import Fork
 from runs import WordEncoder, random_keys, write_random_run, write_word_run
 from servers import get, open_client, post, running
 
@@ -278,9 +277,7 @@ def test_a_kill_leaves_the_old_name_or_the_new_one(tmp_path):
         journal.learn([("one", f"text {i}" * 50, None) for i in range(200)])
     done = 0
     for _ in range(8):
-        command = [sys.executable, "-c", RENAMING, str(path)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert process.stdout is not None
+        process = Fork(path, script=RENAMING)
         wanted = draw.randint(1, 20)
         said = [int(process.stdout.readline()) for _ in range(wanted)]
         process.send_signal(signal.SIGKILL)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from forks import Fork
 from runs import WordEncoder, random_keys, write_random_run
 from servers import Server, open_client, post, running
 
-import mbpa
 from mbpa import cli
 from mbpa.serve import retraining, teaching
 from mbpa.serve.answers import Lesson
@@ -26,7 +24,6 @@ from mbpa.serve.journal import ExampleFilter, InputError
 from mbpa.serve.labelled_texts import LabelledTexts
 from mbpa.serve.run_info import RunInfo
 
-ROOT = Path(mbpa.__file__).parents[1]
 DIM = 16
 QUERIES = random_keys(20, DIM, seed=3)
 NEW = random_keys(30, DIM, seed=4)
@@ -224,15 +221,14 @@ with Classifier.load(run) as classifier:
 """
 
 
-def test_a_kill_while_training_or_changing_over_leaves_a_run_that_serves(run):
+@pytest.mark.parametrize("rounds", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_kill_while_training_or_changing_over_leaves_a_run_that_serves(run, rounds):
     draw = random.Random(0)
     with Classifier.load(run) as classifier:
         before = classifier.predict(keys=QUERIES, top=9)
     answers = [before]
-    for round in range(6):
-        command = [sys.executable, "-c", RETRAINING, str(run)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
-        assert process.stdout is not None
+    for round in range(rounds):
+        process = Fork(run, script=RETRAINING)
         process.stdout.readline()
         if round:
             time.sleep(draw.random() * 0.3)
