@@ -122,7 +122,9 @@ def test_answers_are_those_of_a_run_that_had_the_names_from_the_start(tmp_path, 
         require_equal(classifier, expected, run, tmp_path / "fresh", draw)
 
 
-@pytest.mark.parametrize(("size", "norm"), [(384, 1.0096), (2118, 1.0)])
+@pytest.mark.parametrize(
+    ("size", "norm"), [(384, 1.0096), pytest.param(2118, 1.0, marks=pytest.mark.slow)]
+)
 def test_keys_whose_norm_rounding_moves_can_be_renamed(tmp_path, size, norm):
     write_random_run(tmp_path / "run", key_dim=size)
     with Classifier.load(tmp_path / "run") as classifier:

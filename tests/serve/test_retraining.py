@@ -159,7 +159,7 @@ def test_a_service_changes_over_and_every_answer_is_of_one_of_the_two(run, tmp_p
                     if answer.status_code != 200:
                         failures.append(answer.text)
                     seen.append(answer.json())
-                    time.sleep(0.01)  # leave the processor to the training
+                    time.sleep(0.05)  # leave the processor to the training
 
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
