@@ -10,7 +10,7 @@ export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo report reproduce docs test test-all check bench clean
+.PHONY: help demo report reproduce docs test test-slow test-all check bench clean
 
 help:
 	@printf "%-16s%s\n" "make demo" "a network meets digits it was not trained on: table, figure, explanation"
@@ -18,7 +18,8 @@ help:
 	@printf "%-16s%s\n" "make reproduce" "run all experiments and draw one page; PRESET=smoke, quick or paper; needs the data sets"
 	@printf "%-16s%s\n" "make docs" "update the tables and figures in the documents from results/"
 	@printf "%-16s%s\n" "make test" "formatting, types and all tests that must pass before a commit"
-	@printf "%-16s%s\n" "make test-all" "the same, then slow tests and trials of reliability"
+	@printf "%-16s%s\n" "make test-slow" "long variants of those tests"
+	@printf "%-16s%s\n" "make test-all" "both, then trials of reliability"
 	@printf "%-16s%s\n" "make check" "formatting and types only"
 	@printf "%-16s%s\n" "make bench" "how fast the engine is, against a loop, torch.func and the hardware"
 	@printf "%-16s%s\n" "make clean" "remove what the other targets made, except reproduced results"
@@ -54,14 +55,18 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# One process per core. Tests of a file run in one process, since they share expensive fixtures.
+# One process per core. Each starts with a stretch of neighbouring files, whose tests share expensive
+# fixtures, and one that is done early takes over tests from the end of another's stretch.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
+	$(PYTEST)
+
+test-slow: $(READY)
+	$(PYTEST) -m slow
 
 # Reports of these shorter trials go to build/, so that those in results/ stay the long ones.
 TRY := OMP_NUM_THREADS=1 $(BIN)/python -m reliability
-test-all: test
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile -m slow
+test-all: test test-slow
 	$(TRY) kills --journal 1000 --server 20 --out build/reliability
 	$(TRY) power --out build/reliability
 	$(TRY) damage --mutations 2000 --whole 200 --out build/reliability
