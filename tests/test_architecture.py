@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import mbpa
@@ -30,6 +31,7 @@ WITHIN_A_LAYER = {("adaptation", "rules")}  # adaptation runs rules, which know 
 LIGHT = {"torch", "numpy", "safetensors", "jaxtyping", "tqdm"}  # what `import mbpa` may load
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text("utf-8"))
