@@ -15,14 +15,27 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Self, SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 from mbpa.serve import journal_schema
 from mbpa.serve.audit import Action, AuditEntry
 from mbpa.serve.database import BACKUP_SUFFIX, Database
+from mbpa.serve.example_journal import (
+    AUDITED_CHANGES,
+    REMEMBERED_REQUESTS,
+    Example,
+    ExampleFilter,
+    ExampleJournal,
+    InputError,
+    JournalState,
+    ListedExample,
+    make_example,
+    validate_request,
+    validate_row,
+)
 from mbpa.serve.journal_errors import DamagedError, InUseError, JournalError
 from mbpa.serve.journal_schema import OVERWRITE, SCHEMA, SIZE, Row, Totals
 
@@ -30,18 +43,17 @@ __all__ = [
     "BACKUP_SUFFIX",
     "DamagedError",
     "Example",
+    "ExampleFilter",
     "InUseError",
     "InputError",
     "Journal",
     "JournalError",
+    "ListedExample",
     "Row",
 ]
 
-REMEMBERED_REQUESTS = 10_000
 WASTE_BYTES = 1 << 20
-AUDITED_CHANGES = 100_000  # about 5 MB
 
-_MAX_EXAMPLE_BYTES = 1 << 28  # SQLite's limit is 10⁹ per row
 _SELECT = "SELECT id, label, text, key FROM examples WHERE live AND"
 _SELECT_WITHOUT_PICTURES = """
 SELECT id, label, CASE WHEN key IS NULL OR typeof(text) <> 'blob' THEN text END, key
@@ -49,55 +61,7 @@ FROM examples WHERE live AND
 """  # a value of type blob in the text column is the file of a picture
 
 
-class InputError(ValueError):
-    """The input is invalid; the message is meant for the caller. Other errors are ours."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """One taught example. ``key`` is an embedding: float32, little-endian."""
-
-    id: int
-    label: str
-    text: str | None
-    key: bytes | None
-    image: bytes | None = None
-    """File of the picture, if the example is a picture; then there is no text."""
-
-    @property
-    def item(self) -> str | bytes | None:
-        """The text or the picture."""
-        return self.text if self.image is None else self.image
-
-
-@dataclass(frozen=True)
-class ExampleFilter:
-    """Which examples to list; by default all of them."""
-
-    label: str | None = None
-    since_ms: int | None = None
-    """Earliest time of teaching, in milliseconds since 1970, UTC."""
-    is_trained: bool | None = None
-    """Whether the head was trained with the example."""
-
-
-@dataclass(frozen=True)
-class ListedExample:
-    """An example with its origin, without key and picture."""
-
-    id: int
-    label: str
-    text: str | None
-    is_trained: bool
-    """Whether the head was trained with it."""
-    taught_ms: int | None
-    """Time of teaching, in milliseconds since 1970, UTC; `None` for examples of journals before
-    format 3, which did not record it."""
-    by: str | None
-    """Name of the token that it was taught with."""
-
-
-class Journal:
+class Journal(ExampleJournal):
     """Taught examples on disk, for one process and any number of its threads.
 
     Opening verifies every row. A process that is forked while a journal is open cannot use it.
@@ -147,6 +111,10 @@ class Journal:
         self._entries = found.totals.entries  # not counting those that had to be kept
 
     @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
     def read_only(self) -> str | None:
         """Reason why the journal is read-only, in one line; `None` if it can be written.
 
@@ -161,7 +129,6 @@ class Journal:
             database.read_only = database.read_only or f"{self.path}: {reason}"
 
     def require_owner(self) -> None:
-        """Raise `JournalError` in a process forked from the one that opened the journal."""
         self._database.require_owner()
 
     def learn(
@@ -172,25 +139,9 @@ class Journal:
         restoring: bool = False,
         by: str | None = None,
     ) -> list[int]:
-        """Write examples, all or none, and return their ids once they are durable.
-
-        Args:
-            examples: each with a text or picture, a key, or both.
-            request: a name for this call. Repeating the name with the same examples returns the
-                same ids and writes nothing, even if they were forgotten since. Only the newest
-                ``remembered_requests`` names are remembered.
-            restoring: list these examples in ``restored`` from now on.
-            by: name of the token, for the audit trail.
-
-        Raises:
-            ValueError: an example cannot be stored.
-            InputError: ``request`` was used for other examples.
-            JournalError: the call is not acknowledged. After a restart it has taken effect as a
-                whole or not at all; repeating it with the same ``request`` makes sure that it has.
-        """
         for example in examples:
-            _validate(*example)
-        _validate_request(request)
+            validate_row(*example)
+        validate_request(request)
         with self._database.writing() as database:
             known = self._find_request(examples, request)
             if known is not None or not examples:
@@ -211,17 +162,7 @@ class Journal:
         return ids
 
     def find_repeated(self, examples: Sequence[Row], request: str) -> list[int] | None:
-        """Return the ids of an earlier call with this name and these examples, or `None`.
-
-        A text may be given without the key it was written with, because embedding it again might
-        change the last bit.
-
-        Raises:
-            InputError: ``request`` was used for other examples.
-            JournalError: as for `learn`; a call that may not be durable is not acknowledged here
-                either.
-        """
-        _validate_request(request)
+        validate_request(request)
         with self._database.writing():
             return self._find_request(examples, request)
 
@@ -232,15 +173,10 @@ class Journal:
         *,
         by: str | None = None,
     ) -> list[int]:
-        """Remove the examples with these ids and all those of ``label``; return the ids that
-        existed.
+        """Remove examples, as the base class says.
 
         On return no file of the journal contains their bytes. Blocks that the file system or the
         disk has freed, and copies made by others, are out of reach.
-
-        Raises:
-            JournalError: the call is not acknowledged. After a restart either all of the examples
-                are present or none.
         """
         numbers = [operator.index(id) for id in ids]  # SQLite would not find numpy integers
         with self._database.writing() as database:
@@ -273,24 +209,11 @@ class Journal:
         last_trained: int | None = None,
         by: str | None = None,
     ) -> dict[int, int]:
-        """Give all examples of a label another label, which may exist; return their new ids by id.
+        """Rename a label, as the base class says.
 
         This copies the whole journal, so it takes about as long as reading and writing the file.
-
-        Args:
-            label: the present label.
-            new_label: the label to give its examples.
-            last_trained: given if `new_label` has a row of the head of its own, which was not
-                trained with these examples: the highest id of those that the head was trained
-                with. Examples up to it get new ids, and restored ones are no longer listed in
-                ``restored``, so that from now on all count as taught. Others keep their ids.
-            by: name of the token, for the audit trail.
-
-        Raises:
-            JournalError: the call is not acknowledged. After a restart either all of the examples
-                have the new label or none.
         """
-        _validate(new_label, "", None)
+        validate_row(new_label, "", None)
         with self._database.writing() as database:
             found = self._find_rows((), label)
             if not found or label == new_label:
@@ -335,33 +258,42 @@ class Journal:
                 raise JournalError(f"{place} cannot be written: {error.strerror}") from error
 
     def renames(self) -> list[AuditEntry]:
-        """Return the entries of labels that were renamed or merged, oldest first."""
         with self._database.reading() as database:
             return journal_schema.read_renames(database)
 
     def examples(
         self, after: int = 0, limit: int | None = None, *, with_pictures: bool = True
     ) -> Iterator[Example]:
-        """Return the examples with ids above ``after``, by rising id, as of the time of the call.
-
-        All rows are read at once, so that a slow consumer blocks nobody. ``limit`` bounds their
-        number, and so the memory this takes. With ``with_pictures=False``, pictures are returned
-        only for examples that have no key.
-        """
         select = _SELECT if with_pictures else _SELECT_WITHOUT_PICTURES
         with self._database.reading() as database:
             rows = database.rows(
                 f"{select} id > ? ORDER BY id LIMIT ?", after, -1 if limit is None else limit
             )
-        return (_make_example(*row) for row in rows)
+        return (make_example(*row) for row in rows)
+
+    def requests(self) -> list[tuple[int, str, int, int, bytes | None, bytes | None]]:
+        """Return the remembered requests: number, name, first id, count, digests."""
+        select = "SELECT number, name, first, count, content, keys FROM requests ORDER BY number"
+        with self._database.reading() as database:
+            return database.rows(select)
+
+    @contextmanager
+    def load(self, *, size: int) -> Iterator[JournalState]:
+        """Load the journal; writes meanwhile would be seen in part, so the caller prevents them."""
+        yield JournalState(self.change, self.last, len(self), self._read_parts(size))
+
+    def _read_parts(self, size: int) -> Iterator[Sequence[Example]]:
+        last = 0
+        while part := list(self.examples(last, size, with_pictures=False)):
+            yield part
+            last = part[-1].id
 
     def example(self, id: int) -> Example | None:
-        """Return the example with this id, or `None`."""
         if not 0 < id < 2**63:
             return None
         with self._database.reading() as database:
             rows = database.rows(f"{_SELECT} id = ?", id)
-        return _make_example(*rows[0]) if rows else None
+        return make_example(*rows[0]) if rows else None
 
     def list_examples(
         self,
@@ -372,16 +304,6 @@ class Journal:
         newest_first: bool = False,
         last_trained: int = 0,
     ) -> list[ListedExample]:
-        """Return one page of the examples that the filter passes, by id.
-
-        Args:
-            wanted: the filter.
-            limit: maximum number of examples.
-            after: return those that follow the example with this id, which need not exist.
-            newest_first: sort by falling ids.
-            last_trained: highest id of the examples that the head was trained with. Restored ones
-                count as trained, too.
-        """
         lowest, highest = 0, 2**63 - 1
         if after is not None:
             lowest, highest = (0, after) if newest_first else (after, highest)
@@ -416,19 +338,12 @@ class Journal:
         return found
 
     def audit(self, *, limit: int, before: int | None = None) -> list[AuditEntry]:
-        """Return entries of the audit trail, newest first.
-
-        Args:
-            limit: maximum number of entries.
-            before: return those of changes with lower numbers than this.
-        """
         with self._database.reading() as database:
             first = self._totals.change + 1 if before is None else before
             return journal_schema.read_entries(database, first, limit)
 
     @property
     def restored(self) -> frozenset[int]:
-        """Ids of the examples that were forgotten and then added back."""
         return self._restored
 
     def labels(self) -> dict[str, int]:
@@ -440,7 +355,6 @@ class Journal:
 
     @property
     def change(self) -> int:
-        """Number of committed writes. Read it before the contents that it should describe."""
         return self._totals.change
 
     @property
@@ -449,14 +363,7 @@ class Journal:
         return self._totals.last
 
     def close(self) -> None:
-        """Close the files. A journal whose process is killed instead loses nothing either."""
         self._database.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _insert(self, examples: Sequence[Row], restoring: bool) -> tuple[list[int], Totals]:
         first = self._totals.last + 1
@@ -553,40 +460,3 @@ class _StoredRow(NamedTuple):
     label: str
     size: int
     checksum: bytes
-
-
-def _make_example(id: int, label: str, item: str | bytes | None, key: bytes | None) -> Example:
-    """Build an example from a row. Texts and picture files share a column and differ by type."""
-    if isinstance(item, bytes):
-        return Example(id, label, None, key, item)
-    return Example(id, label, item, key)
-
-
-def _validate_request(request: str | None) -> None:
-    if request is None:
-        return
-    if type(request) is not str:
-        raise ValueError(f"request must be a string, got {request!r}")
-    try:
-        request.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"request must be Unicode without surrogates: {error}") from error
-
-
-def _validate(label: str, item: str | bytes | None, key: bytes | None) -> None:
-    kinds = {type(label): str, type(item): str | bytes | None, type(key): bytes | None}
-    if wrong := [kind for kind, wanted in kinds.items() if not issubclass(kind, wanted)]:
-        raise ValueError(f"an example must be a label, a text or file, and a key, got {wrong[0]}")
-    if not label:
-        raise ValueError("label must not be empty")
-    if item is None and key is None:
-        raise ValueError(f"an example of {label!r} must have a text or a key")
-    if key is not None and (not key or len(key) % 4):
-        raise ValueError(f"key must hold float32 numbers of 4 bytes, got {len(key)} bytes")
-    try:
-        content = item if isinstance(item, bytes) else (item or "").encode()
-        size = len(label.encode()) + len(content) + len(key or b"")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"label and text must be Unicode without surrogates: {error}") from error
-    if size > _MAX_EXAMPLE_BYTES:
-        raise ValueError(f"an example must have at most {_MAX_EXAMPLE_BYTES} bytes, got {size}")
