@@ -9,7 +9,7 @@ import sys
 
 from reliability.trial import RESULTS, BrokenPromiseError, Trial
 
-NAMES = ("kills", "power", "damage", "operations", "histories", "load", "soak", "fuzz")
+NAMES = ("kills", "power", "damage", "operations", "histories", "load", "soak", "fuzz", "replicas")
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ import torch
 from torch import nn
 
 import mbpa
+from mbpa.serve.client import POSITION_HEADER
+from mbpa.serve.follower import LATEST
 from mbpa.serve.run_info import RunInfo, write_run
 from reliability.linearizability import Event, Verdict, check_history
 from reliability.trial import BrokenPromiseError, Trial
@@ -181,6 +184,19 @@ def separate_counts(history: Sequence[Event]) -> list[Event]:
     return separate
 
 
+def leave_counts_open(history: Sequence[Event]) -> list[Event]:
+    """Return the history without the label counts of learn.
+
+    A replica counts after it has applied a lesson, and perhaps later ones of others with it.
+    """
+    return [
+        replace(event, result=event.result._replace(labels=None))
+        if isinstance(event.result, Acknowledged)
+        else event
+        for event in history
+    ]
+
+
 # The server
 
 
@@ -231,31 +247,64 @@ def serve(run: Path) -> Iterator[int]:
         process.wait(ANSWER_LIMIT_S)
 
 
-class Connection:
-    """A connection to the server; the next request after a cut reconnects."""
+class Positions:
+    """The highest position in the log of all replicas that any client has seen.
 
-    def __init__(self, port: int) -> None:
-        self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_LIMIT_S)
+    Args:
+        asks_latest: requests ask for everything that was acknowledged before them instead.
+    """
+
+    def __init__(self, *, asks_latest: bool = False) -> None:
+        self._asks_latest, self._lock, self._highest = asks_latest, threading.Lock(), 0
+
+    def make_headers(self) -> dict[str, str]:
+        """Return the headers of a request that must know as much."""
+        return {POSITION_HEADER: LATEST if self._asks_latest else str(self._highest)}
+
+    def add(self, answer: http.client.HTTPResponse) -> None:
+        """Note the position of an answer."""
+        with self._lock:
+            self._highest = max(self._highest, int(answer.headers[POSITION_HEADER]))
+
+
+class Connection:
+    """A connection to the server; the next request after a cut reconnects.
+
+    Args:
+        ports: ports of the server, or of replicas, of which each request goes to a random one.
+        positions: what the clients of replicas have seen.
+    """
+
+    def __init__(self, ports: Sequence[int], positions: Positions | None = None) -> None:
+        self._all = [
+            http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_LIMIT_S) for port in ports
+        ]
+        self._http, self._positions = self._all[0], positions
 
     def ask(self, path: str, body: Any = None) -> tuple[int, Any]:
         """Send a request, wait, and return the status and the JSON of the response."""
         self.send(path, body)
         answer = self._http.getresponse()
         content = answer.read()
+        if self._positions is not None:
+            self._positions.add(answer)
         is_json = answer.headers.get_content_type() == "application/json"
         return answer.status, json.loads(content) if is_json else content.decode()
 
     def send(self, path: str, body: Any = None) -> None:
         """Send a request without waiting for a response."""
+        self._http = random.choice(self._all)
+        headers = {} if self._positions is None else self._positions.make_headers()
         if body is None:
-            self._http.request("GET", path)
+            self._http.request("GET", path, headers=headers)
         else:
-            headers = {"Content-Type": "application/json"}
+            headers["Content-Type"] = "application/json"
             self._http.request("POST", path, json.dumps(body), headers)
 
     def disconnect(self) -> None:
         """Close the connection, even during a request."""
-        self._http.close()
+        for each in self._all:
+            each.close()
 
 
 # Clients
@@ -301,7 +350,7 @@ class Client(threading.Thread):
     def __init__(
         self,
         number: int,
-        port: int,
+        connection: Connection,
         shared: Shared,
         random: Random,
         operations: int,
@@ -310,7 +359,7 @@ class Client(threading.Thread):
         super().__init__(name=f"client {number}", daemon=True)
         self._number, self._shared, self._random = number, shared, random
         self._operations, self._begin = operations, begin
-        self._connection = Connection(port)
+        self._connection = connection
         self.events: list[Event] = []
         self.failure: Exception | None = None
 
@@ -413,14 +462,35 @@ def read_result(kind: str, answer: Any) -> Any:
 
 
 def record_history(
-    port: int, number: int, seed: int, clients: int, operations: int
+    ports: Sequence[int],
+    number: int,
+    seed: int,
+    clients: int,
+    operations: int,
+    positions: Positions | None = None,
 ) -> tuple[ServiceState, list[Event]]:
-    """Run clients against a server in its initial state; return that state and their records."""
+    """Run clients against a server in its initial state; return that state and their records.
+
+    Args:
+        ports: ports of the server, or of its replicas.
+        number: number of the history.
+        seed: seed of all requests.
+        clients: number of clients.
+        operations: number of requests per client.
+        positions: what the clients of replicas have seen.
+    """
     shared = Shared(number, str(seed))
-    start = read_start(port)
+    start = read_start(Connection(ports, positions))
     begin = threading.Barrier(clients)
     threads = [
-        Client(n, port, shared, Random(f"{seed}/{number}/{n}"), operations, begin)
+        Client(
+            n,
+            Connection(ports, positions),
+            shared,
+            Random(f"{seed}/{number}/{n}"),
+            operations,
+            begin,
+        )
         for n in range(clients)
     ]
     for thread in threads:
@@ -430,13 +500,12 @@ def record_history(
     for thread in threads:
         if thread.failure is not None:
             raise thread.failure
-    clean(port, shared.labels)
+    clean(ports, shared.labels, positions)
     return start, [event for thread in threads for event in thread.events]
 
 
-def read_start(port: int) -> ServiceState:
+def read_start(connection: Connection) -> ServiceState:
     """Return the state of an idle server; teaching and forgetting an example shows the next id."""
-    connection = Connection(port)
     example = {"label": TRAINED_LABELS[0], "embedding": [1.0] + [0.0] * (KEY_DIM - 1)}
     (id,) = connection.ask("/learn", {"examples": [example]})[1]["ids"]
     connection.ask("/forget", {"ids": [id]})
@@ -448,22 +517,25 @@ def read_start(port: int) -> ServiceState:
     return ServiceState(frozenset(live), id + 1, counts["change"])
 
 
-def clean(port: int, labels: Sequence[str]) -> None:
+def clean(ports: Sequence[int], labels: Sequence[str], positions: Positions | None = None) -> None:
     """Wait until no request is in progress, including lost ones, and forget these labels."""
-    connection = Connection(port)
+    connection = Connection(ports, positions)
+    each_server = [Connection([port], positions) for port in ports]
     idle, seen = 0, -1
     give_up = time.monotonic() + ANSWER_LIMIT_S
     while idle < IDLE_LOOKS:
         if time.monotonic() > give_up:
             raise BrokenPromiseError("all requests must end, but some are still in progress")
         time.sleep(IDLE_PAUSE_S)
-        inside = _read_metric(connection, "mbpa_in_flight")
+        inside = [_read_metric(each, "mbpa_in_flight") for each in each_server]
         change = connection.ask("/stats")[1]["change"]
-        idle = idle + 1 if inside == 1 and change == seen else 0  # 1: the request for the metrics
+        # 1: the request for the metrics
+        idle = idle + 1 if set(inside) == {1} and change == seen else 0
         seen = change
     for label in labels:
         connection.ask("/forget", {"label": label})
-    connection.disconnect()
+    for each in (connection, *each_server):
+        each.disconnect()
 
 
 def _read_metric(connection: Connection, name: str) -> float:
@@ -511,7 +583,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         with serve(Path(place) / "run") as port:
             for number in range(arguments.count):
                 start, history = record_history(
-                    port, number, arguments.seed, arguments.clients, arguments.operations
+                    [port], number, arguments.seed, arguments.clients, arguments.operations
                 )
                 kinds += Counter(event.kind for event in history)
                 lost += sum(event.is_lost for event in history)

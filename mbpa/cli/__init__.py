@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mbpa.cli import lm
+from mbpa.cli import journal, lm
 from mbpa.cli.command import Command, parse_command, run_command
 from mbpa.cli.demo import Demo
 from mbpa.cli.runs import Audit, Backup, Export, Merge, Rename, Restore, Retrain
@@ -26,6 +26,7 @@ COMMANDS: dict[str, type[Command]] = {
     "retrain": Retrain,
     "backup": Backup,
     "restore": Restore,
+    "journal": journal.JournalCommands,
     "lm": lm.LanguageModel,
     "demo": Demo,
 }
@@ -47,6 +48,13 @@ def main(argv: list[str] | None = None) -> int:
                 arguments[1:] or ["--help"],
                 program="mbpa lm",
                 description=lm.DESCRIPTION,
+            )
+        if arguments[:1] == ["journal"]:
+            return parse_command(
+                journal.COMMANDS,
+                arguments[1:] or ["--help"],
+                program="mbpa journal",
+                description=journal.DESCRIPTION,
             )
         return parse_command(
             COMMANDS, arguments or ["--help"], program="mbpa", description=DESCRIPTION

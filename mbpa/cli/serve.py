@@ -50,6 +50,11 @@ class Serve(Command):
     """What the encoder of a saved model takes; texts by default."""
     labels: Path | None = None
     """File with the names of a saved model's labels, one per line; by default 0, 1 and so on."""
+    database: str | None = None
+    """Address of a PostgreSQL database to which `mbpa journal copy` has copied the run.
+    Any number of replicas can then serve it; what one of them is taught, all know.
+    The default is the environment variable MBPA_DATABASE, which does not appear in process lists.
+    Not for language runs."""
 
     def run(self) -> int:
         from mbpa.serve import server
@@ -64,8 +69,12 @@ class Serve(Command):
             threshold=self.threshold,
             device=self.device,
             encoder=encoder,
+            database=self._get_database(),
         )
         return 0
+
+    def _get_database(self) -> str | None:
+        return self.database or os.environ.get("MBPA_DATABASE") or None
 
     def _import_encoder(self) -> Any:
         """Return the user's own encoder, if any."""
@@ -142,6 +151,7 @@ class Explore(Serve):
             threshold=self.threshold,
             device=self.device,
             encoder=encoder,
+            database=self._get_database(),
             page=page.mount,
             path=page.PATH,
         )
@@ -157,9 +167,15 @@ class Check(Command):
 
     directory: tyro.conf.Positional[Path]
     """Run directory written by `mbpa teach` or `mbpa lm read`."""
+    database: str | None = None
+    """Address of the PostgreSQL database that holds the run, to verify in place of the directory.
+    Also lists the replicas that are connected, and how far they are."""
 
     def run(self) -> int:
         from mbpa.language.run_directory import is_language_run
+
+        if self.database is not None:
+            return self._check_database(self.database)
 
         if is_language_run(self.directory):
             return self._check_documents()
@@ -168,6 +184,18 @@ class Check(Command):
         for name, what in check_run(self.directory):
             print(f"{name:10} {what}")
         print(f"{self.directory} is intact")
+        return 0
+
+    def _check_database(self, url: str) -> int:
+        from mbpa.serve.journal import JournalError
+        from mbpa.serve.postgres_verification import check_database
+
+        try:
+            for name, what in check_database(url, self.directory):
+                print(f"{name:10} {what}")
+        except JournalError as error:
+            raise RunError(str(error)) from error
+        print("the run in the database is intact")
         return 0
 
     def _check_documents(self) -> int:

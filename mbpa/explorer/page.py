@@ -187,7 +187,9 @@ class ExplorerPage:
         return (
             rendering.render_message(description),
             gr.Button(interactive=bool(session.changes)),
-            rendering.render_title(self.actions.classifier.stats()),
+            rendering.render_title(
+                self.actions.classifier.stats(), self.actions.classifier.replica
+            ),
             gr.Dropdown(choices=sorted(self.actions.classifier.labels)),
             *shown,
         )

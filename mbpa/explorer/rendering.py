@@ -17,6 +17,7 @@ from mbpa.explorer.review import Opinion
 from mbpa.serve.answers import Reason
 from mbpa.serve.audit import format_time
 from mbpa.serve.journal import ListedExample
+from mbpa.serve.shared_journal import ReplicaStatus
 
 FIRST_COLOUR, SECOND_COLOUR = "var(--colour-first)", "var(--colour-second)"
 OTHER_COLOUR = "var(--colour-other)"
@@ -40,6 +41,10 @@ _TITLE = """
 <div class="mbpa"><h1>mbpa explorer</h1><div class="quiet">
 {{ "{:,}".format(stats.examples) }} examples, {{ stats.labels }} labels,
 {{ "{:,}".format(stats.taught) }} taught since training
+{% if replica %}; replica at position {{ "{:,}".format(replica.position) }},
+{{ replica.lag }} behind, last loaded as a whole at {{ "{:,}".format(replica.snapshot) }}
+{%- if replica.stale_s > 3 %}, up to date {{ "%.0f" | format(replica.stale_s) }} s ago{% endif %}
+{% endif %}
 {% if stats.read_only %}. <b>Read-only: {{ stats.read_only }}</b>{% endif %}
 </div></div>
 """
@@ -193,9 +198,9 @@ _TEMPLATES = make_environment(
 )
 
 
-def render_title(stats: Mapping[str, object]) -> str:
-    """Return the title of the page and a line with counts."""
-    return _TEMPLATES.get_template("title").render(stats=stats)
+def render_title(stats: Mapping[str, object], replica: ReplicaStatus | None = None) -> str:
+    """Return the title of the page and a line with counts, and with the state of a replica."""
+    return _TEMPLATES.get_template("title").render(stats=stats, replica=replica)
 
 
 def render_note(text: str) -> str:

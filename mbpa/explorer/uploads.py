@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mbpa.errors import RunError
+from mbpa.serve.example_journal import ExampleJournal
 from mbpa.serve.journal import InputError, Journal
 from mbpa.serve.middleware import refuse
 
@@ -53,14 +54,15 @@ class Uploads:
         os.environ[FOLDER_VARIABLE] = str(self.folder)
 
     @classmethod
-    def create_beside(cls, journal: Journal, max_bytes: int = MAX_TOTAL_BYTES) -> Uploads:
+    def create_beside(cls, journal: ExampleJournal, max_bytes: int = MAX_TOTAL_BYTES) -> Uploads:
         """Create an empty folder beside a journal.
 
         Files found there were left by a killed process: the lock of the journal is ours.
         """
-        folder = journal.path.with_name(f"{journal.path.name}-uploads")
-        if journal.read_only is not None:  # other processes may read the journal, too
+        if not isinstance(journal, Journal) or journal.read_only is not None:
+            # Other processes may use the journal, too.
             return cls(Path(tempfile.mkdtemp(prefix="mbpa-uploads-")), max_bytes=max_bytes)
+        folder = journal.path.with_name(f"{journal.path.name}-uploads")
         try:
             if folder.is_symlink():  # its target is not ours
                 folder.unlink()

@@ -24,7 +24,9 @@ from mbpa.serve import docs_page, http, schemas
 from mbpa.serve.answers import Answer, Reason
 from mbpa.serve.batching import ResultT
 from mbpa.serve.classifier import Classifier
+from mbpa.serve.follower import PositionGate
 from mbpa.serve.journal import InputError, JournalError
+from mbpa.serve.journal_errors import UnavailableError
 from mbpa.serve.middleware import TOKEN_NAME, Middleware
 from mbpa.serve.model_work import BYTES_PER_TOKEN
 from mbpa.serve.schemas import Error
@@ -91,6 +93,7 @@ def create_app(classifier: Classifier, settings: Settings | None = None) -> Fast
         metrics=service.metrics,
         paths=COUNTED_PATHS,
         estimate_wait_s=lambda length: service.model.estimate_wait_s(length / BYTES_PER_TOKEN),
+        positions=None if classifier.replica is None else PositionGate(classifier),
     )
     _add_error_handlers(app, service)
     _add_prediction_routes(app, service)
@@ -168,17 +171,28 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
         ]
         return http.serialize(schemas.Labels.model_construct(labels=made))
 
-    @app.get("/stats", responses=refused, response_model=schemas.Stats)
+    is_replica = classifier.replica is not None
+
+    def describe_replica() -> dict[str, Any]:
+        status = classifier.replica
+        return {} if status is None else {"replica": schemas.Replica(**vars(status))}
+
+    stats_schema = schemas.ReplicaStats if is_replica else schemas.Stats
+
+    @app.get("/stats", responses=refused, response_model=stats_schema)
     async def stats() -> Response:
         """Return counts of examples and labels, and the state of the service."""
-        return http.serialize(schemas.Stats(**classifier.stats(), waiting=service.model.waiting))
+        counts = {**classifier.stats(), "waiting": service.model.waiting}
+        return http.serialize(stats_schema(**counts, **describe_replica()))
 
-    @app.get("/health", response_model=schemas.Health)
+    health_schema = schemas.ReplicaHealth if is_replica else schemas.Health
+
+    @app.get("/health", response_model=health_schema)
     async def health() -> Response:
         """Report whether the service responds and can still learn. Requires no token."""
         reason = classifier.journal.read_only
         status = "ok" if reason is None else "read-only"
-        return http.serialize(schemas.Health(status=status, reason=reason))
+        return http.serialize(health_schema(status=status, reason=reason, **describe_replica()))
 
     http.add_pages(app, service.metrics, refused)
 
@@ -284,6 +298,10 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     @app.exception_handler(RunError)
     async def report_run_error(_: Request, error: RunError) -> Response:
         return _make_error(422, str(error))
+
+    @app.exception_handler(UnavailableError)
+    async def report_unavailable(_: Request, error: UnavailableError) -> Response:
+        return _make_error(503, str(error), {"Retry-After": "1"})
 
     @app.exception_handler(JournalError)
     async def report_journal_error(_: Request, error: JournalError) -> Response:

@@ -13,7 +13,8 @@ from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-Action = Literal["learn", "restore", "forget", "rename", "merge"]
+Action = Literal["learn", "restore", "forget", "rename", "merge", "retrain", "copy"]
+"""The last two are changes of a run in a database only, which all replicas must follow."""
 TEACHING_ACTIONS = ("learn", "restore")  # these add the examples from `first` on
 
 

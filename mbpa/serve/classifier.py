@@ -27,11 +27,13 @@ from mbpa.serve.adapted_model import AdaptedModel
 from mbpa.serve.answers import Answer, Lesson, Reason, name_answers
 from mbpa.serve.audit import apply_renames
 from mbpa.serve.example_index import Counts
+from mbpa.serve.example_journal import ExampleJournal, JournalState
 from mbpa.serve.input_checks import InputChecks, Limits, check_label
 from mbpa.serve.journal import Example, ExampleFilter, InputError, Journal, ListedExample, Row
 from mbpa.serve.run_directory import remove_unused_models
 from mbpa.serve.run_info import (
     JOURNAL_FILE,
+    RUN_FILE,
     Model,
     RunInfo,
     encode_key,
@@ -40,6 +42,8 @@ from mbpa.serve.run_info import (
     stack_keys,
 )
 from mbpa.serve.served_model import ServedModel
+from mbpa.serve.shared_journal import Changes, ReplicaStatus, SharedJournal
+from mbpa.serve.shared_run import pack_model, read_shared_model
 from mbpa.serve.taught_model import TaughtModel
 from mbpa.teaching import Learner
 
@@ -71,7 +75,7 @@ class Classifier:
         self,
         info: RunInfo,
         model: Model,
-        journal: Journal,
+        journal: ExampleJournal,
         encoder: Encoder[Any] | None = None,
         limits: Limits | None = None,
     ) -> None:
@@ -88,6 +92,8 @@ class Classifier:
         )
         self._writing = threading.RLock()  # journal and memory get writes in the same order
         self._state = threading.RLock()
+        self._shared = journal if isinstance(journal, SharedJournal) else None
+        self._must_load = False  # whether the memory is not that of any position of the log
         self._model = self._make_served(info, model)
         self._counts = self._model.counts(0)  # replaced after each change: readers need no lock
         self._replay()
@@ -103,8 +109,9 @@ class Classifier:
         image_encoder: ImageEncoder | None = None,
         limits: Limits | None = None,
         encodes: bool = True,
+        database: str | None = None,
     ) -> Self:
-        """Load the classifier from a run directory.
+        """Load the classifier from a run directory, or from a database that holds the same run.
 
         Args:
             device: where to compute.
@@ -113,6 +120,9 @@ class Classifier:
             text_encoder, image_encoder: earlier names of `encoder`.
             limits: how much the run can hold; larger than most runs by default.
             encodes: load the run's encoder; without it, only keys can be classified and taught.
+            database: address of a PostgreSQL database, ``postgresql://…``, to which `mbpa journal
+                copy` has copied the run. Nothing in the directory is then written. What others
+                write there is known after `follow`.
 
         Raises:
             RunError: there is no run, it is damaged, or its encoder differs from the one here.
@@ -120,18 +130,23 @@ class Classifier:
         """
         root = Path(directory)
         RunInfo.read(root)  # first of all, report a directory that is not a run
+        given = encoder or text_encoder or image_encoder
         # The journal's lock keeps others from replacing the run while the rest of it is read.
         with contextlib.ExitStack() as stack:
-            journal = stack.enter_context(Journal(root / JOURNAL_FILE, create=False))
-            info = RunInfo.read(root)
-            model = read_model(root, info, device)
-            given = encoder or text_encoder or image_encoder
+            journal: ExampleJournal
+            if database is None:
+                journal = stack.enter_context(Journal(root / JOURNAL_FILE, create=False))
+                info = RunInfo.read(root)
+                model = read_model(root, info, device)
+            else:
+                journal = stack.enter_context(_open_shared(database, root))
+                info, model = read_shared_model(journal.name, *journal.read_model(), device)
             try:
                 loaded = read_encoder(info, device, given) if given or encodes else None
             except ValueError as error:
                 raise RunError(f"{root} cannot be used: {error}") from error
             classifier = cls(info, model, journal, loaded, limits)
-            if journal.read_only is None:
+            if database is None and journal.read_only is None:
                 remove_unused_models(root, info)
             stack.pop_all()
         return classifier
@@ -331,10 +346,9 @@ class Classifier:
             ]
             with self._state:
                 self._model.make_room(len(rows))  # may fail, so it comes before the write
-            with self._applying_change():
+            with self._applying_change() as apply:
                 ids = self.journal.learn(rows, request, restoring=restoring, by=by)
-                with self._state:
-                    self._add(ids, named, keys)
+                apply(lambda: self._add(ids, named, keys))
             return ids
 
     def find_repeated(self, lessons: Sequence[Lesson], request: str) -> list[int] | None:
@@ -353,7 +367,10 @@ class Classifier:
             )
             for each in lessons
         ]
-        return self.journal.find_repeated(rows, request)
+        found = self.journal.find_repeated(rows, request)
+        if found is not None:
+            self.follow()  # another replica may have written them
+        return found
 
     def was_trained_with(self, id: int) -> bool:
         """Return whether the head was trained with this example."""
@@ -377,11 +394,10 @@ class Classifier:
         """
         self.journal.require_owner()
         with self._writing:
-            with self._applying_change():
+            with self._applying_change() as apply:
                 name = None if label is None else label.strip()
                 gone = self.journal.forget(list(ids), name, by=by)
-                with self._state:
-                    self._model.remove(gone)
+                apply(lambda: self._model.remove(gone))
             return gone
 
     def rename(self, label: str, new_label: str, *, by: str | None = None) -> list[int]:
@@ -395,7 +411,7 @@ class Classifier:
         """
         label, new_label = label.strip(), new_label.strip()
         check_label(new_label)
-        with self._writing:
+        with self._writing_alone():
             if new_label in self._counts.labels:
                 raise InputError(f"there is already a label {new_label!r}: merge them instead")
             return self._change_label(label, new_label, by)
@@ -412,7 +428,7 @@ class Classifier:
             InputError: there is no such label.
         """
         label, into = label.strip(), into.strip()
-        with self._writing:
+        with self._writing_alone():
             if into not in self._counts.labels:
                 raise InputError(f"there is no label {into!r}: rename {label!r} instead")
             return self._change_label(label, into, by)
@@ -421,9 +437,9 @@ class Classifier:
 
     def take_snapshot(self) -> Snapshot:
         """Return everything that a head can be trained with, as it is between two writes."""
-        with self._writing:
-            _, named, keys = self._read_journal()
-            return Snapshot(tuple(named), keys, self.journal.last, self.journal.change)
+        with self._writing, self.journal.load(size=REPLAY_CHUNK_EXAMPLES) as state:
+            _, named, keys = self._read_examples(state)
+            return Snapshot(tuple(named), keys, state.last, state.change)
 
     def replace_model(self, info: RunInfo, model: Model, before: Callable[[], None]) -> None:
         """Answer from another model, with the same examples, from one answer to the next.
@@ -438,23 +454,116 @@ class Classifier:
             InputError: a label was renamed or merged since the snapshot, or the model needs keys of
                 norm 1 and an example has another one; nothing has changed.
         """
-        with self._writing:
+        with self._writing, self.journal.load(size=REPLAY_CHUNK_EXAMPLES) as state:
             if any(each.change > info.change for each in self.journal.renames()):
                 raise InputError("a label was renamed meanwhile: train again")
-            replaced = self._make_served(info, model._replace(head=model.head.to(self._device)))
-            ids, named, keys = self._read_journal()
-            checks = replace(self.checks, requires_unit_norm=_requires_unit_norm(info, model))
-            checks.check_keys(keys.numpy())  # lessons of other norms may have come meanwhile
-            replaced.make_room(len(ids))
-            replaced.add(ids, named, keys.to(self._device), self._find_trained(ids, info))
-            before()
-            with self._state:
-                if self.threshold == self.info.threshold:  # not one that the user has set
-                    self.threshold = info.threshold
-                self.info, self._model, self.checks = info, replaced, checks
-                self._counts = replaced.counts(self.journal.change)
+            self._change_over(info, model, state, before)
+
+    def publish_model(self, info: RunInfo, directory: Path, *, by: str | None = None) -> None:
+        """Make a model that of all replicas; on return, this one answers from it.
+
+        Args:
+            info: describes the model; `info.change` is that of the snapshot it was trained with.
+            directory: where the model is, under the name that `info` gives.
+            by: name of the token, for the audit trail.
+
+        Raises:
+            InputError: as for `replace_model`.
+        """
+        assert self._shared is not None
+        model = read_model(directory, info, "cpu")
+        checks = replace(self.checks, requires_unit_norm=_requires_unit_norm(info, model))
+        with self._writing_alone():
+            if any(each.change > info.change for each in self.journal.renames()):
+                raise InputError("a label was renamed meanwhile: train again")
+            taught = list(self.journal.examples(info.trained_examples, with_pictures=False))
+            checks.check_keys(stack_keys(self.journal.name, taught, self.key_dim).numpy())
+            self._shared.replace_model(
+                info.to_bytes(), pack_model(directory / info.model), examples=info.trained_examples
+            )
+
+    # Following other replicas
+
+    @property
+    def position(self) -> int | None:
+        """Position in the log of all replicas that answers are given at; `None` without one."""
+        return None if self._shared is None else self._counts.change
+
+    @property
+    def replica(self) -> ReplicaStatus | None:
+        """How far this replica has followed the log; `None` if the journal is not shared."""
+        return None if self._shared is None else self._shared.status
+
+    def follow(self, position: int | None = None) -> None:
+        """Apply to the memory what was written to a shared journal; otherwise do nothing.
+
+        Answers are given at one position after another, never between two.
+
+        Args:
+            position: do nothing if this position has been reached.
+
+        Raises:
+            UnavailableError: the database cannot be used; the memory is as it was.
+        """
+        if self._shared is None:
+            return
+        with self._writing:
+            if position is not None and self._counts.change >= position and not self._must_load:
+                return
+            changes = None if self._must_load else self._shared.read_changes()
+            if changes is not None and changes.position == self._counts.change:
+                return
+            self._must_load = True  # until the memory is complete again
+            if changes is None or changes.replaces_model:
+                self._load_shared(self._shared)
+            else:
+                self._apply_changes(changes)
+            self._must_load = False
+
+    def _apply_changes(self, changes: Changes) -> None:
+        ids = [each.id for each in changes.present]
+        named = [(each.label, each.text) for each in changes.present]
+        keys = stack_keys(self.journal.name, changes.present, self.key_dim).to(self._device)
+        with self._state:
+            self._model.make_room(len(ids))
+            held = [id for id in changes.touched if id in self._model.index.examples]
+            if held:
+                self._model.remove(held)
+            if changes.renames:
+                self._model.set_trained_labels(self._name_rows(self.info))
+            self._add(ids, named, keys)
+            self._counts = self._model.counts(changes.position)
+
+    def _load_shared(self, shared: SharedJournal) -> None:
+        """Load everything anew, and answer from it once it is complete."""
+        with shared.load(size=REPLAY_CHUNK_EXAMPLES) as state:
+            files = state.run_file, state.model_files
+            info, model = read_shared_model(shared.name, *files, self._device)
+            shared.adopt(state)
+            self._change_over(info, model, state)
 
     # Inside
+
+    def _change_over(
+        self,
+        info: RunInfo,
+        model: Model,
+        state: JournalState,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Answer from another model with these examples, once `before` has been called."""
+        replaced = self._make_served(info, model._replace(head=model.head.to(self._device)))
+        ids, named, keys = self._read_examples(state)
+        checks = replace(self.checks, requires_unit_norm=_requires_unit_norm(info, model))
+        checks.check_keys(keys.numpy())  # lessons of other norms may have come meanwhile
+        replaced.make_room(len(ids))
+        replaced.add(ids, named, keys.to(self._device), self._find_trained(ids, info))
+        before()
+        with self._state:
+            if self.threshold == self.info.threshold:  # not one that the user has set
+                self.threshold = info.threshold
+            self.info, self._model, self.checks = info, replaced, checks
+            self._counts = replaced.counts(state.change)
 
     def _make_served(self, info: RunInfo, model: Model) -> ServedModel:
         """Return a model without examples."""
@@ -490,11 +599,10 @@ class Classifier:
             raise InputError(f"the label is already called {label!r}")
         has_row = new_label in counts.trained_labels
         last_trained = self.info.trained_examples if has_row else None
-        with self._applying_change():
+        with self._applying_change() as apply:
             ids = self.journal.rename(label, new_label, last_trained=last_trained, by=by)
             names = self._name_rows(self.info)
-            with self._state:
-                self._model.relabel(ids, new_label, names, keeps_trained=not has_row)
+            apply(lambda: self._model.relabel(ids, new_label, names, keeps_trained=not has_row))
         return sorted(ids.values())
 
     def _encode_queries(
@@ -529,25 +637,29 @@ class Classifier:
 
     def _replay(self) -> None:
         """Fill the memory from the journal."""
-        ids, named, keys = self._read_journal()
-        self._model.make_room(len(ids))
-        self._add(ids, named, keys.to(self._device))
-        self._counts = self._model.counts(self.journal.change)
+        if self._shared is not None:
+            self._load_shared(self._shared)
+            return
+        with self.journal.load(size=REPLAY_CHUNK_EXAMPLES) as state:
+            ids, named, keys = self._read_examples(state)
+            self._model.make_room(len(ids))
+            self._add(ids, named, keys.to(self._device))
+            self._counts = self._model.counts(state.change)
 
-    def _read_journal(self) -> tuple[list[int], list[tuple[str, str | None]], Float[Tensor, "N D"]]:
+    def _read_examples(
+        self, state: JournalState
+    ) -> tuple[list[int], list[tuple[str, str | None]], Float[Tensor, "N D"]]:
         """Return the id, the label and text, and the key of each example, by rising id.
 
-        The journal is read in chunks, so that few examples are held twice.
+        The journal is read in parts, so that few examples are held twice.
         """
-        keys = torch.empty(len(self.journal), self.key_dim)
+        keys = torch.empty(state.count, self.key_dim)
         ids: list[int] = []
         named: list[tuple[str, str | None]] = []
-        while found := list(
-            self.journal.examples(ids[-1] if ids else 0, REPLAY_CHUNK_EXAMPLES, with_pictures=False)
-        ):
+        for found in state.parts:
             part = keys[len(ids) : len(ids) + len(found)]
             has_key = torch.tensor([each.key is not None for each in found])
-            part[has_key] = stack_keys(self.journal.path, found, self.key_dim)
+            part[has_key] = stack_keys(self.journal.name, found, self.key_dim)
             if not has_key.all():
                 part[~has_key] = torch.stack([key.cpu() for key in self._encode_missing(found)])
             ids += [each.id for each in found]
@@ -563,21 +675,56 @@ class Classifier:
         self._model.add(ids, named, keys, self._find_trained(ids, self.info))
 
     @contextlib.contextmanager
-    def _applying_change(self) -> Iterator[None]:
+    def _applying_change(self) -> Iterator[Callable[[Callable[[], None]], None]]:
         """Make sure that a change of the journal also reaches the memory and the counts.
 
-        If updating the memory fails, the journal refuses further writes until a restart, which
-        fills the memory anew.
+        Yields a function that takes the update of the memory. If the update fails, the journal
+        refuses further writes until a restart, which fills the memory anew. A replica reads the
+        change back from the log instead, with those of others that came before it.
         """
+        if self._shared is not None:
+            yield lambda update: self.follow()
+            return
+        assert isinstance(self.journal, Journal)
         change = self.journal.change
         try:
-            yield
-            with self._state:
+            with contextlib.ExitStack() as updating:
+
+                def apply(update: Callable[[], None]) -> None:
+                    updating.enter_context(self._state)
+                    update()
+
+                yield apply
                 self._counts = self._model.counts(self.journal.change)
         except BaseException:
             if self.journal.change != change:
                 self.journal.refuse("the memory was not updated after a write: restart")
             raise
+
+    @contextlib.contextmanager
+    def _writing_alone(self) -> Iterator[None]:
+        """Keep others from writing, other replicas included, with the memory up to date."""
+        with self._writing:
+            if self._shared is None:
+                yield
+                return
+            with self._shared.exclusively():
+                self.follow()
+                yield
+            self.follow()
+
+
+def _open_shared(url: str, directory: Path) -> SharedJournal:
+    """Open a journal in a database, which must hold the run of a directory."""
+    from mbpa.serve.postgres_journal import PostgresJournal
+
+    journal = PostgresJournal(url)
+    try:
+        journal.require_same_run((directory / RUN_FILE).read_bytes(), directory)
+    except BaseException:
+        journal.close()
+        raise
+    return journal
 
 
 def _requires_unit_norm(info: RunInfo, model: Model) -> bool:

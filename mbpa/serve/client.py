@@ -16,6 +16,7 @@ from mbpa.errors import RunError
 TIMEOUT_S = 3600.0  # to begin an answer, which for training takes minutes
 MAX_ERROR_BYTES = 1 << 16
 EXAMPLES_PER_PAGE = 1000
+POSITION_HEADER = "X-MbPA-Position"  # of an answer, and of requests that must know as much
 
 
 def is_url(place: str) -> bool:
@@ -26,6 +27,9 @@ def is_url(place: str) -> bool:
 class ServiceClient:
     """Sends requests to a service.
 
+    Every request to a replica sees at least what the answers before it saw, whichever replica a
+    load balancer chooses.
+
     Args:
         url: address of the service, such as http://127.0.0.1:8000.
         token: its token, if it requires one.
@@ -33,6 +37,7 @@ class ServiceClient:
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self.url, self._token = url.rstrip("/"), token
+        self._position: str | None = None
 
     def get(self, path: str, query: Mapping[str, str | int | None] | None = None) -> Any:
         """Return the JSON answer to a GET request; parameters that are `None` are left out."""
@@ -66,6 +71,8 @@ class ServiceClient:
     @contextmanager
     def _open(self, method: str, path: str, body: bytes | None = None) -> Iterator[IO[bytes]]:
         headers = {} if body is None else {"Content-Type": "application/json"}
+        if self._position is not None:
+            headers[POSITION_HEADER] = self._position
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         try:
@@ -73,6 +80,7 @@ class ServiceClient:
                 self.url + path, data=body, headers=headers, method=method
             )
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                self._position = answer.headers.get(POSITION_HEADER, self._position)
                 yield answer
         except urllib.error.HTTPError as error:
             with error:

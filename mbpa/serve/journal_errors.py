@@ -22,6 +22,10 @@ class DamagedError(JournalError):
     """The files do not hold what was written, or are not a journal at all."""
 
 
+class UnavailableError(JournalError):
+    """The database cannot be used at the moment; what failed can be tried again."""
+
+
 def get_error_code(error: Exception) -> int:
     """Return the primary error code, such as SQLITE_IOERR for SQLITE_IOERR_FSYNC."""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF

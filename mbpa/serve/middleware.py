@@ -12,13 +12,16 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mbpa.serve.follower import PositionGate
 from mbpa.serve.settings import OPEN_PATHS, Settings
+from mbpa.serve.shared_journal import ReplicaStatus
 
 MAX_DRAINED_BYTES = 1 << 26  # of an oversized body that are read before it is refused
 TOKEN_NAME = "mbpa.token_name"  # in the scope of a request that was sent with a token
@@ -71,6 +74,30 @@ class Metrics(HttpMetrics):
         )
 
 
+class ReplicaMetrics:
+    """Further metrics of a classifier whose journal is shared.
+
+    Args:
+        registry: the registry of its metrics.
+        get_status: returns how far it has followed the log.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, get_status: Callable[[], ReplicaStatus]
+    ) -> None:
+        described = {
+            "position": "Position in the log of all replicas that answers are given at",
+            "lag": "Events of the log that are known and not yet applied",
+            "stale_s": "Seconds since the replica last knew that it had applied everything",
+            "snapshot": "Position at which everything was last loaded",
+            "snapshot_age_s": "Seconds since everything was last loaded",
+        }
+        for field, text in described.items():
+            name = f"mbpa_{field.removesuffix('_s')}" + ("_seconds" if field[-2:] == "_s" else "")
+            gauge = Gauge(name, text, registry=registry)
+            gauge.set_function(partial(lambda field: getattr(get_status(), field), field))
+
+
 class Middleware:
     """An ASGI app that passes admitted requests on to another app.
 
@@ -81,6 +108,7 @@ class Middleware:
             read, because parsing hundreds of bodies only to refuse them would delay the admitted
             requests.
         format_error: returns the body of an error response as JSON, given its status and reason.
+        positions: holds requests to a replica back until it can answer them.
     """
 
     def __init__(
@@ -91,9 +119,11 @@ class Middleware:
         paths: set[str],
         estimate_wait_s: Callable[[int], float] = lambda length: 0.0,
         format_error: Callable[[int, str], Any] = lambda status, why: {"error": why},
+        positions: PositionGate | None = None,
     ) -> None:
         self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
         self._estimate_wait_s, self._format_error = estimate_wait_s, format_error
+        self._positions = positions
         self.in_flight = self.receiving = self.held_bytes = self._page_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,6 +161,9 @@ class Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if self._positions is not None:
+                    headers = [*message.get("headers", ()), *self._positions.make_headers()]
+                    message = {**message, "headers": headers}
                 state.leave()  # a client that reads slowly must not count as in flight
             await send(message)
 
@@ -167,12 +200,17 @@ class Middleware:
             await _drain(receive, _compute_deadline(settings.body_timeout_s))
             text = f"the body must have at most {settings.body_bytes} bytes"
             await self._refuse(send, 413, text)
+        elif (refusal := await self._wait_for_position(headers)) is not None:
+            await self._refuse(send, *refusal, retry_after=1 if refusal[0] == 503 else None)
         elif not has_body:
             state.enter()
             await self._app(scope, receive, send)
         else:
             state.receive()
             await self._app(scope, self._admit_whole(receive, state), send)
+
+    async def _wait_for_position(self, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
+        return None if self._positions is None else await self._positions.wait(headers)
 
     async def _refuse(self, send: Send, status: int, why: str, **options: Any) -> None:
         await refuse(send, status, why, body=self._format_error(status, why), **options)

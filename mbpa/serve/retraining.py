@@ -85,6 +85,9 @@ def train(directory: Path, info: RunInfo, snapshot: Snapshot, *, progress: bool 
 
 def change_over(classifier: Classifier, directory: Path, info: RunInfo) -> RunInfo:
     """Make the model that `info` describes that of the run, durably, and answer from it."""
+    if classifier.replica is not None:
+        classifier.publish_model(info, directory)
+        return info
     model = read_model(directory, info, "cpu")
     try:
         classifier.replace_model(info, model, before=lambda: info.write(directory))

@@ -83,10 +83,14 @@ class RunInfo:
 
     def write(self, directory: Path) -> None:
         """Write `run.json` durably."""
+        files.write_durably(directory / RUN_FILE, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the content of `run.json`."""
         content = {"format": RUN_FORMAT, "mbpa": mbpa.__version__, **vars(self)}
         content["sha256"] = files.digest_json(content)
         text = json.dumps(content, indent=1, ensure_ascii=False)
-        files.write_durably(directory / RUN_FILE, f"{text}\n".encode())
+        return f"{text}\n".encode()
 
     @classmethod
     def read(cls, directory: Path) -> RunInfo:
@@ -97,17 +101,28 @@ class RunInfo:
         """
         path = directory / RUN_FILE
         try:
-            return cls._parse(json.loads(path.read_bytes().decode()))
+            content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise RunError(
                 f"{directory} is not a run (it has no {RUN_FILE}): create one with `mbpa teach`"
             ) from error
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
+        return cls.parse(content, str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, name: str) -> RunInfo:
+        """Parse and verify the content of a `run.json`, which messages call `name`.
+
+        Raises:
+            RunError: it is damaged, or was written by a newer mbpa.
+        """
+        try:
+            return cls._parse(json.loads(content.decode()))
         except _NewerFormat as error:
-            raise RunError(f"{path} was written by a newer mbpa: upgrade mbpa") from error
+            raise RunError(f"{name} was written by a newer mbpa: upgrade mbpa") from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise RunError(f"{path} is damaged: {error}") from error
+            raise RunError(f"{name} is damaged: {error}") from error
 
     @classmethod
     def _parse(cls, content: dict[str, Any]) -> RunInfo:
@@ -300,8 +315,8 @@ def encode_key(key: Float[Tensor, "D"]) -> bytes:
     return key.detach().numpy().astype("<f4").tobytes()
 
 
-def stack_keys(path: Path, examples: Iterable[Example], key_dim: int) -> Float[Tensor, "N D"]:
-    """Stack the keys of those examples of a journal that have one.
+def stack_keys(name: str, examples: Iterable[Example], key_dim: int) -> Float[Tensor, "N D"]:
+    """Stack the keys of those examples of the journal `name` that have one.
 
     Raises:
         RunError: a key has a wrong size or invalid numbers; the message names the example.
@@ -311,10 +326,10 @@ def stack_keys(path: Path, examples: Iterable[Example], key_dim: int) -> Float[T
     for row, example in zip(keys, with_key, strict=True):
         key = np.frombuffer(example.key or b"", "<f4")
         if key.shape != row.shape:
-            raise _describe_bad_key(path, key_dim, example, f"has {len(key)} numbers")
+            raise _describe_bad_key(name, key_dim, example, f"has {len(key)} numbers")
         row[:] = key
     for place in np.flatnonzero(~(compute_norms(keys) < MAX_KEY_NORM)):
-        raise _describe_bad_key(path, key_dim, with_key[place], "has not")
+        raise _describe_bad_key(name, key_dim, with_key[place], "has not")
     return torch.from_numpy(keys)
 
 
@@ -324,8 +339,8 @@ def compute_norms(rows: Float[np.ndarray, "B D"]) -> Float[np.ndarray, "B"]:
     return norms
 
 
-def _describe_bad_key(path: Path, key_dim: int, example: Example, what: str) -> RunError:
+def _describe_bad_key(name: str, key_dim: int, example: Example, what: str) -> RunError:
     return RunError(
-        f"{path}: keys must have {key_dim} finite numbers and a norm below {MAX_KEY_NORM:.0e}, but "
+        f"{name}: keys must have {key_dim} finite numbers and a norm below {MAX_KEY_NORM:.0e}, but "
         f"that of example {example.id} {what}: restore the file from a backup"
     )

@@ -345,7 +345,7 @@ class AuditedChange(ApiModel):
     """Name of the token; `null` if none was needed."""
     action: str
     """"learn", "forget", "rename", "merge" (into a label with a row of its own), or "restore" for
-    examples whose forgetting was undone."""
+    examples whose forgetting was undone; of a run in a database also "retrain" and "copy"."""
     first: int
     """Lowest id of the examples that were changed."""
     count: int
@@ -402,6 +402,27 @@ class Health(ApiModel):
     status: str
     """"ok", or "read-only" if nothing more can be learnt."""
     reason: str | None
+
+
+class Replica(ApiModel):
+    position: int
+    """Position in the log of all replicas that answers are given at."""
+    lag: int
+    """Number of further events of the log that are known and not yet applied."""
+    stale_s: float
+    """Seconds since the replica last knew that it had applied everything."""
+    snapshot: int
+    """Position at which everything was last loaded."""
+    snapshot_age_s: float
+    """Seconds since then."""
+
+
+class ReplicaStats(Stats):
+    replica: Replica
+
+
+class ReplicaHealth(Health):
+    replica: Replica
 
 
 class Error(ApiModel):

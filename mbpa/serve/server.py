@@ -64,6 +64,7 @@ def serve(
     threshold: float | None = None,
     device: str = "auto",
     encoder: OwnEncoder | None = None,
+    database: str | None = None,
     page: Callable[[FastAPI, Classifier], FastAPI] | None = None,
     path: str = "/docs",
 ) -> None:
@@ -77,6 +78,7 @@ def serve(
         threshold: confidence threshold to use in place of the run's; for classifiers only.
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
         encoder: the user's own encoder that the run was made with; for classifiers only.
+        database: address of the PostgreSQL database that holds the run; for classifiers only.
         page: mounts pages on the app of a classifier and returns it.
         path: path of the page in the URL that is printed when the service is ready.
 
@@ -99,11 +101,13 @@ def serve(
             raise RunError("a language run has no threshold")
         if encoder is not None:
             raise RunError("a language run has no encoder")
+        if database is not None:
+            raise RunError("a language run cannot be kept in a database")
         opening = _open_language_run(directory, settings, chosen)
         path = PAGE_PATH
     else:
         RunInfo.read(directory)  # report a faulty run first, before anything slow
-        opening = _open_classifier(directory, settings, chosen, threshold, encoder, page)
+        opening = _open_classifier(directory, settings, chosen, threshold, encoder, database, page)
     listener = _open_listener(host, port)
     with listener:
         print(f"loading {directory}", file=sys.stderr, flush=True)
@@ -114,7 +118,8 @@ def serve(
                 lambda: _announce(opened, listener, settings, path),
                 opened.on_stop,
             )
-    print(f"stopped; everything that was taught is in {directory}", file=sys.stderr)
+    where = "the database" if database is not None else directory
+    print(f"stopped; everything that was taught is in {where}", file=sys.stderr)
 
 
 @contextmanager
@@ -124,10 +129,11 @@ def _open_classifier(
     device: torch.device,
     threshold: float | None,
     encoder: OwnEncoder | None,
+    database: str | None,
     page: Callable[[FastAPI, Classifier], FastAPI] | None,
 ) -> Iterator[_Opened]:
     try:
-        classifier = Classifier.load(directory, device=device, encoder=encoder)
+        classifier = Classifier.load(directory, device=device, encoder=encoder, database=database)
     except JournalError as error:
         raise RunError(str(error)) from error
     with classifier:

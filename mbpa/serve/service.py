@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ from mbpa.serve.answers import Answer, Lesson, Reason
 from mbpa.serve.backup import Archive, make_served_archive
 from mbpa.serve.batching import Batcher, SerialWorker
 from mbpa.serve.classifier import Classifier
+from mbpa.serve.follower import Follower
 from mbpa.serve.input_checks import (
     check_label,
     check_text,
@@ -30,12 +34,13 @@ from mbpa.serve.input_checks import (
     naming_picture,
     standardize_picture,
 )
-from mbpa.serve.journal import ExampleFilter, InputError, JournalError, ListedExample
-from mbpa.serve.middleware import Metrics
+from mbpa.serve.journal import ExampleFilter, InputError, Journal, JournalError, ListedExample
+from mbpa.serve.middleware import Metrics, ReplicaMetrics
 from mbpa.serve.model_work import Chunk, ModelRequest, ModelWork, weigh
 from mbpa.serve.retraining import Trainer, change_over
 from mbpa.serve.run_info import RunInfo
 from mbpa.serve.settings import Settings
+from mbpa.serve.shared_journal import SharedJournal
 
 
 class Service:
@@ -68,6 +73,13 @@ class Service:
             name="mbpa-lessons",
         )
         self._trainer, self._is_retraining = Trainer(), False
+        journal = classifier.journal
+        self._shared = journal if isinstance(journal, SharedJournal) else None
+        self._follower: Follower | None = None
+        if self._shared is not None:
+            shared = self._shared
+            self._follower = Follower(classifier, shared)
+            ReplicaMetrics(self.metrics.registry, lambda: shared.status)
         self.writer = SerialWorker(settings.writes)
         # Pictures are read one at a time: each may briefly take hundreds of megabytes.
         self.reader = SerialWorker(settings.writes, "mbpa-reader")
@@ -76,10 +88,14 @@ class Service:
         """Start the threads; call this from the event loop that will make the requests."""
         self.model.start()
         self.lessons.start()
+        if self._follower is not None:
+            self._follower.start()
 
     async def stop(self) -> None:
         """Finish the work that has been accepted, except training, then end the threads."""
         self._trainer.stop()
+        if self._follower is not None:
+            await asyncio.to_thread(self._follower.stop)
         await self.model.stop()
         await self.lessons.stop()
         await self.reader.stop()
@@ -207,7 +223,12 @@ class Service:
 
     async def make_backup(self) -> Archive:
         """Make an archive of the run as it is between two writes."""
-        return await self.writer(lambda: make_served_archive(self.classifier.journal))
+        journal = self.classifier.journal
+        if isinstance(journal, Journal):
+            return await self.writer(lambda: make_served_archive(journal))
+        from mbpa.serve.journal_copy import make_shared_archive
+
+        return await asyncio.to_thread(make_shared_archive, journal)
 
     async def retrain(self) -> RunInfo:
         """Train with everything that the run holds, in another process, and change over to it.
@@ -222,14 +243,24 @@ class Service:
             raise RunError("it is being trained already: wait until that is done")
         self._is_retraining = True
         try:
-            directory = classifier.journal.path.parent
-            snapshot = await self.writer(classifier.take_snapshot)
-            info = await asyncio.to_thread(
-                self._trainer.train, directory, classifier.info, snapshot
-            )
-            return await self.writer(lambda: change_over(classifier, directory, info))
+            with self._choose_model_directory() as directory:
+                snapshot = await self.writer(classifier.take_snapshot)
+                info = await asyncio.to_thread(
+                    self._trainer.train, directory, classifier.info, snapshot
+                )
+                return await self.writer(lambda: change_over(classifier, directory, info))
         finally:
             self._is_retraining = False
+
+    @contextlib.contextmanager
+    def _choose_model_directory(self) -> Iterator[Path]:
+        """Yield where to write a new model: the run, or for a replica a temporary directory."""
+        journal = self.classifier.journal
+        if isinstance(journal, Journal):
+            yield journal.path.parent
+        else:
+            with tempfile.TemporaryDirectory(prefix="mbpa-") as folder:
+                yield Path(folder)
 
     async def list_examples(self, query: schemas.ExamplesQuery) -> list[ListedExample]:
         """Return the examples of a page, and one more if there is a next page."""

@@ -32,7 +32,7 @@ def check_run(directory: Path) -> list[tuple[str, str]]:
         model = read_model(directory, info, "cpu")
         examples = journal.examples(with_pictures=False)
         while part := list(islice(examples, EXAMPLES_PER_PART)):
-            stack_keys(journal.path, part, info.key_dim)
+            stack_keys(journal.name, part, info.key_dim)
         labels, count, change = journal.labels(), len(journal), journal.change
     with_rows = "without" if model.rows is None else "with"
     is_learner = isinstance(model.method, Learner)

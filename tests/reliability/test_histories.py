@@ -336,7 +336,7 @@ def test_histories_of_the_service_are_linearizable(tmp_path):
     ):
         port = int(url.rsplit(":", 1)[1])
         for number in range(3):
-            start, history = record_history(port, number, seed=0, clients=4, operations=15)
+            start, history = record_history([port], number, seed=0, clients=4, operations=15)
             assert len(history) == 60
             check = check_history(separate_counts(history), start, step_service, limit_s=30.0)
             assert check.verdict is Verdict.LINEARIZABLE
@@ -360,6 +360,6 @@ def test_a_service_that_answers_from_a_cache_is_caught(tmp_path):
         running(create_app(classifier)) as url,
     ):
         port = int(url.rsplit(":", 1)[1])
-        start, history = record_history(port, 0, seed=0, clients=3, operations=25)
+        start, history = record_history([port], 0, seed=0, clients=3, operations=25)
         check = check_history(separate_counts(history), start, step_service, limit_s=30.0)
         assert check.verdict is Verdict.VIOLATION
