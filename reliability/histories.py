@@ -229,8 +229,9 @@ def serve(run: Path) -> Iterator[int]:
     )
     guard = threading.Timer(START_LIMIT_S, process.kill)
     guard.start()
+    assert process.stdout is not None
+    drain = threading.Thread(target=process.stdout.read, daemon=True)
     try:
-        assert process.stdout is not None
         said = []
         for line in process.stdout:
             said.append(line)
@@ -239,12 +240,15 @@ def serve(run: Path) -> Iterator[int]:
         else:
             raise BrokenPromiseError(f"the server did not start: {''.join(said)}")
         guard.cancel()
-        threading.Thread(target=process.stdout.read, daemon=True).start()
+        drain.start()
         yield int(line.split("serving on ")[1].rsplit(":", 1)[1].split("/")[0])
     finally:
         guard.cancel()
         process.send_signal(signal.SIGTERM)
         process.wait(ANSWER_LIMIT_S)
+        if drain.ident is not None:
+            drain.join()
+        process.stdout.close()
 
 
 class Positions:

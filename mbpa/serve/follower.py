@@ -18,6 +18,7 @@ POLL_S = 1.0  # between looks at the log if no news arrive
 RETRY_S = 0.5  # between attempts to reach a database that is away
 STALE_S = 3.0  # answers say how old their state may be if it may be older than this
 WAIT_S = 3.0  # for a position that a request asks for
+WAIT_STEP_S = 0.02
 STALE_HEADER = "X-MbPA-Stale"
 LATEST = "latest"
 
@@ -101,13 +102,14 @@ class PositionGate:
         return None
 
     async def _reach(self, position: int) -> tuple[int, str] | None:
-        deadline, pause_s = time.monotonic() + WAIT_S, 0.0
+        if (self._classifier.position or 0) >= position:
+            return None
+        deadline = time.monotonic() + WAIT_S
+        with contextlib.suppress(JournalError):
+            await asyncio.to_thread(self._classifier.follow, position)
         while (self._classifier.position or 0) < position:
             if time.monotonic() > deadline:
                 why = f"this replica is at position {self._classifier.position}, not {position}"
                 return 503, f"{why}: try again, or another replica"
-            await asyncio.sleep(pause_s)
-            with contextlib.suppress(JournalError):
-                await asyncio.to_thread(self._classifier.follow, position)
-            pause_s = 0.02
+            await asyncio.sleep(WAIT_STEP_S)  # the follower goes on
         return None

@@ -200,7 +200,7 @@ class Middleware:
             await _drain(receive, _compute_deadline(settings.body_timeout_s))
             text = f"the body must have at most {settings.body_bytes} bytes"
             await self._refuse(send, 413, text)
-        elif (refusal := await self._wait_for_position(headers)) is not None:
+        elif (refusal := await self._wait_for_position(headers, state)) is not None:
             await self._refuse(send, *refusal, retry_after=1 if refusal[0] == 503 else None)
         elif not has_body:
             state.enter()
@@ -209,8 +209,13 @@ class Middleware:
             state.receive()
             await self._app(scope, self._admit_whole(receive, state), send)
 
-    async def _wait_for_position(self, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
-        return None if self._positions is None else await self._positions.wait(headers)
+    async def _wait_for_position(
+        self, headers: dict[bytes, bytes], state: _RequestState
+    ) -> tuple[int, str] | None:
+        if self._positions is None:
+            return None
+        state.receive()
+        return await self._positions.wait(headers)
 
     async def _refuse(self, send: Send, status: int, why: str, **options: Any) -> None:
         await refuse(send, status, why, body=self._format_error(status, why), **options)
@@ -255,9 +260,9 @@ class _RequestState:
         self._is_receiving, self._held_bytes = False, 0
 
     def receive(self) -> None:
-        """Record that the body is arriving."""
+        """Record that the request is arriving; further calls do nothing."""
+        self._middleware.receiving += not self._is_receiving
         self._is_receiving = True
-        self._middleware.receiving += 1
 
     def hold(self, size: int) -> None:
         """Record that `size` bytes of the body have arrived."""

@@ -74,6 +74,7 @@ class PostgresJournal(SharedJournal):
         self._position, self._hash, self._head = 0, b"", 0
         self._restored, self._renames = frozenset[int](), list[AuditEntry]()
         self._outage: str | None = None
+        self._is_followed = False  # by a thread that notices when the database is back
         self._current_at = self._snapshot_at = time.monotonic()
         self._snapshot, self._told_position = 0, -1
         try:
@@ -217,12 +218,11 @@ class PostgresJournal(SharedJournal):
         asked_at = time.monotonic()
         with self._using(self._reader) as connection:
             cursor = connection.cursor(binary=True)
-            rows = cursor.execute(postgres_schema.READ_CHANGES, {"after": self._position})
+            since = {"after": self._position, "most": MAX_CHANGES_AT_ONCE}
+            rows = cursor.execute(postgres_schema.READ_CHANGES, since)
             found = rows.fetchall()
         events = sorted(row for row in found if row[1] is not None)
         if not events or events[0][:2] != (self._position, self._hash):
-            return None
-        if len(events) > MAX_CHANGES_AT_ONCE:
             return None
         positions = [event[0] for event in events]
         if positions != list(range(self._position, self._position + len(events))):
@@ -267,6 +267,7 @@ class PostgresJournal(SharedJournal):
 
     def wait_for_news(self, timeout_s: float) -> None:
         with self._using(self._listener) as connection:
+            self._is_followed = True
             if not connection.is_listening:
                 connection.execute(f"LISTEN {postgres_schema.CHANNEL}")
                 connection.is_listening = True
@@ -384,11 +385,14 @@ class PostgresJournal(SharedJournal):
         While it is away, only following it is tried, so that no client waits for it.
         """
         self.require_owner()
-        if self._outage is not None and link not in (self._reader, self._listener):
+        is_following = link in (self._reader, self._listener)
+        if self._outage is not None and self._is_followed and not is_following:
             raise UnavailableError(self._outage)
         try:
             with link.use() as connection:
                 yield connection
+            if not self._is_followed:
+                self._outage = None
         except UnavailableError as error:
             self._outage = str(error)
             raise

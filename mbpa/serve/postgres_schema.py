@@ -247,15 +247,18 @@ CREATE = _TABLES + _FUNCTIONS.replace("<interval>", str(PRUNING_INTERVAL)).repla
 )
 
 # One statement sees one state of the database: the events from a position on, including the one at
-# it, and after them the examples that these have touched and that exist now.
+# it, and the examples that the later ones have touched and that exist now. Nothing if there are too
+# many events.
 READ_CHANGES = """
 SELECT position, hash, action, label, new_label, time_ms, name, first, count, ids,
     NULL::boolean, NULL::text, NULL::bytea
 FROM mbpa.events WHERE position >= %(after)s
+AND (SELECT position FROM mbpa.head) <= %(after)s + %(most)s
 UNION ALL
 SELECT id, NULL, NULL, label, NULL, NULL, NULL, NULL, NULL, NULL, is_restored, text, key
 FROM mbpa.examples WHERE id = ANY(ARRAY(
     SELECT unnest(ids) FROM mbpa.events WHERE position > %(after)s
+    AND (SELECT position FROM mbpa.head) <= %(after)s + %(most)s
 ))
 """
 
