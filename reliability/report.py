@@ -136,6 +136,18 @@ def _describe_fuzzing(report: Report) -> str:
     return f"{sum(cases.values()):,} cases ({told}): no finding"
 
 
+def _describe_replicas(report: Report) -> str:
+    kills, found, cuts = report["kills"], report["histories"], report["cuts"]
+    return (
+        f"{kills['kills']} kills of replicas, writers, backends and the database around "
+        f"{kills['replicas']} replicas: {kills['acknowledged_lessons']:,} acknowledged lessons and "
+        f"{kills['acknowledged_forgets']:,} forgets, none lost or doubled, the replicas equal to "
+        f"the bit; {found['verdicts']['linearizable']} of {found['histories']} histories of "
+        f"{found['clients']} clients linearizable; {cuts['cuts']} cuts of the network: predictions "
+        f"within {cuts['longest_prediction_s']} s, recovery within {cuts['longest_recovery_s']} s"
+    )
+
+
 DESCRIBE: dict[str, Callable[[Report], str]] = {
     "kills": _describe_kills,
     "power": _describe_power,
@@ -145,6 +157,7 @@ DESCRIBE: dict[str, Callable[[Report], str]] = {
     "load": _describe_load,
     "soak": _describe_soak,
     "fuzz": _describe_fuzzing,
+    "replicas": _describe_replicas,
 }
 
 

@@ -36,6 +36,7 @@ from mbpa.serve.journal_schema import Row
 from mbpa.serve.postgres_connection import DatabaseLink, LimitedConnection, describe_url
 from mbpa.serve.shared_journal import Changes, ReplicaStatus, SharedJournal, SharedState
 
+TELLING_INTERVAL_S = 1.0
 MAX_CHANGES_AT_ONCE = 10_000  # a replica that is further behind loads everything anew
 KEPT_COLUMNS = "position, time_ms, name, action, first, count, label, new_label"
 _SELECT = """
@@ -76,7 +77,7 @@ class PostgresJournal(SharedJournal):
         self._outage: str | None = None
         self._is_followed = False  # by a thread that notices when the database is back
         self._current_at = self._snapshot_at = time.monotonic()
-        self._snapshot, self._told_position = 0, -1
+        self._snapshot, self._told_position, self._told_at = 0, -1, 0.0
         try:
             with self._browser.use() as connection:
                 self._run = require_run(connection, self._name)
@@ -265,21 +266,25 @@ class PostgresJournal(SharedJournal):
         self._restored, self._renames = state.restored, list(state.renames)
         self._snapshot_at = time.monotonic()
 
-    def wait_for_news(self, timeout_s: float) -> None:
+    def wait_for_news(self, timeout_s: float) -> bool:
         with self._using(self._listener) as connection:
             self._is_followed = True
             if not connection.is_listening:
                 connection.execute(f"LISTEN {postgres_schema.CHANNEL}")
                 connection.is_listening = True
-                return  # what happened before is not announced
+                return True  # what happened before is not announced
             self._tell_position(connection)
-            for news in connection.notifies(timeout=timeout_s, stop_after=1):
-                self._head = max(self._head, int(news.payload))
+            news = list(connection.notifies(timeout=timeout_s, stop_after=1))
+            if news:
+                news += connection.notifies(timeout=0)
+            self._head = max([self._head, *(int(each.payload) for each in news)])
+            return not news or self._head > self._position
 
     def _tell_position(self, connection: LimitedConnection) -> None:
-        """Let the database list how far this replica is."""
-        if self._told_position != self._position:
-            self._told_position = self._position
+        """Let the database list how far this replica is, at most once a second."""
+        now = time.monotonic()
+        if self._told_position != self._position and now > self._told_at + TELLING_INTERVAL_S:
+            self._told_position, self._told_at = self._position, now
             name = f"mbpa {socket.gethostname()[:20]}:{self._pid} at {self._position}"
             connection.execute("SELECT set_config('application_name', %s, false)", [name])
 

@@ -88,8 +88,8 @@ class SharedJournal(ExampleJournal):
         """
 
     @abc.abstractmethod
-    def wait_for_news(self, timeout_s: float) -> None:
-        """Return when there may be something to read, after `timeout_s` at the latest.
+    def wait_for_news(self, timeout_s: float) -> bool:
+        """Wait for changes, for `timeout_s` at most; return whether there may be some to read.
 
         Raises:
             UnavailableError: the journal cannot be read now.

@@ -350,8 +350,8 @@ def test_a_replica_without_its_database_answers_and_says_how_old_its_state_is(
     load().learn([Lesson("elsewhere", "meanwhile", QUERIES[1])])
     proxy.mode = "pass"
     wait_until(lambda: client.get("/health").json()["status"] == "ok")
-    labels = [each["label"] for each in client.get("/labels").json()["labels"]]
-    assert "elsewhere" in labels
+    latest = client.get("/labels", headers={POSITION_HEADER: "latest"})
+    assert "elsewhere" in [each["label"] for each in latest.json()["labels"]]
     taught = teach(client, "new", "meanwhile", request="meanwhile")
     assert taught.status_code == 200
     assert "X-MbPA-Stale" not in client.post("/predict", json=query).headers
