@@ -13,7 +13,9 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "
 
 
 def blocks(document: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
+    """Return the blocks in this language, except for one that tests/memory runs with torchrun."""
+    pattern = rf"(?<!<!-- torchrun -->\n)```{language}\n(.*?)```"
+    return re.findall(pattern, document.read_text("utf-8"), re.DOTALL)
 
 
 @pytest.mark.parametrize(
