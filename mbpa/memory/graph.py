@@ -51,6 +51,7 @@ MAX_GRAPHS = 3
 MIN_STALE_NODES = 64
 QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 MAX_EXPANSION = 2048
+CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 128, 50  # that choose the first width of searches
 EXPANSION_FACTOR = 1.25  # by which a search is widened or narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
 
@@ -496,9 +497,40 @@ class GraphMemory(Memory):
             part = slice(start, start + ENTRIES_PER_STEP)
             chosen = self._labels[slots[part]] == labels[part]  # others were overwritten meanwhile
             graph.add(labels[part][chosen], keys[torch.from_numpy(slots[part][chosen])])
+        expansion = self._choose_expansion(graph, keys, labels)
         with self._lock:
             if self._generation is generation:
+                self._expansion = expansion
                 self._swap(graph, old, slots, labels)
+
+    def _choose_expansion(self, graph: Graph, keys: Float[Tensor, "N D"], labels: Ints) -> int:
+        """Return how widely to search a new graph so that recall is well above the target.
+
+        Queries are recent ones, or keys of the graph if there were none. Recall on live queries
+        corrects the choice later.
+        """
+        rows = np.linspace(0, len(labels) - 1, min(len(labels), CALIBRATION_QUERIES)).astype(int)
+        inside = labels & ((1 << SLOT_BITS) - 1)
+        queries = self._meter.get_recent(CALIBRATION_QUERIES)
+        if queries is None:
+            queries = keys[torch.from_numpy(inside[rows])].to(self.distance_dtype)
+        count = int(inside.max()) + 1
+        k = min(CALIBRATION_NEIGHBORS, count)
+        true = search_all(keys[:count], self._norms[:count], queries, k).slots.numpy()
+        expected = self._labels[true]
+        expected[~np.isin(expected, labels)] = -1  # written meanwhile, or in another graph
+        if (expected < 0).all():
+            return self._expansion
+        expansion = self._least_expansion
+        wanted = 1 - 0.75 * (1 - self.target_recall)
+        while expansion < MAX_EXPANSION and not self._is_stopping:
+            reach = k + k // 8 + 8
+            found = graph.search(queries, reach, expansion=expansion, threads=1)
+            hits = (expected[:, :, None] == found[:, None]).any(2)
+            if hits[expected >= 0].mean() >= wanted:
+                break
+            expansion = min(MAX_EXPANSION, math.ceil(EXPANSION_FACTOR * expansion))
+        return expansion
 
     def _swap(self, graph: Graph, old: list[int], slots: Ints, labels: Ints) -> None:
         slots = slots[self._labels[slots] == labels]

@@ -7,6 +7,7 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -34,6 +35,7 @@ class RecallMeter:
 
     def __init__(self) -> None:
         self._measured: deque[float] = deque(maxlen=MAX_MEASURED)
+        self._recent: deque[Tensor] = deque(maxlen=MAX_MEASURED)
         self.clear()
 
     def clear(self) -> None:
@@ -64,7 +66,13 @@ class RecallMeter:
             return
         self._next_s = now + self._interval_s
         row = len(self._samples) % len(queries)
+        self._recent.append(queries[row].clone())
         self._samples.append(Sample(queries[row].clone(), found[row].copy(), k, serial))
+
+    def get_recent(self, count: int) -> Float[Tensor, "N D"] | None:
+        """Return the last `count` sampled queries, or `None` if there were fewer."""
+        recent = list(self._recent)[-count:]
+        return torch.stack(recent) if len(recent) == count else None
 
     def take(self) -> list[Sample]:
         """Return the samples to measure, and forget them."""
