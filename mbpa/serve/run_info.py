@@ -37,7 +37,8 @@ from mbpa.serve.journal import Example, Journal
 from mbpa.teaching import Learner
 from mbpa.teaching.combination import MAX_LOST_POINTS
 
-RUN_FORMAT = 6  # 5: no learner, and the head is always ours; 4: the model is always in `model`
+RUN_FORMAT = 7
+# 6: the memory is always exact; 5: no learner, and the head is ours; 4: the model is in `model`.
 EARLIER_FORMATS = (1, 2, 3)  # texts; pictures; rows for new labels. None has a checksum.
 MAX_KEY_NORM = 1e15  # upper limit on the norm of a key
 RUN_FILE, MODEL_DIRECTORY, JOURNAL_FILE = "run.json", "model", "journal.sqlite"
