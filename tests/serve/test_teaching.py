@@ -432,7 +432,7 @@ def test_files_that_are_no_pictures_are_left_out_in_words(taught):
 def test_a_run_describes_itself(taught):
     run, _, _ = taught
     content = json.loads((run / "run.json").read_text())
-    assert content["format"] == 6
+    assert content["format"] == 7
     assert content["takes"] == "texts"
     assert content["mbpa"] == mbpa.__version__
     assert content["labels"] == [f"l{i}" for i in range(9)]
