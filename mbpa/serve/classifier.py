@@ -505,10 +505,10 @@ class Classifier:
         Raises:
             UnavailableError: the database cannot be used; the memory is as it was.
         """
-        if self._shared is None:
+        if self._shared is None or self._has_reached(position):
             return
         with self._writing:
-            if position is not None and self._counts.change >= position and not self._must_load:
+            if self._has_reached(position):
                 return
             changes = None if self._must_load else self._shared.read_changes()
             if changes is not None and changes.position == self._counts.change:
@@ -519,6 +519,9 @@ class Classifier:
             else:
                 self._apply_changes(changes)
             self._must_load = False
+
+    def _has_reached(self, position: int | None) -> bool:
+        return position is not None and self._counts.change >= position and not self._must_load
 
     def _apply_changes(self, changes: Changes) -> None:
         ids = [each.id for each in changes.present]

@@ -15,7 +15,7 @@ from mbpa.serve.journal_errors import JournalError
 from mbpa.serve.shared_journal import SharedJournal
 
 POLL_S = 1.0  # between looks at the log if no news arrive
-COLLECTING_S = 0.002  # during which changes are collected, to be applied at once
+COLLECTING_S = 0.004  # during which changes are collected, to be applied at once
 RETRY_S = 0.5  # between attempts to reach a database that is away
 STALE_S = 3.0  # answers say how old their state may be if it may be older than this
 WAIT_S = 3.0  # for a position that a request asks for
@@ -50,9 +50,8 @@ class Follower:
     def _run(self) -> None:
         while not self._is_stopped.is_set():
             try:
-                if self._journal.wait_for_news(POLL_S):
-                    self._classifier.follow()
-                    self._is_stopped.wait(COLLECTING_S)
+                self._classifier.follow(self._journal.wait_for_news(POLL_S))
+                self._is_stopped.wait(COLLECTING_S)
             except JournalError:  # the journal's status and `read_only` say so
                 self._is_stopped.wait(RETRY_S)
             except Exception:

@@ -266,19 +266,19 @@ class PostgresJournal(SharedJournal):
         self._restored, self._renames = state.restored, list(state.renames)
         self._snapshot_at = time.monotonic()
 
-    def wait_for_news(self, timeout_s: float) -> bool:
+    def wait_for_news(self, timeout_s: float) -> int | None:
         with self._using(self._listener) as connection:
             self._is_followed = True
             if not connection.is_listening:
                 connection.execute(f"LISTEN {postgres_schema.CHANNEL}")
                 connection.is_listening = True
-                return True  # what happened before is not announced
+                return None  # what happened before is not announced
             self._tell_position(connection)
             news = list(connection.notifies(timeout=timeout_s, stop_after=1))
             if news:
                 news += connection.notifies(timeout=0)
             self._head = max([self._head, *(int(each.payload) for each in news)])
-            return not news or self._head > self._position
+            return self._head if news else None
 
     def _tell_position(self, connection: LimitedConnection) -> None:
         """Let the database list how far this replica is, at most once a second."""

@@ -88,8 +88,11 @@ class SharedJournal(ExampleJournal):
         """
 
     @abc.abstractmethod
-    def wait_for_news(self, timeout_s: float) -> bool:
-        """Wait for changes, for `timeout_s` at most; return whether there may be some to read.
+    def wait_for_news(self, timeout_s: float) -> int | None:
+        """Wait for changes, for `timeout_s` at most.
+
+        Returns:
+            The highest position that was announced; `None`: none was, so look whether there is one.
 
         Raises:
             UnavailableError: the journal cannot be read now.
