@@ -22,8 +22,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mbpa.errors import ReadOnlyError, StaleReadError, WriterError
+from mbpa.memory import validation
 from mbpa.memory.base import Memory
 from mbpa.memory.neighbors import Candidates, Entries, Holdings, Neighbors
 from mbpa.memory.ring import Ring
@@ -55,6 +57,15 @@ class Found(NamedTuple):
     values: Shaped[Tensor, "B J *V"]
     beyond: Float[Tensor, "B"] | None = None
     """As in `Candidates`."""
+
+    @classmethod
+    def stack(cls, rows: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Self:
+        """Return what was found per query, (ids, keys, values), padded to the longest."""
+        ids = pad_sequence([row[0] for row in rows], batch_first=True, padding_value=-1)
+        keys, values = (
+            pad_sequence([row[place] for row in rows], batch_first=True) for place in (1, 2)
+        )
+        return cls(ids, keys, values)
 
 
 class StoredMemory(Memory):
@@ -188,6 +199,48 @@ class StoredMemory(Memory):
             with contextlib.suppress(StaleReadError):
                 return call()
         return call()
+
+    def load(
+        self,
+        keys: Float[Tensor, "N *D"],
+        values: Shaped[Tensor, "N *V"],
+        *,
+        rows_per_write: int = 10_000,
+        tick: Callable[[int], object] | None = None,
+    ) -> None:
+        """Write many entries, in parts; a call that was interrupted continues where it stopped.
+
+        Row n becomes the entry with id n, so the store must be empty or hold the first rows.
+
+        Args:
+            keys: one key per entry; at most `capacity`.
+            values: one value per entry.
+            rows_per_write: number of entries written at a time.
+            tick: called with the number of further entries that are stored.
+        """
+        with self._lock:
+            self._prepare(change=True)
+            done = self.next_id
+            if not (len(keys) == len(values) <= self.capacity):
+                raise ValueError(
+                    f"there must be as many values as keys and at most capacity={self.capacity}, "
+                    f"got {len(keys)} keys and {len(values)} values"
+                )
+            is_begun = len(self) == done <= len(keys)
+            if not is_begun or (done and not self._holds_row(done - 1, keys[done - 1])):
+                raise ValueError("the store must be empty or hold the first of these rows")
+        if tick is not None:
+            tick(done)
+        for start in range(done, len(keys), validation.count("rows_per_write", rows_per_write)):
+            stop = min(start + rows_per_write, len(keys))
+            self.write(keys[start:stop], values[start:stop])
+            if tick is not None:
+                tick(stop - start)
+
+    def _holds_row(self, id_: int, key: Float[Tensor, "*D"]) -> bool:
+        return torch.equal(
+            self.get_keys([id_])[0].cpu(), key.cpu().to(self.dtype).to(self.distance_dtype)
+        )
 
     def close(self) -> None:
         """Let another memory write, and release the connection; later calls raise an error."""

@@ -217,3 +217,11 @@ def _has_strings(numbers: Any) -> bool:
     if isinstance(numbers, list | tuple):
         return any(map(_has_strings, numbers))
     return isinstance(numbers, str | bytes)
+
+
+def require_float32_keys(store: str, dtype: torch.dtype) -> None:
+    """Raise `ValueError` if keys of this dtype would be rounded in a store of float32 vectors."""
+    if dtype == torch.float64:
+        raise ValueError(
+            f"dtype must be at most float32, in which {store} stores keys, got {dtype}"
+        )

@@ -1,0 +1,104 @@
+"""Qdrant in local mode and Milvus Lite fulfil the contract; a bulk load can be interrupted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mbpa.memory import ExactMemory, StoredMemory
+from mbpa.testing import check_memory
+
+Make = Callable[..., StoredMemory]
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=("qdrant", "milvus"))
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Return a function that attaches to a collection, a new one by default."""
+    kind: Any
+    if request.param == "qdrant":
+        module = pytest.importorskip("qdrant_client", reason="needs the extra qdrant")
+        from mbpa.memory.qdrant import QdrantMemory as kind
+
+        client = module.QdrantClient(":memory:")
+    else:
+        pytest.importorskip("milvus_lite", reason="needs milvus-lite")
+        module = pytest.importorskip("pymilvus", reason="needs the extra milvus")
+        from mbpa.memory.milvus import MilvusMemory as kind
+
+        client = module.MilvusClient(str(tmp_path / "milvus.db"))
+
+    def attach(*form: Any, collection: str | None = None, **named: Any) -> StoredMemory:
+        name = collection or f"entries{next(_numbers)}"
+        found: StoredMemory = kind(client, name, *form, **named)
+        return found
+
+    yield attach
+    client.close()
+
+
+def test_it_fulfils_the_contract(make: Make) -> None:
+    def attach(memory: Any, read_only: bool) -> StoredMemory:
+        return make(
+            memory.capacity,
+            memory.key_shape,
+            collection=memory.collection,
+            read_only=read_only,
+            take_over=not read_only,
+        )
+
+    check_memory(make, exact=False, attach=attach)
+
+
+def test_neighbours_are_those_of_an_exact_memory(make: Make) -> None:
+    draws = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(300, 16, generator=draws), torch.randn(300, 2, generator=draws)
+    form: dict[str, Any] = {"value_shape": (2,), "value_dtype": torch.float32}
+    single, stored = ExactMemory(250, 16, **form), make(250, 16, **form, rows_per_call=64)
+    for memory in (single, stored):
+        memory.write(keys, values)
+        memory.delete([60, 299])
+    queries = torch.randn(20, 16, generator=draws)
+    expected, found = single.read(queries, 10), stored.read(queries, 10)
+    for name in ("ids", "distances", "values", "keys", "mask"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_a_bulk_load_continues_after_it_was_interrupted(make: Make) -> None:
+    keys, values = torch.randn(100, 8), torch.arange(100)
+    memory: Any = make(100, 8)
+    upsert, calls = memory._upsert, itertools.count()
+
+    def fail(*arguments: Any) -> None:
+        if next(calls) == 3:
+            raise ConnectionError("the server is gone")
+        upsert(*arguments)
+
+    memory._upsert = fail
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        memory.load(keys, values, rows_per_write=20)
+    again: Any = make(100, 8, collection=memory.collection, take_over=True)
+    assert len(again) == 60
+    steps: list[int] = []
+    again.load(keys, values, rows_per_write=20, tick=steps.append)
+    assert steps == [60, 20, 20]
+    found = again.entries()
+    assert torch.equal(found.ids, torch.arange(100))
+    assert torch.equal(found.keys, keys)
+    assert torch.equal(found.values, values)
+    again.load(keys, values)  # nothing is left to do
+    for other in (keys[:50], keys + 1):
+        with pytest.raises(ValueError, match="hold the first of these rows"):
+            again.load(other, values[: len(other)])
+    with pytest.raises(ValueError, match="at most capacity=100"):
+        again.load(torch.randn(101, 8), torch.arange(101))
+
+
+def test_keys_that_would_be_rounded_are_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"dtype must be at most float32.*got torch\.float64"):
+        make(10, 2, dtype=torch.float64)
