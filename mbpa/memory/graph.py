@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -54,6 +54,15 @@ MAX_EXPANSION = 2048
 CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 128, 50  # that choose the first width of searches
 EXPANSION_FACTOR = 1.25  # by which a search is widened or narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
+
+
+class _Content(NamedTuple):
+    """What a rebuild reads without the lock."""
+
+    generation: object
+    keys: Float[Tensor, "N D"]
+    norms: Float[Tensor, "N"]
+    labels: Ints
 
 
 class GraphMemory(Memory):
@@ -105,8 +114,8 @@ class GraphMemory(Memory):
         precision: Precision = "int8",
         target_recall: float = 0.98,
         exact_below: int = 10_000,
-        connectivity: int = 16,
-        expansion_add: int = 64,
+        connectivity: int = 32,
+        expansion_add: int = 128,
         expansion_search: int = 128,
         background: bool = True,
     ) -> None:
@@ -381,7 +390,12 @@ class GraphMemory(Memory):
         more = (2 - graph.live / nodes) * max(1.0, nodes / self._held)
         threads = 1 if len(queries) < QUERIES_PER_THREAD else torch.get_num_threads()
         expansion = math.ceil(more * self._expansion)
-        return graph.search(queries, math.ceil(more * k), expansion=expansion, threads=threads)
+        count = math.ceil(more * self._widen(k))
+        return graph.search(queries, count, expansion=max(count, expansion), threads=threads)
+
+    def _widen(self, k: int) -> int:
+        """Return how many candidates to rank from their keys: rounded copies mix up near ones."""
+        return 2 * k if self._settings.precision == "int8" else k
 
     def _search_all(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         used = self._used_slots
@@ -474,15 +488,15 @@ class GraphMemory(Memory):
         if self._background:
             self._begin_graph()
         graph = Graph(self._settings, self._draw_keys(live))
-        content = self._generation, self._keys, slots, self._labels[slots]
-        self._run(partial(self._rebuild, graph, old, *content))
+        # Clearing and resizing replace these arrays, so a rebuild goes on reading the old ones.
+        content = _Content(self._generation, self._keys, self._norms, self._labels)
+        self._run(partial(self._rebuild, graph, old, content, slots, self._labels[slots]))
 
     def _rebuild(
         self,
         graph: Graph,
         old: list[int],
-        generation: object,
-        keys: Float[Tensor, "N D"],
+        content: _Content,
         slots: Ints,
         labels: Ints,
     ) -> None:
@@ -492,18 +506,18 @@ class GraphMemory(Memory):
         its node is stale from the beginning.
         """
         for start in range(0, len(slots), ENTRIES_PER_STEP):
-            if self._is_stopping or self._generation is not generation:
+            if self._is_stopping or self._generation is not content.generation:
                 return
             part = slice(start, start + ENTRIES_PER_STEP)
-            chosen = self._labels[slots[part]] == labels[part]  # others were overwritten meanwhile
-            graph.add(labels[part][chosen], keys[torch.from_numpy(slots[part][chosen])])
-        expansion = self._choose_expansion(graph, keys, labels)
+            chosen = content.labels[slots[part]] == labels[part]  # others were overwritten since
+            graph.add(labels[part][chosen], content.keys[torch.from_numpy(slots[part][chosen])])
+        expansion = self._choose_expansion(graph, content, labels)
         with self._lock:
-            if self._generation is generation:
+            if self._generation is content.generation:
                 self._expansion = expansion
                 self._swap(graph, old, slots, labels)
 
-    def _choose_expansion(self, graph: Graph, keys: Float[Tensor, "N D"], labels: Ints) -> int:
+    def _choose_expansion(self, graph: Graph, content: _Content, labels: Ints) -> int:
         """Return how widely to search a new graph so that recall is well above the target.
 
         Queries are recent ones, or keys of the graph if there were none. Recall on live queries
@@ -513,19 +527,19 @@ class GraphMemory(Memory):
         inside = labels & ((1 << SLOT_BITS) - 1)
         queries = self._meter.get_recent(CALIBRATION_QUERIES)
         if queries is None:
-            queries = keys[torch.from_numpy(inside[rows])].to(self.distance_dtype)
+            queries = content.keys[torch.from_numpy(inside[rows])].to(self.distance_dtype)
         count = int(inside.max()) + 1
         k = min(CALIBRATION_NEIGHBORS, count)
-        true = search_all(keys[:count], self._norms[:count], queries, k).slots.numpy()
-        expected = self._labels[true]
+        stored = content.keys[:count], content.norms[:count]
+        expected = content.labels[search_all(*stored, queries, k).slots.numpy()]
         expected[~np.isin(expected, labels)] = -1  # written meanwhile, or in another graph
         if (expected < 0).all():
             return self._expansion
         expansion = self._least_expansion
         wanted = 1 - 0.75 * (1 - self.target_recall)
         while expansion < MAX_EXPANSION and not self._is_stopping:
-            reach = k + k // 8 + 8
-            found = graph.search(queries, reach, expansion=expansion, threads=1)
+            reach = self._widen(k + k // 8 + 8)
+            found = graph.search(queries, reach, expansion=max(reach, expansion), threads=1)
             hits = (expected[:, :, None] == found[:, None]).any(2)
             if hits[expected >= 0].mean() >= wanted:
                 break
