@@ -6,6 +6,7 @@ The hook must be in place before anything imports `mbpa`, hence the order below.
 import ast
 import functools
 import importlib.util
+import inspect
 import os
 import random
 import re
@@ -37,7 +38,9 @@ checkers: dict[tuple[object, ...], Callable[..., Any]] = {}
 
 def check_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with checks of its annotations; sizes are bound anew at each call."""
-    if "<locals>" in function.__qualname__:
+    is_symbolic = any("{" in str(hint) for hint in function.__annotations__.values())
+    is_within_another = "<locals>" in function.__qualname__
+    if is_symbolic or is_within_another or inspect.isgeneratorfunction(function):
         return jaxtyping.jaxtyped(function, typechecker=make_checker)
     try:
         function.__annotations__ = get_type_hints(function, include_extras=True)
