@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context, reduction
 from pathlib import Path
@@ -54,7 +55,8 @@ class Fork:
 
     def send_signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        with suppress(ProcessLookupError):  # it may have ended by itself, as with `Popen`
+            os.kill(self._process.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)

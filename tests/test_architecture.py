@@ -102,6 +102,8 @@ def test_the_core_imports_little_besides_torch() -> None:
             roots -= {"triton"}
         if name == "memory.graph_index":  # imported only when a GraphMemory is made
             roots -= {"usearch"}
+        if name in ("memory.milvus", "memory.qdrant"):  # likewise, when one of theirs is made
+            roots -= {"pymilvus", "qdrant_client"}
         if name in ("encoders.image", "encoders.pictures"):  # imported only to read a picture
             roots -= {"PIL"}
         if name == "hugging_face":  # imported only when a model is loaded

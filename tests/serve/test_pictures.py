@@ -377,7 +377,7 @@ def test_pictures_are_counted_before_one_is_read(classifier, tmp_path):
 def test_a_run_of_pictures_says_what_it_is(untaught):
     content = json.loads((untaught / "run.json").read_text())
     assert (content["format"], content["takes"], content["encoder"]) == (
-        6,
+        7,
         "images",
         "efficientnet-lite0",
     )

@@ -25,7 +25,7 @@ from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.labelled_images import LabelledImages, read_labelled_images
 from mbpa.serve.labelled_texts import read_labelled_texts
-from mbpa.serve.run_info import Model, RunInfo, read_model
+from mbpa.serve.run_info import RUN_FORMAT, Model, RunInfo, read_model
 from mbpa.serve.selection import Choice, Rehearsal
 from mbpa.teaching.combination import find_break_even
 
@@ -553,7 +553,7 @@ def test_runs_of_earlier_formats_are_opened_and_later_ones_refused(taught_few, t
     with Classifier.load(earlier, text_encoder=WordEncoder()) as classifier:
         assert classifier.info == made.info
         assert read_model(earlier, made.info, "cpu").rows is not None
-    (earlier / "run.json").write_text(json.dumps(content | {"format": 7}))
+    (earlier / "run.json").write_text(json.dumps(content | {"format": RUN_FORMAT + 1}))
     with pytest.raises(RunError, match="written by a newer mbpa: upgrade mbpa"):
         Classifier.load(earlier, text_encoder=WordEncoder())
 
