@@ -196,10 +196,7 @@ class RunDirectory:
         Raises:
             CheckpointError: a file is damaged.
         """
-        entries = []
-        for number in sorted(self._list_files()):
-            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-                entries.append(_read_entry(self._path(number), number))
+        entries = self._read_entries()
         # A crash may have come between the two halves of a replacement.
         replaced = {entry.replaces for entry in entries}
         if self.is_writable:
@@ -214,6 +211,14 @@ class RunDirectory:
                 f"{self.root / SOURCES} holds two files of {min(twice)}: remove one of them"
             )
         return entries
+
+    def _read_entries(self) -> list[SourceEntry]:
+        """Read all entries; if one vanishes, list again, since what replaces it is there by now."""
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return [
+                    _read_entry(self._path(number), number) for number in sorted(self._list_files())
+                ]
 
     def _remove_remains(self) -> None:
         """Remove files that a process left behind which was killed while it wrote them."""
