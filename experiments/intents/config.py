@@ -113,5 +113,5 @@ SMOKE = IntentsConfig(
 )
 PAPER = apply_tuned_settings(IntentsConfig(), "new-intents", "paper")
 QUICK = replace(PAPER, seeds=(1,), shots=(1, 3), size=Size(sentences=40, scored=10))
-WITH_PEERS = replace(PAPER, shots=(3,), peers=tuple(PEERS))
+WITH_PEERS = replace(PAPER, seeds=(41, 42, 43, 44), peers=tuple(PEERS))
 PRESETS = {"smoke": SMOKE, "quick": QUICK, "peers": WITH_PEERS, "paper": PAPER}

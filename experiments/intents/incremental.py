@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor
 from experiments.intents import heads
 from experiments.intents.config import IntentsConfig
 from experiments.intents.methods import Classifier, Start, make_classifier
+from experiments.intents.peers import Peer
 from experiments.intents.task import IntentTask
 from experiments.measures import (
     auroc,
@@ -68,8 +70,11 @@ def teach(
 def run_method(task: IntentTask, start: Start, config: IntentsConfig, method: str) -> list[Record]:
     """Return the records of one method, by number of examples."""
     records: list[Record] = []
-    for shots, classifier in teach(
-        make_classifier(config.settings(method), start), task, config.shots
+    settings = config.settings(method)
+    starts_over = isinstance(settings, Peer) and settings.starts_over
+    parts = [(shots,) for shots in config.shots] if starts_over else [config.shots]
+    for shots, classifier in itertools.chain.from_iterable(
+        teach(make_classifier(settings, start), task, part) for part in parts
     ):
         shared: Record = {
             "corpus": task.corpus,

@@ -33,6 +33,8 @@ class Peer(ClassifierSettings):
 
     module: ClassVar[str]
     """Name of the library's module."""
+    starts_over: ClassVar[bool] = False
+    """Whether each number of examples is taught to a new classifier, all examples at once."""
 
     def library(self) -> Any:
         """Import and return the library.
@@ -54,9 +56,14 @@ class Peer(ClassifierSettings):
 
 @dataclass(frozen=True)
 class AdaptiveClassifier(Peer):
-    """adaptive-classifier, run with PyTorch, since its ONNX export needs an older transformers."""
+    """adaptive-classifier, run with PyTorch, since its ONNX export needs an older transformers.
+
+    It answers better when all examples come in one call: with three of each new intent of CLINC150,
+    6 points better than with one and then two.
+    """
 
     module = "adaptive_classifier"
+    starts_over = True
 
     def classifier(self, start: Start) -> Prototypes:
         return Prototypes(start, self.library())
