@@ -10,6 +10,7 @@ then cover the range in which the keys are, whatever their norms.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mbpa.errors import MissingExtraError
+from mbpa.memory.huge_pages import use_huge_pages
 from mbpa.memory.ring import Ints
 
 Precision = Literal["float32", "bfloat16", "int8"]
@@ -29,6 +31,8 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
 SAMPLE_KEYS = 2048  # from which the range of the keys is estimated
 CLIPPED_SHARE = 1e-4  # of numbers may be outside the range of 8 bits
 LARGEST_INT8 = 127
+FIRST_ADVICE = 10_000  # nodes from which on huge pages are asked for
+ADVICE_FACTOR = 1.05  # by which a graph grows until they are asked for again
 LARGEST_FLOAT = 1e6  # in units of the range; squares of it must not overflow
 
 
@@ -68,6 +72,7 @@ class Graph:
         self._shift = torch.from_numpy(center)
         self.is_sealed = False
         """Whether nothing may be added any more."""
+        self._next_advice = FIRST_ADVICE
         self.live = 0
         """Number of nodes whose entries are still in the memory; kept by the memory."""
 
@@ -79,6 +84,9 @@ class Graph:
         if len(labels):
             # With several threads, usearch leaves a few nodes that no search can find.
             self._index.add(labels.astype(np.uint64), self._round(keys), threads=1)
+            if len(self) >= self._next_advice:
+                use_huge_pages()
+                self._next_advice = math.ceil(ADVICE_FACTOR * len(self))
 
     def search(
         self, queries: Float[Tensor, "B D"], count: int, *, expansion: int, threads: int
