@@ -9,6 +9,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import mbpa
@@ -245,3 +246,32 @@ def test_real_exhaustion_is_survived() -> None:
         got = model(keys=queries)
     del hog
     assert (got - expected).abs().max() < 1e-4
+
+
+def test_one_process_with_nccl_finds_the_neighbours_of_an_exact_memory(tmp_path: Path) -> None:
+    """Distances may differ in the last bits: one memory measures them in its search kernels."""
+    dist.init_process_group(
+        "nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        sharded = mbpa.ShardedMemory(30_000, D, device="cuda")
+        exact = mbpa.ExactMemory(30_000, D, device="cuda")
+        generator = torch.Generator().manual_seed(2)
+        for step in range(6):
+            keys = torch.randn(8_000, D, generator=generator).cuda()
+            values = torch.arange(len(keys)).cuda()
+            ids = [memory.write(keys, values) for memory in (sharded, exact)]
+            assert torch.equal(*ids)
+            if step % 2:
+                for memory in (sharded, exact):
+                    memory.delete(ids[0][::7])
+            queries = torch.randn(40, D, generator=generator).cuda()
+            found, expected = sharded.read(queries, K), exact.read(queries, K)
+            torch.testing.assert_close(found.distances, expected.distances, rtol=1e-5, atol=1e-5)
+            # Neighbours that are equally near, up to rounding, may change places.
+            swapped = found.ids != expected.ids
+            assert swapped.float().mean() <= 0.01
+            assert torch.equal(found.keys[~swapped], expected.keys[~swapped])
+            assert torch.equal(found.values[~swapped], expected.values[~swapped])
+    finally:
+        dist.destroy_process_group()
