@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import LIMITS
-from benchmarks.tables import replace_block
+from benchmarks.tables import replace_block, round_number
 from mbpa.adaptation.engine import OLD_NAMES
 
 
@@ -48,12 +48,12 @@ def adaptation_table(results: list[dict[str, Any]], with_limit: bool) -> str:
         cells = [
             describe_case(result),
             OLD_NAMES.get(result["path"], result["path"]),
-            *(_round_number(micro[name]) for name in names),
+            *(round_number(micro[name]) for name in names),
         ]
-        cells += [_round_number(micro["loop"] / micro["engine"]), f"{result['error']:.0e}"]
+        cells += [round_number(micro["loop"] / micro["engine"]), f"{result['error']:.0e}"]
         if with_limit:
             least = max(result[kind] / LIMITS[kind] for kind in ("operations", "bytes"))
-            cells.append(_round_number(1e6 * least))
+            cells.append(round_number(1e6 * least))
         rows.append(cells)
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
@@ -67,13 +67,6 @@ def describe_case(result: dict[str, Any]) -> str:
     head = f"D {sizes[0]}, C {classes:,}" if not sizes[1:] else "-".join(map(str, result["sizes"]))
     told = [head, f"K {result['k']}", f"T {steps[1]}", f"batch {result['batch']:,}"]
     return ", ".join(told + ([rule] if rule != "Gradient" else []))
-
-
-def _round_number(number: float) -> str:
-    """Format a number to three significant digits, or two if it is below 1."""
-    if number >= 100:
-        return f"{float(f'{number:.3g}'):,.0f}"
-    return f"{number:.3g}" if number >= 1 else f"{number:.2g}"
 
 
 def refresh_tables(page: str, reports: dict[str, dict[str, Any]]) -> str:

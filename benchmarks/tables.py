@@ -49,6 +49,13 @@ def format_rows(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def round_number(number: float) -> str:
+    """Format a number to three significant digits, or two if it is below 1."""
+    if number >= 100:
+        return f"{float(f'{number:.3g}'):,.0f}"
+    return f"{number:.3g}" if number >= 1 else f"{number:.2g}"
+
+
 def format_spread(numbers: Sequence[float], digits: int) -> str:
     """Format the mean and the standard deviation, with this many decimal places."""
     spread = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
