@@ -3,8 +3,8 @@
 All processes of a `torch.distributed` group keep the same ring, and each stores every W-th slot.
 For a read, the queries of all processes are gathered, each process finds its own nearest entries,
 and the best of all are ranked as in `ExactMemory`, from the same keys with the same arithmetic. So
-the neighbours are those of one memory, on a CPU to the bit. On a GPU one memory measures distances in
-its search kernels, which add in another order: there the last bits differ.
+the neighbours are those of one memory, on a CPU to the bit. On a GPU one memory measures distances
+in its search kernels, which add in another order: there the last bits differ.
 """
 
 from __future__ import annotations
