@@ -47,7 +47,7 @@ def make_checkpoint_seeds() -> list[bytes]:
         root = Path(directory)
         write_checkpoint(root)
         manifest = (root / MANIFEST).read_bytes()
-        payloads = [path.read_bytes() for path in sorted(root.glob("*.safetensors"))]
+        payloads = [(root / name).read_bytes() for name in list_payloads(manifest)]
     return [pack_parts([bytes([bits]), manifest, *payloads]) for bits in range(4)]
 
 
@@ -68,6 +68,11 @@ def write_checkpoint(root: Path) -> None:
     model.save(root)
 
 
+def list_payloads(manifest: bytes) -> list[str]:
+    """Return the names of the payloads in the order of the manifest."""
+    return [entry["name"] for entry in json.loads(manifest)["files"].values()]
+
+
 @contextlib.contextmanager
 def open_checkpoint(directory: Path) -> Iterator[Check]:
     from mbpa.checkpoint import load_checkpoint
@@ -77,7 +82,7 @@ def open_checkpoint(directory: Path) -> Iterator[Check]:
     root.mkdir()
     write_checkpoint(root)
     expected = load_checkpoint(root)
-    names = sorted(path.name for path in root.glob("*.safetensors"))
+    names = list_payloads((root / MANIFEST).read_bytes())
 
     def check(data: bytes) -> str:
         bits, manifest, *payloads = [*unpack_parts(data), b"", b"", b"", b""][:4]
