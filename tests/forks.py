@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[1]
 
 # What `mbpa serve` imports, and what torch imports when it first makes an optimizer.
 PRELOADED = ["torch", "torch._dynamo", "mbpa.cli", "mbpa.serve.app", "mbpa.serve.retraining"]
-_context = get_context("forkserver")
-_context.set_forkserver_preload(PRELOADED)
+CONTEXT = get_context("forkserver")
+"""Starts processes that have imported mbpa, for `multiprocessing`."""
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 class Fork:
@@ -45,10 +46,16 @@ class Fork:
             str(cwd),
             {**os.environ, **(environment or {})},
         )
-        self._process = _context.Process(target=_run, args=(job, reduction.DupFd(writing)))
+        self._process = CONTEXT.Process(target=_run, args=(job, reduction.DupFd(writing)))
         self._process.start()
         os.close(writing)
         self.stdout: IO[str] = os.fdopen(reading, encoding="utf-8")
+
+    def finish(self) -> tuple[int, str]:
+        """Wait for the end; return the exit code and what was printed."""
+        with self.stdout:
+            printed = self.stdout.read()
+        return self.wait(), printed
 
     def poll(self) -> int | None:
         return self._process.exitcode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forks import CONTEXT
 
 import mbpa
 
@@ -54,10 +54,9 @@ class Processes:
 @contextmanager
 def start_processes(size: int, folder: Path) -> Iterator[Processes]:
     """Start processes, and end them."""
-    context = multiprocessing.get_context("spawn")
-    ends = [context.Pipe() for _ in range(size)]
+    ends = [CONTEXT.Pipe() for _ in range(size)]
     workers = [
-        context.Process(target=_work, args=(theirs, str(folder / "store"), rank, size))
+        CONTEXT.Process(target=_work, args=(theirs, str(folder / "store"), rank, size))
         for rank, (_, theirs) in enumerate(ends)
     ]
     for worker in workers:

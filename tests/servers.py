@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -45,29 +42,20 @@ class Server:
         self._follow(Fork(*command, module="mbpa.cli", cwd=cwd, environment=ENVIRONMENT))
 
     @classmethod
-    def of_script(cls, *command: str, cwd: Path) -> Server:
-        """Return a server that a Python script starts, in an interpreter of its own."""
+    def of_script(cls, path: Path, *arguments: str) -> Server:
+        """Return a server that a Python script starts, in the folder of the script."""
         server = cls.__new__(cls)
-        server._follow(
-            subprocess.Popen(
-                [sys.executable, *command],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-                cwd=cwd,
-            )
-        )
+        script, folder = path.read_text("utf-8"), path.parent
+        server._follow(Fork(*arguments, script=script, cwd=folder, environment=ENVIRONMENT))
         return server
 
-    def _follow(self, process: Fork | subprocess.Popen[str]) -> None:
+    def _follow(self, process: Fork) -> None:
         self.process = process
         self.output: list[str] = []
         self.url = self._wait_for_url()
         self.client = open_client(self.url)
 
     def _wait_for_url(self) -> str:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output.append(line)
             if "serving on " in line:
@@ -87,7 +75,6 @@ class Server:
 
     def _wait_for_end(self) -> int:
         self.client.close()
-        assert self.process.stdout is not None
         self.output += self.process.stdout.readlines()
         self.process.stdout.close()
         return self.process.wait(TIMEOUT_S)

@@ -226,17 +226,19 @@ def test_a_tolerance_of_zero_is_exact_to_the_bit() -> None:
 
 
 def test_the_path_is_taken_only_where_it_pays() -> None:
-    model = fill(make_model(Engine(tolerance=math.inf)))
-    assert model.explain(keys=QUERIES).path != "active"  # of few classes
-    head = nn.Linear(SIZE, 30_000)
-    memory = mbpa.ExactMemory(ENTRIES, SIZE)
-    large = mbpa.MbPA(
-        head=head,
-        memory=memory,
-        predictor=mbpa.Adapted(mbpa.Gradient(0.05, 8), k=9),
-        engine=Engine(tolerance=math.inf),
+    keys, labels = draw_examples()
+    small, large = (
+        mbpa.MbPA(
+            head=nn.Linear(SIZE, classes),
+            memory=mbpa.ExactMemory(ENTRIES, SIZE),
+            predictor=mbpa.Adapted(mbpa.Gradient(0.05, 8), k=9),
+            engine=Engine(tolerance=math.inf),
+        )
+        for classes in (20, 30_000)  # between them, it depends on what the machine is doing
     )
-    large.write(*draw_examples())
+    small.write(keys, labels % 20)
+    assert small.explain(keys=QUERIES).path != "active"
+    large.write(keys, labels)
     text = str(large.explain(keys=QUERIES)[0])
     assert "path: active" in text
     assert "of 30,000 classes" in text

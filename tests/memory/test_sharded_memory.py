@@ -35,7 +35,8 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     """Compare bits, so that −0 is not 0."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return bytes(one.clone().untyped_storage()) == bytes(other.clone().untyped_storage())
+    whole = [each.flatten().clone(memory_format=torch.contiguous_format) for each in (one, other)]
+    return torch.equal(*(each.view(torch.uint8) for each in whole))
 
 
 def require_same(found: Neighbors, expected: Neighbors) -> None:

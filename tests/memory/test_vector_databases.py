@@ -1,9 +1,14 @@
-"""Qdrant in local mode and Milvus Lite fulfil the contract; a bulk load can be interrupted."""
+"""Qdrant in local mode and Milvus fulfil the contract; a bulk load can be interrupted.
+
+Milvus Lite stands for Milvus. The slow tests start a server of Milvus where one is installed
+(`pip install --no-deps milvus`, x86-64 only).
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +22,45 @@ Make = Callable[..., StoredMemory]
 _numbers = itertools.count()
 
 
-@pytest.fixture(params=("qdrant", "milvus"))
+@pytest.fixture(params=("qdrant", "milvus", pytest.param("milvus-server", marks=pytest.mark.slow)))
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """Return a function that attaches to a collection, a new one by default."""
     kind: Any
-    if request.param == "qdrant":
-        module = pytest.importorskip("qdrant_client", reason="needs the extra qdrant")
-        from mbpa.memory.qdrant import QdrantMemory as kind
+    with ExitStack() as stack:
+        if request.param == "qdrant":
+            module = pytest.importorskip("qdrant_client", reason="needs the extra qdrant")
+            from mbpa.memory.qdrant import QdrantMemory as kind
 
-        client = module.QdrantClient(":memory:")
-    else:
-        pytest.importorskip("milvus_lite", reason="needs milvus-lite")
-        module = pytest.importorskip("pymilvus", reason="needs the extra milvus")
-        from mbpa.memory.milvus import MilvusMemory as kind
+            client = module.QdrantClient(":memory:")
+        else:
+            module = pytest.importorskip("pymilvus", reason="needs the extra milvus")
+            from mbpa.memory.milvus import MilvusMemory as kind
 
-        client = module.MilvusClient(str(tmp_path / "milvus.db"))
+            if request.param == "milvus":
+                pytest.importorskip("milvus_lite", reason="needs milvus-lite")
+                client = module.MilvusClient(str(tmp_path / "milvus.db"))
+            else:
+                client = module.MilvusClient(stack.enter_context(run_milvus(tmp_path)))
+        stack.callback(client.close)
 
-    def attach(*form: Any, collection: str | None = None, **named: Any) -> StoredMemory:
-        name = collection or f"entries{next(_numbers)}"
-        found: StoredMemory = kind(client, name, *form, **named)
-        return found
+        def attach(*form: Any, collection: str | None = None, **named: Any) -> StoredMemory:
+            name = collection or f"entries{next(_numbers)}"
+            found: StoredMemory = kind(client, name, *form, **named)
+            return found
 
-    yield attach
-    client.close()
+        yield attach
+
+
+@contextmanager
+def run_milvus(folder: Path) -> Iterator[str]:
+    """Start a server of Milvus; yield its address."""
+    server = pytest.importorskip("milvus", reason="needs milvus, x86-64").MilvusServer()
+    server.set_base_dir(str(folder))
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{server.listen_port}"
+    finally:
+        server.stop()
 
 
 def test_it_fulfils_the_contract(make: Make) -> None:
@@ -67,6 +88,19 @@ def test_neighbours_are_those_of_an_exact_memory(make: Make) -> None:
     expected, found = single.read(queries, 10), stored.read(queries, 10)
     for name in ("ids", "distances", "values", "keys", "mask"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_milvus_searches_more_widely_if_told_to(make: Make, request: Any) -> None:
+    if "milvus" not in request.node.callspec.id:
+        pytest.skip("a setting of Milvus")
+    draws = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(300, 16, generator=draws), torch.arange(300)
+    graph = {"index_type": "HNSW", "index_params": {"M": 4, "efConstruction": 8}}
+    memory = make(300, 16, **graph, search_params={"ef": 300})
+    memory.write(keys, values)
+    single = ExactMemory(300, 16)
+    single.write(keys, values)
+    assert torch.equal(memory.read(keys[:20], 10).ids, single.read(keys[:20], 10).ids)
 
 
 def test_a_bulk_load_continues_after_it_was_interrupted(make: Make) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-from tests.runs import BANK_SENTENCES
-from tests.servers import Server
+from forks import Fork
+from runs import BANK_SENTENCES
+from servers import Server
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,18 +36,15 @@ def read_commands() -> list[str]:
 
 def run(command: str, folder: Path) -> str:
     """Run a command of the document in a folder; return what it prints."""
-    words = command.split()
-    start = ["-m", "mbpa.cli"] if words[0] == "mbpa" else []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *start, *words[1:]],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    program, *arguments = command.split()
+    named: dict[str, Any] = {"cwd": folder, "environment": {"OMP_NUM_THREADS": "1"}}
+    if program == "mbpa":
+        named["module"] = "mbpa.cli"
+    else:
+        named["script"] = (folder / arguments.pop(0)).read_text("utf-8")
+    code, printed = Fork(*arguments, **named).finish()
+    assert code == 0, printed
+    return printed
 
 
 def test_a_vision_network_is_trained_saved_served_and_taught(folder: Path) -> None:
@@ -140,7 +135,7 @@ def test_a_hugging_face_classifier_is_served_and_taught(folder: Path) -> None:
         inputs = tokenizer(texts, padding=True, return_tensors="pt")
         expected = network.eval()(**inputs).logits.softmax(1).tolist()
     names = sorted(BANK_SENTENCES)
-    with Server.of_script("service.py", "0", cwd=folder) as server:
+    with Server.of_script(folder / "service.py", "0") as server:
         found = ask(server, texts)
         for probabilities, row in zip(found, expected, strict=True):
             assert probabilities == pytest.approx(dict(zip(names, row, strict=True)), abs=1e-4)
@@ -150,7 +145,7 @@ def test_a_hugging_face_classifier_is_served_and_taught(folder: Path) -> None:
         taught = ask(server, ["new post today", "reset pin"])
         assert max(taught[0], key=taught[0].__getitem__) == "post"
         assert server.stop() == 0
-    with Server.of_script("service.py", "0", cwd=folder) as server:
+    with Server.of_script(folder / "service.py", "0") as server:
         assert ask(server, ["new post today", "reset pin"]) == taught
 
 
