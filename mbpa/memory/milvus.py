@@ -35,7 +35,9 @@ class MilvusMemory(StoredMemory):
             `StoredMemory`.
         dtype: dtype of the keys; Milvus stores float32, so float64 is refused.
         index_type: index of a new collection, such as FLAT, HNSW or AUTOINDEX.
-        index_params: its settings.
+        index_params: its settings, such as `{"M": 16, "efConstruction": 200}` of HNSW.
+        search_params: settings of each search, such as `{"ef": 256}` of HNSW: a wider search finds
+            more of the nearest entries. By default, the server's.
         rows_per_call: entries sent to the server at a time.
     """
 
@@ -54,6 +56,7 @@ class MilvusMemory(StoredMemory):
         take_over: bool = False,
         index_type: str = "AUTOINDEX",
         index_params: dict[str, Any] | None = None,
+        search_params: dict[str, Any] | None = None,
         rows_per_call: int = 1_000,
     ) -> None:
         try:
@@ -64,6 +67,7 @@ class MilvusMemory(StoredMemory):
         self._types, self._client = DataType, client
         self.collection, self._rows = collection, count("rows_per_call", rows_per_call)
         self._index = index_type, index_params or {}
+        self._search_params = {"params": search_params or {}}
         self._state = f"{collection}_state"
         super().__init__(
             capacity,
@@ -153,6 +157,7 @@ class MilvusMemory(StoredMemory):
             data=queries.float().cpu().numpy().tolist(),
             anns_field="key",
             limit=min(k, MAX_CANDIDATES),
+            search_params=self._search_params,
             output_fields=["key", "value"],
             consistency_level=STRONG,
         )
