@@ -54,8 +54,8 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, list[Path]]:
-    """Fifteen of each digit."""
-    return write_digits(tmp_path_factory.mktemp("digits") / "all", each=15)
+    """Twenty-five of each digit."""
+    return write_digits(tmp_path_factory.mktemp("digits") / "all", each=25)
 
 
 @pytest.fixture(scope="module")
