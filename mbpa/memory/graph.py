@@ -51,7 +51,7 @@ MAX_GRAPHS = 3
 MIN_STALE_NODES = 64
 QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 MAX_EXPANSION = 2048
-CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 128, 50  # that choose the first width of searches
+CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 384, 50  # that choose the first width of searches
 EXPANSION_FACTOR = 1.25  # by which a search is widened or narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
 
@@ -114,7 +114,7 @@ class GraphMemory(Memory):
         precision: Precision = "int8",
         target_recall: float = 0.98,
         exact_below: int = 10_000,
-        connectivity: int = 32,
+        connectivity: int = 16,
         expansion_add: int = 128,
         expansion_search: int = 128,
         background: bool = True,
@@ -385,13 +385,17 @@ class GraphMemory(Memory):
     def _search(
         self, graph: Graph, queries: Float[Tensor, "B D"], k: int
     ) -> Int[np.ndarray, "B J"]:
-        """Return labels of candidates: more of them the more nodes of the graph are stale."""
+        """Return labels of candidates: more of them the more nodes of the graph are stale.
+
+        The search itself need not be wider for that: the nearest live nodes are as near to the
+        query among all nodes as they would be if the others were live, too.
+        """
         nodes = len(graph)
-        more = (2 - graph.live / nodes) * max(1.0, nodes / self._held)
+        excess = max(1.0, nodes / self._held)
+        count = math.ceil((2 - graph.live / nodes) * excess * self._widen(k))
+        expansion = max(count, math.ceil(excess * self._expansion))
         threads = 1 if len(queries) < QUERIES_PER_THREAD else torch.get_num_threads()
-        expansion = math.ceil(more * self._expansion)
-        count = math.ceil(more * self._widen(k))
-        return graph.search(queries, count, expansion=max(count, expansion), threads=threads)
+        return graph.search(queries, count, expansion=expansion, threads=threads)
 
     def _widen(self, k: int) -> int:
         """Return how many candidates to rank from their keys: rounded copies mix up near ones."""
