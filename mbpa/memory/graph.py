@@ -51,7 +51,7 @@ MAX_GRAPHS = 3
 MIN_STALE_NODES = 64
 QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 MAX_EXPANSION = 2048
-CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 384, 50  # that choose the first width of searches
+CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 256, 50  # that choose the first width of searches
 EXPANSION_FACTOR = 1.25  # by which a search is widened or narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
 
