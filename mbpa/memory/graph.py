@@ -563,7 +563,10 @@ class GraphMemory(Memory):
         self._meter.clear()
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Run in the background, if allowed; the next change or `wait` raises its exceptions."""
+        """Run in the background, if allowed; the next change or `wait` raises its exceptions.
+
+        The lock must be held, so that the work cannot end before it is known to have begun.
+        """
         if not self._background:
             work()
             return
@@ -580,8 +583,9 @@ class GraphMemory(Memory):
                 except BaseException as error:
                     self._failure = error
 
-        self._job = threading.Thread(target=run, name="mbpa-graph-memory", daemon=True)
-        self._job.start()
+        job = threading.Thread(target=run, name="mbpa-graph-memory", daemon=True)
+        job.start()
+        self._job = job  # not before: whoever waits without the lock must not meet it unstarted
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

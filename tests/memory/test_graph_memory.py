@@ -310,6 +310,22 @@ def test_a_rebuild_of_content_that_is_gone_has_no_effect() -> None:
     assert find_themselves(memory) == 1.0
 
 
+def test_waiting_never_meets_work_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        time.sleep(0.02)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    memory = make(background=True)
+    fill(memory, 500)
+    memory.clear()  # the work notices, ends, and the next is begun by its thread
+    fill(memory, 300)
+    memory.wait()
+    assert find_themselves(memory) == 1.0
+
+
 def test_a_failed_rebuild_is_raised_by_the_next_change(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = make(background=True)
     with monkeypatch.context() as patch:
