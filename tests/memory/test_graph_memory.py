@@ -318,10 +318,15 @@ def test_waiting_never_meets_work_that_has_not_begun(monkeypatch: pytest.MonkeyP
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_late)
-    memory = make(background=True)
-    fill(memory, 500)
-    memory.clear()  # the work notices, ends, and the next is begun by its thread
+    memory = make(4000, background=True)
+    fill(memory, 4000)
+    first = memory._job
+    memory.clear()  # the first job notices, ends, and begins the next
     fill(memory, 300)
+    for _ in range(1000):
+        if memory._job not in (first, None):
+            break
+        time.sleep(0.001)
     memory.wait()
     assert find_themselves(memory) == 1.0
 
