@@ -53,6 +53,7 @@ QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 MAX_EXPANSION = 2048
 CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 256, 50  # that choose the first width of searches
 EXPANSION_FACTOR = 1.25  # by which a search is widened or narrowed
+SPARE_SHARE = 0.6  # of the misses that the target allows, below which a search is narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
 
 
@@ -631,7 +632,7 @@ class GraphMemory(Memory):
         if recall < self.target_recall:
             self._expansion = min(MAX_EXPANSION, math.ceil(before * EXPANSION_FACTOR))
             self._wants_rebuild = self.stale > STALE_SHARE * nodes
-        elif 1 - recall < 0.25 * (1 - self.target_recall):
+        elif 1 - recall < SPARE_SHARE * (1 - self.target_recall):
             self._expansion = max(self._least_expansion, int(before / EXPANSION_FACTOR))
         if self._expansion != before:
             self._meter.clear()
