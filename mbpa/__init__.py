@@ -20,7 +20,7 @@ from mbpa.rules import MAP, Adam, Gradient, RMSprop, Rule
 from mbpa.stream import score_stream
 from mbpa.tune import AdaptationGrid, Tuning, tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "MAP",
