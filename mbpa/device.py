@@ -13,6 +13,7 @@ import ctypes
 import importlib.util
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -132,10 +133,10 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not every system reports this
-        return 1 << 32
+    if sys.platform != "win32":
+        with contextlib.suppress(ValueError, OSError):  # macOS does not report this
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1 << 32
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

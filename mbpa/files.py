@@ -1,6 +1,7 @@
 """Locks, atomic writes and flushes, which keep files intact through crashes and power cuts.
 
-This module uses the standard library only, so that the journal loads without torch.
+This module uses the standard library only, so that the journal loads without torch. It is also the
+place where Windows differs from other systems (docs/platforms.md).
 """
 
 import contextlib
@@ -8,20 +9,32 @@ import errno
 import hashlib
 import json
 import os
+import random
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-if sys.platform != "win32":
+if sys.platform == "win32":
+    import msvcrt
+else:
     import fcntl
+
+BINARY = getattr(os, "O_BINARY", 0)
+"""Flag for `os.open`, without which Windows translates line ends in what is read or written."""
 
 # Some network file systems (Lustre without -o flock) have no locks.
 _CANNOT_LOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EXDEV}
 _EXCHANGE = 2  # RENAME_EXCHANGE on Linux, RENAME_SWAP on macOS
 _AT_WORKING_DIRECTORY = -100  # AT_FDCWD
+# On Windows a file cannot be replaced while another process has it open, if only to read it.
+_REPLACE_TIMEOUT_S, _RETRY_INTERVAL_S = 5.0, 0.02
+# Windows locks ranges of bytes, and nobody else can read them: so these lie beyond any content. It
+# knows exclusive locks only. A reader locks one of the bytes, and a writer locks all of them.
+_LOCK_OFFSET, _LOCK_BYTES = 1 << 30, 256
 
 
 # Writing
@@ -39,11 +52,23 @@ def replace_file(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        rename_over(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def rename_over(path: Path, target: Path) -> None:
+    """Rename a file over another; wait a little where a reader of the other forbids it."""
+    patience = time.monotonic() + (_REPLACE_TIMEOUT_S if sys.platform == "win32" else 0.0)
+    while True:
+        try:
+            return os.replace(path, target)
+        except PermissionError:
+            if time.monotonic() >= patience:
+                raise
+            time.sleep(_RETRY_INTERVAL_S)
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -62,21 +87,21 @@ def make_directory(path: Path) -> None:
 
 def flush_directory(path: Path) -> None:
     """Flush a directory to disk, so that files created, renamed or removed there stay so."""
-    if sys.platform == "win32":  # directories cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that does not flush directories
-            raise
-    finally:
-        os.close(descriptor)
+    if sys.platform != "win32":  # where directories cannot be opened
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that does not flush directories
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def flush_file(path: Path) -> None:
     """Flush the content of a file to disk, even if another process wrote it."""
-    descriptor = os.open(path, os.O_RDONLY)
+    # Windows flushes only files that may be written to.
+    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -89,11 +114,12 @@ def exchange(one: Path, other: Path) -> bool:
     Returns:
         Whether they were swapped: some systems and file systems do not support it.
     """
-    if sys.platform == "win32":
-        return False
     import ctypes  # imported here because it is slow and `import mbpa` does not need it
 
-    library = ctypes.CDLL(None, use_errno=True)
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+    except TypeError:  # Windows
+        return False
     paths = os.fsencode(one), os.fsencode(other)
     if hasattr(library, "renameat2"):
         here = _AT_WORKING_DIRECTORY
@@ -124,11 +150,8 @@ def lock(descriptor: int, *, exclusive: bool = True, wait: bool = False) -> bool
     Raises:
         BlockingIOError: another process holds the lock, and `wait` is false.
     """
-    if sys.platform == "win32":
-        return False
-    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
-        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
+        _take_lock(descriptor, exclusive, wait)
     except OSError as error:
         if error.errno not in _CANNOT_LOCK:
             raise
@@ -138,9 +161,63 @@ def lock(descriptor: int, *, exclusive: bool = True, wait: bool = False) -> bool
 
 def unlock(descriptor: int) -> None:
     """Release a lock; closing the file is not enough while a forked process has it open, too."""
-    if sys.platform != "win32":
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
+        _release_lock(descriptor)
+
+
+if sys.platform == "win32":
+
+    def read_at(descriptor: int, count: int, offset: int) -> bytes:
+        """Read bytes of an open file from `offset` on; no other thread must use the descriptor."""
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.read(descriptor, count)
+
+    def write_at(descriptor: int, content: bytes, offset: int) -> int:
+        """Write to an open file from `offset` on; no other thread must use the descriptor."""
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.write(descriptor, content)
+
+    _locked: dict[int, tuple[int, int]] = {}  # first byte and number of bytes, by descriptor
+
+    def _take_lock(descriptor: int, exclusive: bool, wait: bool) -> None:
+        while not any(
+            _lock_bytes(descriptor, place, count) for place, count in _list_ranges(exclusive)
+        ):
+            if not wait:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            time.sleep(_RETRY_INTERVAL_S)
+
+    def _list_ranges(exclusive: bool) -> list[tuple[int, int]]:
+        """Return the ranges of bytes of which one is to be locked."""
+        if exclusive:
+            return [(_LOCK_OFFSET, _LOCK_BYTES)]
+        places = range(_LOCK_OFFSET, _LOCK_OFFSET + _LOCK_BYTES)
+        return [(place, 1) for place in random.sample(places, _LOCK_BYTES)]
+
+    def _lock_bytes(descriptor: int, place: int, count: int) -> bool:
+        os.lseek(descriptor, place, os.SEEK_SET)
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, count)
+        except PermissionError:
+            return False
+        _locked[descriptor] = place, count
+        return True
+
+    def _release_lock(descriptor: int) -> None:
+        if descriptor in _locked:
+            place, count = _locked.pop(descriptor)
+            os.lseek(descriptor, place, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_UNLCK, count)
+
+else:
+    read_at, write_at = os.pread, os.pwrite
+
+    def _take_lock(descriptor: int, exclusive: bool, wait: bool) -> None:
+        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
+
+    def _release_lock(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 # Identity

@@ -7,6 +7,7 @@ into memory instead of being read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -147,5 +148,7 @@ def _compute_digest(path: Path, count: int) -> str:
 
 def _remove(root: Path, names: list[str]) -> None:
     for name in names:
-        (root / name).unlink(missing_ok=True)
+        # On Windows a file that is mapped into memory cannot be removed; the next save tries again.
+        with contextlib.suppress(PermissionError):
+            (root / name).unlink(missing_ok=True)
     files.flush_directory(root)

@@ -126,7 +126,7 @@ def writing_whole(out: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, out)
+        files.rename_over(temporary, out)
         files.flush_directory(out.parent)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -71,22 +71,29 @@ def compute_connection_limit() -> int:
     return min(MAX_CONNECTIONS, max(RESERVED_FILES, most - RESERVED_FILES))
 
 
-def raise_file_limit() -> None:
-    """Raise the limit on open files to what `MAX_CONNECTIONS` needs, as far as permitted."""
-    most, allowed = _read_file_limits()
-    wanted = min(MAX_CONNECTIONS + RESERVED_FILES, allowed)
-    if sys.platform != "win32" and most < wanted:
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+if sys.platform == "win32":  # where sockets are not files
 
+    def raise_file_limit() -> None:
+        """Do nothing: there is no limit."""
 
-def _read_file_limits() -> tuple[int, int]:
-    """Return the current limit on open files, and the highest that this process may set."""
-    if sys.platform == "win32":
+    def _read_file_limits() -> tuple[int, int]:
         return UNLIMITED_FILES, UNLIMITED_FILES
-    soft, hard = (
-        UNLIMITED_FILES if each == resource.RLIM_INFINITY else each
-        for each in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    return soft, hard
+
+else:
+
+    def raise_file_limit() -> None:
+        """Raise the limit on open files to what `MAX_CONNECTIONS` needs, as far as permitted."""
+        most, allowed = _read_file_limits()
+        wanted = min(MAX_CONNECTIONS + RESERVED_FILES, allowed)
+        if most < wanted:
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+    def _read_file_limits() -> tuple[int, int]:
+        """Return the current limit on open files, and the highest that this process may set."""
+        soft, hard = (
+            UNLIMITED_FILES if each == resource.RLIM_INFINITY else each
+            for each in resource.getrlimit(resource.RLIMIT_NOFILE)
+        )
+        return soft, hard

@@ -189,7 +189,7 @@ class Database:
         self.acknowledged = change
         if self._lock is not None:
             with contextlib.suppress(OSError):
-                os.pwrite(self._lock.fileno(), _make_mark(change), _MARK_OFFSET)
+                files.write_at(self._lock.fileno(), _make_mark(change), _MARK_OFFSET)
 
     def give_back_free_pages(self) -> None:
         """Shorten the file by its free pages, and return freed memory to the system."""
@@ -292,7 +292,7 @@ class Database:
     def _open_lock(self, beside: Path) -> io.FileIO | None:
         """Open the lock file. If it cannot be written, the journal becomes read-only."""
         try:
-            descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | files.BINARY, 0o666)
         except OSError as error:
             if not self.path.exists():
                 raise self._describe_failed_creation(error) from error
@@ -313,10 +313,10 @@ class Database:
     def _take_lock(self, descriptor: int) -> None:
         writes = self.read_only is None
         try:
-            if not files.lock(descriptor, exclusive=writes) and sys.platform != "win32":
+            if not files.lock(descriptor, exclusive=writes):
                 raise JournalError(f"{self.path} cannot be locked: move it to a local disk")
         except BlockingIOError as error:
-            holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
+            holder = files.read_at(descriptor, 20, 0).decode("ascii", "replace").strip()
             raise InUseError(
                 f"{self.path} is in use by process {holder or '?'}: stop it, or use another path"
             ) from error
@@ -326,7 +326,7 @@ class Database:
         self._opened.callback(files.unlock, descriptor)
         if writes:
             with contextlib.suppress(OSError):  # only the message above needs it
-                os.pwrite(descriptor, f"{os.getpid():<20}".encode(), 0)
+                files.write_at(descriptor, f"{os.getpid():<20}".encode(), 0)
 
     def _create(self) -> None:
         """Create an empty file that other users cannot read: it will hold people's texts."""
@@ -479,7 +479,7 @@ def _make_mark(change: int) -> bytes:
 
 def _read_mark(lock: int) -> int:
     """Read the last acknowledged change from a lock file; 0 if it is absent or damaged."""
-    found = os.pread(lock, _MARK_BYTES, _MARK_OFFSET)
+    found = files.read_at(lock, _MARK_BYTES, _MARK_OFFSET)
     number = found[:20]
     return int(number) if number.isdigit() and found == _make_mark(int(number)) else 0
 
@@ -487,18 +487,18 @@ def _read_mark(lock: int) -> int:
 def _quote(path: Path) -> str:
     """Quote a path for a URI, whatever its bytes are."""
     place = os.path.abspath(path)
-    if sys.platform == "win32":
-        return "/" + quote(place.replace("\\", "/"))
-    return quote(os.fsencode(place))
+    if os.sep == "/":
+        return quote(os.fsencode(place))
+    return "/" + quote(place.replace(os.sep, "/"))  # C:\\run\\journal: /C%3A/run/journal
 
 
 def _write_again(path: Path) -> None:
     """Rewrite and flush a file, including pages wrongly marked clean after a failed flush."""
-    descriptor = os.open(path, os.O_RDWR)
+    descriptor = os.open(path, os.O_RDWR | files.BINARY)
     try:
         offset = 0
-        while chunk := os.pread(descriptor, 1 << 20, offset):
-            offset += os.pwrite(descriptor, chunk, offset)
+        while chunk := files.read_at(descriptor, 1 << 20, offset):
+            offset += files.write_at(descriptor, chunk, offset)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -159,7 +159,8 @@ def _load_info(content: bytes) -> RunInfo:
 
 def _train_for_parent(parent: int) -> int:
     """Train with what the parent sends to standard input; print the description of the run."""
-    os.nice(NICENESS)
+    if sys.platform != "win32":
+        os.nice(NICENESS)
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     with np.load(io.BytesIO(sys.stdin.buffer.read())) as packed:
         described = json.loads(packed["text"].tobytes())

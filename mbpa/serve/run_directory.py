@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -181,13 +182,13 @@ def _remove_leftovers(place: Path) -> None:
 @contextmanager
 def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a file or directory; raise `BlockingIOError` if another process does."""
-    if os.name == "nt":  # directories cannot be opened there
+    if sys.platform == "win32":  # directories cannot be opened there, nor renamed with an open file
         yield
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        files.lock(descriptor)
-        yield
-    finally:
-        files.unlock(descriptor)
-        os.close(descriptor)
+    else:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            files.lock(descriptor)
+            yield
+        finally:
+            files.unlock(descriptor)
+            os.close(descriptor)

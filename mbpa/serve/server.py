@@ -38,6 +38,11 @@ except ImportError as error:
 
 SHUTDOWN_TIMEOUT_S = 10  # for open requests to finish after a signal to stop
 ENDING_TIMEOUT_S = 2  # of these, for requests that are ended early to be answered
+STOP_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGBREAK")  # the last: Ctrl-Break, on Windows only
+    if hasattr(signal, name)
+]
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,9 @@ def _open_listener(host: str, port: int) -> socket.socket:
     # TCP is named explicitly: only then does asyncio send small responses without delay.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # On Windows the first option would let two services share a port, and the second does not.
+        reuse = "SO_REUSEADDR" if sys.platform != "win32" else "SO_EXCLUSIVEADDRUSE"
+        listener.setsockopt(socket.SOL_SOCKET, getattr(socket, reuse), 1)
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
@@ -255,9 +262,7 @@ def _run(
     # switch interval of 5 ms, a busy event loop would make it wait longer than it works.
     sys.setswitchinterval(5e-4)
     # Uvicorn raises the signal again when it is done, but the run must still be closed.
-    before = {
-        each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)
-    }
+    before = {each: signal.signal(each, lambda *_: None) for each in STOP_SIGNALS}
     stop_returning = return_free_memory_regularly()
     try:
         _Server(config, on_ready, on_stop).run(sockets=[listener])

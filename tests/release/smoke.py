@@ -1,0 +1,308 @@
+"""Try an installed mbpa with one extra: python smoke.py EXTRA, outside the checkout.
+
+`make release-check` runs it in an environment that holds the wheel, that extra and nothing else.
+The name `none` stands for the wheel without extras.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import mbpa
+
+START_TIMEOUT_S = 900
+
+
+def try_bare() -> None:
+    """Teach a network a new class; every extra that is missing is named by an error."""
+    torch.manual_seed(0)
+    classifier = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)
+    )
+    embed, head = mbpa.split(classifier, at="2")
+    memory = mbpa.ExactMemory(capacity=100, key_dim=16)
+    model = mbpa.MbPA(embed, head, memory=memory, predictor=mbpa.Adapted(k=5))
+    x = torch.randn(40, 8)
+    model.write(x, (x[:, 0] > 0).long())
+    model.grow(classes=3)
+    model.write(x[:4] + 20, [2, 2, 2, 2])
+    assert model(x[:4] + 20).argmax(-1).tolist() == [2, 2, 2, 2]
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(folder)
+        again = mbpa.MbPA.load(folder, embed, head)
+        assert torch.allclose(again(x), model(x), atol=1e-5)
+    for extra, use in {"graph": use_graph, "text": use_text, "images": use_images}.items():
+        assert f"'mbpa[{extra}]'" in catch(mbpa.MissingExtraError, use)
+    assert "usage: mbpa" in run_command("--help")
+
+
+def use_graph() -> None:
+    memory = mbpa.GraphMemory(capacity=1_000, key_dim=8)
+    keys = torch.randn(500, 8)
+    memory.write(keys, torch.arange(500))
+    found = memory.read(keys[:5], k=1)
+    assert found.values[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def use_demo() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        printed = run_command("demo", "--seeds", "1", "--no-progress", "--out", folder)
+        assert (Path(folder) / "demo.png").is_file()
+        assert "MbPA" in printed
+
+
+def use_images() -> None:
+    from mbpa.encoders.image import encoder
+
+    encode = encoder()
+    import io
+
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48), "red").save(file, "PNG")
+    assert encode([file.getvalue()]).shape == (1, encode.key_dim)
+
+
+def use_text() -> None:
+    from mbpa.encoders.text import encoder
+
+    encode = encoder()
+    far, near = encode(["where is my parcel?", "two pizzas, please", "my package has not come"])[1:]
+    asked = encode(["where is my parcel?"])[0]
+    assert asked @ near > asked @ far
+
+
+def use_language() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from mbpa.language import MemoryLM
+
+    text = "The heron stands in the shallow water of the river and waits for a fish. " * 2
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [text],
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<end>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 64}
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        bos_token_id=None,
+        eos_token_id=0,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    lm = MemoryLM(model, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"))
+    before = lm.score(text)
+    lm.read(text, source="heron")
+    after = lm.score(text)
+    assert after.perplexity < before.perplexity, (before, after)
+    lm.forget("heron")
+    assert not lm.sources()
+
+
+def use_qdrant() -> None:
+    from qdrant_client import QdrantClient
+
+    from mbpa.memory.qdrant import QdrantMemory
+
+    client = QdrantClient(":memory:")
+    memory = QdrantMemory(client, "smoke", capacity=10, key_dim=4)
+    memory.write(torch.eye(4), torch.arange(4))
+    assert memory.read(torch.eye(4)[2:3], k=1).values.item() == 2
+
+
+def use_milvus() -> None:
+    """The extra holds the client only; a server, or milvus-lite, is the user's."""
+    from pymilvus import MilvusClient, MilvusException
+
+    import mbpa.memory.milvus
+
+    assert mbpa.memory.milvus.MilvusMemory.__doc__
+    connect = functools.partial(MilvusClient, "http://127.0.0.1:9", timeout=1)
+    assert "connect" in catch(MilvusException, connect).lower()
+
+
+def use_serve() -> None:
+    with tempfile.TemporaryDirectory() as folder, Serving(Path(folder), "serve") as serving:
+        lesson = {"examples": [{"label": "pizza", "text": "one pizza"}] * 1}
+        serving.post("/learn", lesson)
+        answers = serving.post("/predict", {"texts": ["one pizza"]})
+        assert "pizza" in json.dumps(answers)
+        assert b"<html" in serving.get("/docs").lower()
+
+
+def use_explore() -> None:
+    with tempfile.TemporaryDirectory() as folder, Serving(Path(folder), "explore") as serving:
+        assert b"gradio" in serving.get("/explore/").lower()
+
+
+def use_replicas() -> None:
+    """Nothing listens there, which is reported in one line; nothing is missing."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_run(Path(folder))
+        error = run_command(
+            *("serve", run, "--database", "postgresql://127.0.0.1:9/mbpa?connect_timeout=2"),
+            expected=2,
+        )
+        assert "127.0.0.1" in error, error
+        assert "is not installed" not in error, error
+
+
+def use_experiments() -> None:
+    """The experiments are in the checkout; the extra brings what they draw and train with."""
+    import lightning_fabric
+    import matplotlib
+
+    assert lightning_fabric.__version__
+    assert matplotlib.__version__
+
+
+def use_peers() -> None:
+    import adaptive_classifier
+    import semantic_router
+    import setfit
+    import wordllama
+
+    assert all((adaptive_classifier, semantic_router, setfit, wordllama))
+    use_text()
+
+
+def use_dev() -> None:
+    for tool in ("pytest", "mypy", "ruff"):
+        subprocess.run([sys.executable, "-m", tool, "--version"], check=True)
+    mbpa.testing.check_memory(mbpa.GraphMemory)
+
+
+# What they share
+
+
+def catch(kind: type[Exception], call: Callable[[], object]) -> str:
+    """Return the message of the exception that a call must raise."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{call} must raise {kind.__name__}")
+
+
+class Serving:
+    """A service in a process of its own, with a run that has just been taught."""
+
+    def __init__(self, folder: Path, command: str) -> None:
+        self._run, self._command = make_run(folder), command
+
+    def __enter__(self) -> Serving:
+        self._process = subprocess.Popen(
+            [find_command(), self._command, self._run, "--port", "0"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if found := re.search(r"serving on (http://[^/]+)", line):
+                self._url = found[1]
+                return self
+        raise AssertionError(f"mbpa {self._command} did not start")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        assert self._process.wait(300) in (0, -15, 143), self._process.returncode
+
+    def get(self, path: str) -> bytes:
+        with urllib.request.urlopen(self._url + path, timeout=30) as answer:
+            content: bytes = answer.read()
+        return content
+
+    def post(self, path: str, body: object) -> object:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(
+            self._url + path, data=json.dumps(body).encode(), headers=headers
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+
+def make_run(folder: Path) -> str:
+    """Teach a classifier a few sentences."""
+    table = folder / "intents.csv"
+    with table.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", "label"])
+        for number in range(8):
+            rows.writerow([f"where is parcel {number}?", "parcel"])
+            rows.writerow([f"please refund order {number}", "refund"])
+    run_command("teach", str(table), "--out", str(folder / "run"))
+    return str(folder / "run")
+
+
+def find_command() -> str:
+    folder = Path(sys.executable).parent
+    return str(next(each for each in folder.iterdir() if each.stem == "mbpa"))
+
+
+def run_command(*arguments: str, expected: int = 0) -> str:
+    """Run the installed command `mbpa` and return what it prints."""
+    done = subprocess.run(
+        [find_command(), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=START_TIMEOUT_S,
+    )
+    assert done.returncode == expected, f"mbpa {' '.join(arguments)}: {done.stdout}"
+    return done.stdout
+
+
+def check_requirements(extra: str) -> int:
+    """Return how many distributions the extra asks for; each must be installed."""
+    found = 0
+    for line in importlib.metadata.requires("mbpa") or ():
+        requirement, _, marker = line.partition(";")
+        if re.search(rf"extra == ['\"]{extra}['\"]", marker) and "platform_system" not in marker:
+            importlib.metadata.version(re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0])
+            found += 1
+    return found
+
+
+TRIALS: dict[str, Callable[[], None]] = {
+    name.removeprefix("use_"): use for name, use in list(globals().items()) if name[:4] == "use_"
+} | {"none": try_bare}
+
+
+def main(extra: str) -> None:
+    start = time.perf_counter()
+    place = Path(mbpa.__file__).parent
+    assert "site-packages" in place.parts, f"not the installed mbpa: {place}"
+    assert extra == "none" or check_requirements(extra) > 0, f"there is no extra {extra}"
+    TRIALS.get(extra, lambda: print(f"{extra}: installed; there is no trial of its own"))()
+    print(f"{extra}: mbpa {mbpa.__version__} works ({time.perf_counter() - start:.0f} s)")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
