@@ -10,7 +10,7 @@ export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo report reproduce docs test test-slow test-all check bench clean
+.PHONY: help demo report reproduce docs test test-slow test-all check release-check bench clean
 
 help:
 	@printf "%-16s%s\n" "make demo" "a network meets digits it was not trained on: table, figure, explanation"
@@ -21,6 +21,7 @@ help:
 	@printf "%-16s%s\n" "make test-slow" "long variants of those tests"
 	@printf "%-16s%s\n" "make test-all" "both, then trials of reliability"
 	@printf "%-16s%s\n" "make check" "formatting and types only"
+	@printf "%-16s%s\n" "make release-check" "  build the wheel, look into it, install it with each extra, try it, check its types"
 	@printf "%-16s%s\n" "make bench" "how fast the engine is, against a loop, torch.func and the hardware"
 	@printf "%-16s%s\n" "make clean" "remove what the other targets made, except reproduced results"
 
@@ -54,6 +55,10 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Needs a package index, some 8 GB of disk and half an hour; the files are left in build/release/dist.
+release-check:
+	$(PYTHON) scripts/release_check.py
 
 # Two processes per core, since many tests wait: for servers, other processes, a clock. Each starts with
 # a stretch of neighbouring files, whose tests share expensive fixtures, and one that is done early takes

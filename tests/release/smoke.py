@@ -1,7 +1,7 @@
-"""Try an installed mbpa with one extra: python smoke.py EXTRA, outside the checkout.
+"""Try an installed mbpa with one extra: python smoke.py EXTRA [--editable].
 
 `make release-check` runs it in an environment that holds the wheel, that extra and nothing else.
-The name `none` stands for the wheel without extras.
+The name `none` stands for the wheel without extras; --editable permits an editable installation.
 """
 
 from __future__ import annotations
@@ -232,7 +232,8 @@ class Serving:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        assert self._process.wait(300) in (0, -15, 143), self._process.returncode
+        ended = self._process.wait(300)
+        assert ended == 0 or sys.platform == "win32", ended  # there, it is killed
 
     def get(self, path: str) -> bytes:
         with urllib.request.urlopen(self._url + path, timeout=30) as answer:
@@ -295,10 +296,10 @@ TRIALS: dict[str, Callable[[], None]] = {
 } | {"none": try_bare}
 
 
-def main(extra: str) -> None:
+def main(extra: str, option: str = "") -> None:
     start = time.perf_counter()
     place = Path(mbpa.__file__).parent
-    assert "site-packages" in place.parts, f"not the installed mbpa: {place}"
+    assert option == "--editable" or "site-packages" in place.parts, f"not installed: {place}"
     assert extra == "none" or check_requirements(extra) > 0, f"there is no extra {extra}"
     TRIALS.get(extra, lambda: print(f"{extra}: installed; there is no trial of its own"))()
     print(f"{extra}: mbpa {mbpa.__version__} works ({time.perf_counter() - start:.0f} s)")
