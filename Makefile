@@ -55,6 +55,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/release/typed_program.py
 
 # Needs a package index, some 8 GB of disk and half an hour; the files are left in build/release/dist.
 release-check:

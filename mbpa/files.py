@@ -210,7 +210,14 @@ if sys.platform == "win32":
             msvcrt.locking(descriptor, msvcrt.LK_UNLCK, count)
 
 else:
-    read_at, write_at = os.pread, os.pwrite
+
+    def read_at(descriptor: int, count: int, offset: int) -> bytes:
+        """Read bytes of an open file from `offset` on."""
+        return os.pread(descriptor, count, offset)
+
+    def write_at(descriptor: int, content: bytes, offset: int) -> int:
+        """Write to an open file from `offset` on."""
+        return os.pwrite(descriptor, content, offset)
 
     def _take_lock(descriptor: int, exclusive: bool, wait: bool) -> None:
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -101,7 +102,10 @@ class Uniform:
 
 
 # Earlier names of the classes, which still work.
-inverse_distance, gaussian, exp_dot, uniform = InverseDistance, Gaussian, ExpDot, Uniform
+inverse_distance: TypeAlias = InverseDistance
+gaussian: TypeAlias = Gaussian
+exp_dot: TypeAlias = ExpDot
+uniform: TypeAlias = Uniform
 
 
 def neighbor_weights(kernel: Kernel, neighbors: Neighbors) -> Float[Tensor, "B K"]:

@@ -493,7 +493,7 @@ def _run_layer(layer: Layer, inputs: Float[Tensor, "B K I"]) -> Float[Tensor, "B
     return outputs.view(*inputs.shape[:2], -1)
 
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 DERIVATIVES: dict[type[nn.Module], Callable[[Any, Tensor, Tensor], Tensor]] = {
     nn.ReLU: lambda _, slopes, y: aten.threshold_backward(slopes, y, 0),
     nn.Tanh: lambda _, slopes, y: aten.tanh_backward(slopes, y),

@@ -230,7 +230,7 @@ def _price_optimum(problem: Problem, is_kept: bool) -> Price:
     return Price(operations, 40 * size * table * steps, 60 + 35 * steps, held)
 
 
-COPIES = {Gradient: 4, RMSprop: 6, Adam: 8}
+COPIES: dict[type[Rule], int] = {Gradient: 4, RMSprop: 6, Adam: 8}
 OTHER_COPIES = 8  # a guess, for a user's own rule
 
 

@@ -285,8 +285,10 @@ class Network(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.LayerNorm(width))
-        self.output = nn.Linear(width, OLD_DIGITS)
+        self.embedding: nn.Sequential = nn.Sequential(
+            nn.Linear(64, width), nn.ReLU(), nn.LayerNorm(width)
+        )
+        self.output: nn.Linear = nn.Linear(width, OLD_DIGITS)
 
     def forward(self, images: Float[Tensor, "B 64"]) -> Float[Tensor, "B 5"]:
         logits: Tensor = self.output(self.embedding(images))

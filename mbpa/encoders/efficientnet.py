@@ -40,7 +40,7 @@ class EfficientNetLite0(nn.Module):
                 expansion = _EXPANSION if stage else 1
                 layers.append(_Block(channels, out, side, 1 if number else stride, expansion))
                 channels = out
-        self.layers = nn.Sequential(*layers, _Convolution(channels, FEATURES))
+        self.layers: nn.Sequential = nn.Sequential(*layers, _Convolution(channels, FEATURES))
 
     def forward(self, pixels: Float[Tensor, "B 3 H W"]) -> Float[Tensor, "B D"]:
         features: Tensor = self.layers(pixels)

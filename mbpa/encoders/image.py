@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ PICTURES_PER_BATCH = 32
 class ImageEncoder(Encoder[bytes]):
     """An encoder of standardized picture files. To write your own, define `__call__`."""
 
-    takes = "images"
+    takes: Literal["texts", "images"] = "images"
 
 
 def encoder(name: str = DEFAULT_ENCODER, *, device: str | torch.device = "cpu") -> ImageEncoder:

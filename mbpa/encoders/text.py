@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -38,7 +38,7 @@ _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 class TextEncoder(Encoder[str]):
     """An encoder of texts; `encoder` returns one. To write your own, define `__call__`."""
 
-    takes = "texts"
+    takes: Literal["texts", "images"] = "texts"
 
 
 def encoder(name: str = DEFAULT_ENCODER, *, device: str | torch.device = "cpu") -> TextEncoder:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -26,7 +26,7 @@ from mbpa.kernels import InverseDistance, neighbor_weights
 from mbpa.language.gate import ScaledAdapted, make_predictor
 from mbpa.language.run_directory import RunDirectory, Source, digest_tokens, make_source
 from mbpa.language.source_index import SourceIndex
-from mbpa.language.tokens import Alternative, Origin, Score, Token, TokenReader, quote
+from mbpa.language.tokens import Alternative, Generation, Origin, Score, Token, TokenReader, quote
 from mbpa.language.trunk import Progress, Trunk, is_valid_text
 from mbpa.memory import Memory, MemoryKind, Neighbors, make_memory
 from mbpa.model import MbPA
@@ -79,6 +79,20 @@ class Reading:
     keys: Float[Tensor, "N D"] | None
     """States before all tokens but the first; `None` if this very text was in the memory."""
     summaries: Int[Tensor, "N W"] | None
+
+
+class _GenerationOptions(TypedDict, total=False):
+    """Options of `MemoryLM.generate`, which documents them."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: Sequence[str]
+    seed: int | None
+    origins: int
+    top: int
+    on_token: Callable[[int, Token], bool | None] | None
 
 
 class MemoryLM:
@@ -396,6 +410,16 @@ class MemoryLM:
         named[-1] = replace(named[-1], text=named[-1].text + reader.flush())
         return Score(tuple(named), bytes=sum(len(token.text.encode()) for token in named))
 
+    @overload  # a text is a sequence of texts, too, but the first form that fits counts
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: str, **options: Unpack[_GenerationOptions]
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[str | Sequence[int]], **options: Unpack[_GenerationOptions]
+    ) -> list[Generation]: ...
+
     def generate(
         self,
         prompt: str | Sequence[str | Sequence[int]],
@@ -409,7 +433,7 @@ class MemoryLM:
         origins: int = 0,
         top: int = 0,
         on_token: Callable[[int, Token], bool | None] | None = None,
-    ) -> Any:
+    ) -> Generation | list[Generation]:
         """Write on from a prompt and return a `Generation`, or one for each of several prompts.
 
         Args:

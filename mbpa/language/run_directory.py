@@ -76,8 +76,8 @@ class RunDirectory:
     """
 
     def __init__(self, root: str | os.PathLike[str], *, writable: bool = True) -> None:
-        self.root = Path(root).absolute()
-        self.manifest = _read_manifest(self.root)
+        self.root: Path = Path(root).absolute()
+        self.manifest: dict[str, Any] = _read_manifest(self.root)
         self._lock_file = _take_lock(self.root) if writable else None
         if writable:
             self._remove_remains()

@@ -42,7 +42,7 @@ class Trunk:
         if isinstance(model, nn.Module) != (tokenizer is not None):
             raise ValueError("a model needs a tokenizer, the name of a model must come without one")
         self.model: Any = model
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.name: str | None = ""
         """Name or folder; `None` for the default model, "" if it was given as such."""
         if not isinstance(model, nn.Module):
@@ -50,10 +50,10 @@ class Trunk:
             self.model, self.tokenizer = load_pretrained(self.name, device=device)
         check_causal(self.model)
         self.output_layer: nn.Linear = self.model.get_output_embeddings()
-        self.device = self.output_layer.weight.device
-        self.longest_text = _find_longest_text(self.model)
-        self.window = min(window or WINDOW, self.longest_text)
-        self.context = min(CONTEXT, self.window // 4) if context is None else context
+        self.device: torch.device = self.output_layer.weight.device
+        self.longest_text: int = _find_longest_text(self.model)
+        self.window: int = min(window or WINDOW, self.longest_text)
+        self.context: int = min(CONTEXT, self.window // 4) if context is None else context
         plan_windows(1, self.window, self.context)  # raises if they do not fit
         self._digest: str | None = None
 

@@ -128,7 +128,7 @@ class GraphMemory(Memory):
         _require_cpu(torch.device(device))
         _require_slots(validation.count("capacity", capacity))
         self.target_recall = target_recall
-        self.exact_below = validation.count("exact_below", exact_below, least=0)
+        self.exact_below: int = validation.count("exact_below", exact_below, least=0)
         self._settings = GraphSettings(
             precision,
             validation.count("connectivity", connectivity, least=2),
@@ -141,7 +141,7 @@ class GraphMemory(Memory):
         self._job: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._is_stopping = False
-        self.rebuilds = 0
+        self.rebuilds: int = 0
         """Number of rebuilds that were completed."""
         super().__init__(
             capacity,

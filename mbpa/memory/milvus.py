@@ -65,7 +65,8 @@ class MilvusMemory(StoredMemory):
             raise MissingExtraError("pymilvus", extra="milvus") from error
         require_float32_keys("Milvus", dtype)
         self._types, self._client = DataType, client
-        self.collection, self._rows = collection, count("rows_per_call", rows_per_call)
+        self.collection: str = collection
+        self._rows = count("rows_per_call", rows_per_call)
         self._index = index_type, index_params or {}
         self._search_params = {"params": search_params or {}}
         self._state = f"{collection}_state"

@@ -58,7 +58,8 @@ class QdrantMemory(StoredMemory):
             raise MissingExtraError("qdrant-client", extra="qdrant") from error
         require_float32_keys("Qdrant", dtype)
         self._models, self._client = models, client
-        self.collection, self._rows = collection, count("rows_per_call", rows_per_call)
+        self.collection: str = collection
+        self._rows = count("rows_per_call", rows_per_call)
         self._state = f"{collection}-state"
         super().__init__(
             capacity,

@@ -53,10 +53,13 @@ class UnwrittenEntries:
             ids: ids that the entries will get, ascending.
             since: id of the oldest entry that each may see.
         """
-        self.keys, self.values, self.ids = keys, values, ids
+        self.keys: Tensor = keys
+        self.values: Tensor = values
+        self.ids: Tensor = ids
         hidden = (ids >= ids[:, None]) | (ids < since[:, None])
-        self.distances = compute_distances(queries, keys).masked_fill_(hidden, math.inf)
-        self.dots = queries @ keys.T
+        distances = compute_distances(queries, keys)
+        self.distances: Tensor = distances.masked_fill_(hidden, math.inf)
+        self.dots: Tensor = queries @ keys.T
 
     def merge_into(self, past: Neighbors, k: int, keys_for: int | None) -> Neighbors:
         """Return the k nearest among neighbours already in the memory and these entries."""

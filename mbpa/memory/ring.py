@@ -35,8 +35,9 @@ class Ring:
         """Create a ring: empty, or with entries of these ascending ids in slots `0, 1, …`."""
         ids = np.zeros(0, np.int64) if ids is None else ids
         self.capacity = capacity
-        self.next_id = next_id
-        self.live = self.used = len(ids)  # slots used … capacity−1 have never held an entry
+        self.next_id: int = next_id
+        self.live: int = len(ids)
+        self.used: int = len(ids)  # slots used … capacity−1 have never held an entry
         self._ids: Ints = np.full(capacity, -1, np.int64)
         self._ids[: len(ids)] = ids
         self._order: Ints = np.arange(capacity)  # circular: slots, oldest first

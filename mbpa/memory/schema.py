@@ -24,12 +24,14 @@ class EntryForm:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        self.key_shape = validation.parse_shape("key_dim", key_dim)
+        self.key_shape: tuple[int, ...] = validation.parse_shape("key_dim", key_dim)
         if not self.key_shape:
             raise ValueError("key_dim must have at least one dimension, got ()")
-        self.value_shape = validation.parse_shape("value_shape", value_shape, least=0)
-        self.value_dtype = validation.check_value_dtype(value_dtype)
-        self.dtype = validation.check_key_dtype(dtype)
+        self.value_shape: tuple[int, ...] = validation.parse_shape(
+            "value_shape", value_shape, least=0
+        )
+        self.value_dtype: torch.dtype = validation.check_value_dtype(value_dtype)
+        self.dtype: torch.dtype = validation.check_key_dtype(dtype)
         self._device = torch.empty(0, device=device).device  # "cuda" → "cuda:0"
 
     @property

@@ -39,7 +39,7 @@ class CoarseKeys:
         self._rounded = torch.empty_like(keys, dtype=torch.float16) if self._is_copy else keys
         self.scale: float | None = None if self._is_copy else 1.0
         """Factor by which keys are multiplied before they are rounded."""
-        self.lost = 0.0
+        self.lost: float = 0.0
         """The largest norm of a key's rounding error."""
 
     def update(self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"]) -> None:

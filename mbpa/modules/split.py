@@ -136,7 +136,7 @@ class Trunk(nn.Module):
         self.model = model
         self.at = at
         self.pooled = pooled
-        self.checked = False
+        self.checked: bool = False
         # In a tuple, so that neither is registered as a submodule.
         self._ends = (_insert_tap(tap, _pass if pooled else _stop, at), head)
         self.eval()

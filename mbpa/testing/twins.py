@@ -25,10 +25,10 @@ class Twins:
 
     def __init__(self, make: MakeMemory, capacity: int, exact: bool) -> None:
         self.exact = exact
-        self.memory = make(capacity, KEY_DIM)
-        self.capacity = capacity
+        self.memory: Memory = make(capacity, KEY_DIM)
+        self.capacity: int = capacity
         self.entries: list[tuple[int, Tensor, Tensor]] = []
-        self.next_id = 0
+        self.next_id: int = 0
         self._generator = torch.Generator().manual_seed(capacity)
 
     def keys(self, count: int, *, real: bool = False) -> Tensor:

@@ -43,8 +43,7 @@ def remember(keys: Tensor, values: Tensor) -> Tensor:
     found = memories[0].read(keys, k=3)
     assert_type(found, mbpa.Neighbors)
     entries: type[Entries] = Entries
-    stored: type[mbpa.Memory] = StoredMemory
-    print(entries, stored)
+    print(entries, StoredMemory.__name__)
     distances: Tensor = found.distances
     return distances
 
@@ -78,7 +77,8 @@ def teach(keys: Tensor, labels: Tensor, head: nn.Linear) -> list[str]:
         return []
     assert_type(learner, Learner)
     names = tuple(f"label {number}" for number in range(head.out_features))
-    classifier = TaughtClassifier(learner, names, keys, [names[int(each)] for each in labels])
+    classifier = TaughtClassifier(learner, names, max_lost_points=1.0)
+    classifier.add(range(len(keys)), [names[int(each)] for each in labels], keys)
     prediction = classifier.predict(keys[:3])
     assert_type(prediction, Prediction)
     confidences: Tensor = prediction.log_confidences
