@@ -22,7 +22,7 @@ LAYERS = [
     {"teaching"},
     {"evaluation", "stream"},
     {"tune"},
-    {"testing", "encoders", "language"},
+    {"testing", "encoders", "language", "integrations"},
     {"serve", "demo"},
     {"explorer"},
     {"cli"},
@@ -110,6 +110,8 @@ def test_the_core_imports_little_besides_torch() -> None:
             roots -= {"transformers", "huggingface_hub"}
         if name.startswith("language."):  # imported only when a model or a document is read
             roots -= {"transformers", "huggingface_hub", "tokenizers", "gguf", "pypdf"}
+        if name.startswith("integrations."):  # imported only by users of that library
+            roots -= {"transformers", "lightning", "pytorch_lightning", "avalanche"}
         assert roots <= LIGHT | {"mbpa"} | set(sys.stdlib_module_names), name
 
 

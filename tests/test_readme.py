@@ -26,6 +26,8 @@ def blocks(document: Path, language: str) -> list[str]:
         ("docs/extending.md", 3),
         ("docs/memories.md", 1),
         ("docs/tuning.md", 2),
+        ("docs/integrations-huggingface.md", 3),
+        ("docs/integrations-lightning.md", 3),
     ],
 )
 def test_python_blocks_run_in_order(

@@ -10,7 +10,6 @@ import random
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mbpa.errors import MissingExtraError
@@ -86,14 +85,16 @@ class MemoryPlugin(SupervisedPlugin):  # type: ignore[misc]  # avalanche has no 
         embed, head = self._split(strategy.model)
         dataset = strategy.experience.dataset.eval()  # without augmentation
         batches = torch.utils.data.DataLoader(
-            dataset, strategy.eval_mb_size, collate_fn=getattr(dataset, "collate_fn", None)
+            dataset,
+            strategy.eval_mb_size,
+            collate_fn=getattr(dataset, "collate_fn", None),
+            generator=torch.Generator(),  # the global one is that of the training
         )
-        self._bind(embed, head, next(iter(batches))[0].to(strategy.device))
-        assert self.model is not None
         for inputs, labels, *_ in batches:
             inputs, labels = inputs.to(strategy.device), labels.to(strategy.device)
-            self._write(inputs, self.model.embed(inputs), labels)
-        if self.keep_inputs:
+            model = self._bind(embed, head, inputs)
+            self._write(model, inputs, labels)
+        if self.keep_inputs and self.model is not None:
             kept = self._inputs
             self.model.refresh(lambda ids: torch.stack([kept[int(each)] for each in ids]))
 
@@ -110,35 +111,34 @@ class MemoryPlugin(SupervisedPlugin):  # type: ignore[misc]  # avalanche has no 
     def _split(self, network: nn.Module) -> tuple[nn.Module | None, nn.Module]:
         return (None, share(network, {})) if self.at is None else split(network, self.at)
 
-    def _bind(
-        self, embed: nn.Module | None, head: nn.Module, example: Tensor | None = None
-    ) -> None:
-        """Make the model anew around a network whose layers may have been replaced."""
+    def _bind(self, embed: nn.Module | None, head: nn.Module, inputs: Tensor | None = None) -> MbPA:
+        """Return the model, made anew around a network whose layers may have been replaced."""
         if self.model is not None:
             memory = self.model.memory
         else:
-            assert example is not None
+            assert inputs is not None
             with torch.no_grad():
-                key = (example if embed is None else embed(example))[0]
-            memory = ExactMemory(self.capacity, tuple(key.shape), device=key.device)
+                keys = inputs if embed is None else embed(inputs)
+            memory = ExactMemory(self.capacity, tuple(keys.shape[1:]), device=keys.device)
         self.model = MbPA(embed, head, memory=memory, predictor=self.predictor)
+        return self.model
 
-    def _write(
-        self, inputs: Float[Tensor, "N ..."], keys: Float[Tensor, "N ..."], labels: Int[Tensor, "N"]
-    ) -> None:
-        assert self.model is not None
-        memory = self.model.memory
-        kept: list[int | tuple[int]] = memory.ids.tolist()  # ids, or new examples in a tuple
+    def _write(self, model: MbPA, inputs: Tensor, labels: Tensor) -> None:
+        """Write examples; of all that were seen so far, each is kept with the same probability."""
+        memory, keys = model.memory, model.embed(inputs)
+        before: list[int] = memory.ids.tolist()
+        kept: list[int] = [*before]  # ids, and −1 − number for the examples of this batch
         for number in range(len(keys)):
             self._seen += 1
-            place = len(kept) if len(kept) < self.capacity else self._random.randrange(self._seen)
-            kept[place : place + 1] = [(number,)] if place < self.capacity else []
-        chosen = [each[0] for each in kept if isinstance(each, tuple)]
-        old = {each for each in kept if isinstance(each, int)}
-        gone = [each for each in memory.ids.tolist() if each not in old]
-        memory.delete(gone)
+            if len(kept) < self.capacity:
+                kept.append(-1 - number)
+            elif (place := self._random.randrange(self._seen)) < self.capacity:
+                kept[place] = -1 - number
+        gone = set(before).difference(kept)
+        memory.delete(sorted(gone))
         for each in gone:
             self._inputs.pop(each, None)
-        ids = self.model.write(keys=keys[chosen], values=labels[chosen]).tolist()
+        chosen = sorted(-1 - each for each in kept if each < 0)
+        ids = model.write(keys=keys[chosen], values=labels[chosen])
         if self.keep_inputs:
-            self._inputs.update(zip(ids, inputs[chosen].clone(), strict=True))
+            self._inputs.update(zip(ids.tolist(), inputs[chosen].clone(), strict=True))
