@@ -169,10 +169,7 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # lightning is not follow
             return {"schema": memory.schema, "next_id": memory.next_id, "entries": entries}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the content of the memory; it must have the form and capacity of the saved one.
-
-        The memory and the entries are on the device on which the model is now.
-        """
+        """Restore the content of the memory, which must have the form of the saved one."""
         memory = self.model.memory
         check_schema(state_dict["schema"], memory.schema)
         entries = Entries(**state_dict["entries"])

@@ -30,7 +30,9 @@ from avalanche.training.supervised import Naive
 
 from mbpa.integrations.avalanche import MemoryPlugin
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:avalanche")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:avalanche", "ignore::UserWarning:avalanche"
+)
 PIXELS, LABELS = load_digits(return_X_y=True)
 INPUTS = torch.tensor(PIXELS / 16, dtype=torch.float32)
 DIGITS = torch.tensor(LABELS)
