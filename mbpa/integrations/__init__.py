@@ -1,1 +1,1 @@
-"""Integrations with other libraries, one module per library; each needs the extra of its name."""
+"""mbpa behind the interfaces of other libraries, one module and one extra per library."""
