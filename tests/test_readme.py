@@ -25,6 +25,8 @@ def blocks(document: Path, language: str) -> list[str]:
         ("README.md", 2),
         ("docs/guide.md", 5),
         ("docs/extending.md", 3),
+        ("docs/integrations-river.md", 1),
+        ("docs/integrations-sklearn.md", 3),
         ("docs/memories.md", 1),
         ("docs/tuning.md", 2),
         ("docs/integrations-huggingface.md", 3),

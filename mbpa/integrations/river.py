@@ -25,7 +25,7 @@ from mbpa.kernels import InverseDistance, Kernel
 from mbpa.memory import validation
 from mbpa.model import MbPA
 from mbpa.predictors import Adapted
-from mbpa.rules import MAP
+from mbpa.rules import AUTO, MAP, Gradient, Rule
 
 try:
     from river import base
@@ -40,13 +40,11 @@ class _OnlineEstimator(base.Estimator):
 
     def __init__(
         self,
-        k: int = 50,
-        prior: float = 0.01,
-        kernel: Kernel | None = None,
-        capacity: int = 1000,
+        k: int,
+        kernel: Kernel | None,
+        capacity: int,
     ) -> None:
         self.k = validation.count("k", k)
-        self.prior = MAP(prior).prior
         self.kernel = kernel
         self.capacity = validation.count("capacity", capacity)
         self._columns: list[Hashable] = []
@@ -78,21 +76,25 @@ class _OnlineEstimator(base.Estimator):
         numbers = _parse_features(x)
         if self._model is None:
             self._means, self._spreads = measure_columns(self._table)
-            keys = torch.from_numpy(standardize(self._table, self._means, self._spreads))
-            self._model = self._build(keys)
+            self._model = self._build(self._locate(self._table))
         row = np.array([[numbers.get(name, math.nan) for name in self._columns]])
-        keys = torch.from_numpy(standardize(row, self._means, self._spreads))
-        prediction: NDArray[np.float64] = self._model(keys=keys)[0].numpy()
+        prediction: NDArray[np.float64] = self._model(keys=self._locate(row))[0].numpy()
         return prediction
 
-    def _build_model(self, keys: Tensor, values: Tensor, outputs: int, loss: str) -> MbPA:
+    def _locate(self, rows: NDArray[np.float64]) -> Tensor:
+        """Return keys: the standardised features, and one that is zero if there are none."""
+        keys = standardize(rows, self._means, self._spreads)
+        return torch.from_numpy(keys if keys.shape[1] else np.zeros((len(keys), 1)))
+
+    def _build_model(
+        self, keys: Tensor, values: Tensor, outputs: int, rule: Rule | MAP, loss: str
+    ) -> MbPA:
         """Return a model of the stored examples, with a head that is zero before it adapts."""
         head = nn.Linear(keys.shape[1], outputs, dtype=DTYPE).requires_grad_(False)
         head.weight.zero_()
         head.bias.zero_()
         kernel = InverseDistance() if self.kernel is None else self.kernel
-        predictor = Adapted(MAP(self.prior), k=self.k, kernel=kernel, loss=loss)
-        return build_model(head, keys, values, predictor)
+        return build_model(head, keys, values, Adapted(rule, k=self.k, kernel=kernel, loss=loss))
 
     @abc.abstractmethod
     def _build(self, keys: Tensor) -> MbPA:
@@ -112,8 +114,8 @@ class OnlineClassifier(_OnlineEstimator, base.Classifier):
 
     Args:
         k: number of nearest examples to adapt to.
-        prior: cost of moving the parameters away from zero (`mbpa.MAP`), above 0. With a smaller
-            one, predictions follow the nearest examples more closely.
+        steps: number of gradient steps, whose size is chosen for each query. With more, predictions
+            follow the nearest examples more closely, and take longer.
         kernel: weights the nearest examples by their distance. Default: `mbpa.InverseDistance()`.
         capacity: number of newest examples to keep. Time and space are proportional to it. With
             fewer, the classifier follows a changing stream faster.
@@ -126,6 +128,16 @@ class OnlineClassifier(_OnlineEstimator, base.Classifier):
         >>> model.predict_one({"a": 2.5, "b": 1.0})
         'yes'
     """
+
+    def __init__(
+        self,
+        k: int = 50,
+        steps: int = 20,
+        kernel: Kernel | None = None,
+        capacity: int = 1000,
+    ) -> None:
+        super().__init__(k, kernel, capacity)
+        self.steps = validation.count("steps", steps)
 
     def learn_one(self, x: Mapping[Hashable, Any], y: Hashable) -> None:
         """Store an example.
@@ -164,7 +176,8 @@ class OnlineClassifier(_OnlineEstimator, base.Classifier):
     def _build(self, keys: Tensor) -> MbPA:
         places = {label: place for place, label in enumerate(self._labels)}
         values = torch.tensor([places[label] for label in self._targets])
-        return self._build_model(keys, values, len(places), CROSS_ENTROPY)
+        rule = Gradient(AUTO, steps=self.steps)
+        return self._build_model(keys, values, len(places), rule, CROSS_ENTROPY)
 
 
 class OnlineRegressor(_OnlineEstimator, base.Regressor):
@@ -188,6 +201,16 @@ class OnlineRegressor(_OnlineEstimator, base.Regressor):
         >>> round(model.predict_one({"a": 10.5}))
         32
     """
+
+    def __init__(
+        self,
+        k: int = 50,
+        prior: float = 0.01,
+        kernel: Kernel | None = None,
+        capacity: int = 1000,
+    ) -> None:
+        super().__init__(k, kernel, capacity)
+        self.prior = MAP(prior).prior
 
     def learn_one(self, x: Mapping[Hashable, Any], y: float) -> None:
         """Store an example.
@@ -215,7 +238,7 @@ class OnlineRegressor(_OnlineEstimator, base.Regressor):
         targets = np.array(self._targets)[:, None]
         mean, spread = measure_columns(targets)
         values = torch.from_numpy((targets - mean) / spread)
-        return self._build_model(keys, values, 1, SQUARED_ERROR)
+        return self._build_model(keys, values, 1, MAP(self.prior), SQUARED_ERROR)
 
 
 def _parse_features(x: Mapping[Hashable, Any]) -> dict[Hashable, float]:

@@ -319,7 +319,7 @@ def test_what_cannot_be_learnt_is_refused() -> None:
             model.partial_fit([[bad, 0, 0, 0]], [0])
         with pytest.raises(ValueError, match="contains"):
             model.predict([[bad, 0, 0, 0]])
-    with pytest.raises(TypeError, match="[Ss]parse"):
+    with pytest.raises(TypeError, match=r"[Ss]parse"):
         model.predict(sparse.csr_matrix(X))
     with pytest.raises(ValueError, match="X has 3 features"):
         model.partial_fit(X[:, :3], Y)
