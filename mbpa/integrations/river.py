@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from mbpa.adaptation import CROSS_ENTROPY, SQUARED_ERROR
 from mbpa.errors import MissingExtraError
-from mbpa.integrations.tabular import DTYPE, build_model, measure_columns, standardize
+from mbpa.integrations.tabular import build_model, make_zero_linear, measure_columns, standardize
 from mbpa.kernels import InverseDistance, Kernel
 from mbpa.memory import validation
 from mbpa.model import MbPA
@@ -59,11 +59,13 @@ class _OnlineEstimator(base.Estimator):
     def _learn(self, x: Mapping[Hashable, Any], y: Any) -> None:
         """Store an example; the oldest one gives way if there is no room."""
         numbers = _parse_features(x)
-        known = set(self._columns)
-        columns = [*self._columns, *(name for name in numbers if name not in known)]
+        columns, table = self._columns, self._table
+        if not numbers.keys() <= set(columns):
+            # Sorted, so that the order in which features are given cannot change a rounding.
+            columns = sorted({*self._columns, *numbers}, key=repr)
+            table = np.full((len(table), len(columns)), math.nan)
+            table[:, [columns.index(name) for name in self._columns]] = self._table
         row = [numbers.get(name, math.nan) for name in columns]
-        added = len(columns) - len(self._columns)
-        table = np.pad(self._table, ((0, 0), (0, added)), constant_values=math.nan)
         table = np.vstack([table, row])[-self.capacity :]
         is_used = ~np.isnan(table).all(0)  # by an example that is still there
         self._table = table[:, is_used]
@@ -90,9 +92,7 @@ class _OnlineEstimator(base.Estimator):
         self, keys: Tensor, values: Tensor, outputs: int, rule: Rule | MAP, loss: str
     ) -> MbPA:
         """Return a model of the stored examples, with a head that is zero before it adapts."""
-        head = nn.Linear(keys.shape[1], outputs, dtype=DTYPE).requires_grad_(False)
-        head.weight.zero_()
-        head.bias.zero_()
+        head = make_zero_linear(keys.shape[1], outputs)
         kernel = InverseDistance() if self.kernel is None else self.kernel
         return build_model(head, keys, values, Adapted(rule, k=self.k, kernel=kernel, loss=loss))
 

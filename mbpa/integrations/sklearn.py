@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from mbpa.errors import MissingExtraError
 from mbpa.explanation import Explanation
 from mbpa.integrations.tabular import (
-    DTYPE,
     Trunk,
     build_model,
+    make_zero_linear,
     measure_columns,
     standardize,
     train_network,
@@ -102,6 +102,7 @@ class _MbPAEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
     def _fit(self, X: NDArray[np.float64], targets: NDArray[Any], ids: Any) -> None:
         """Train the network, and replace all examples."""
         settings = self._parse_settings()
+        self._make_predictor()  # raises if it cannot be made, before any training
         random = check_random_state(self.random_state)
         parsed_ids = None if ids is None else _parse_ids(ids, len(X))
         self._means, self._spreads = measure_columns(X)
@@ -180,19 +181,25 @@ class _MbPAEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         return _Examples(keys, targets, ids, np.full(count, is_trained))
 
     def _set_examples(self, examples: _Examples) -> None:
-        self._examples = examples
-        self._build()
+        """Replace the examples; if that fails, nothing changes."""
+        before = dict(vars(self))
+        try:
+            self._examples = examples
+            self._find_classes()
+            self._build()
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def _build(self) -> None:
         """Build the model from the network and the examples."""
-        predictor = Adapted(
-            MAP(self.prior),
-            k=self.k,
-            kernel=InverseDistance() if self.kernel is None else self.kernel,
-            loss=self._loss,
-        )
+        head, predictor = self._make_head(), self._make_predictor()
         values = self._encode(self._examples.targets)
-        self.model_ = build_model(self._make_head(), self._examples.keys, values, predictor)
+        self.model_ = build_model(head, self._examples.keys, values, predictor)
+
+    def _make_predictor(self) -> Adapted:
+        kernel = InverseDistance() if self.kernel is None else self.kernel
+        return Adapted(MAP(self.prior), k=self.k, kernel=kernel, loss=self._loss)
 
     # Predicting
 
@@ -239,6 +246,9 @@ class _MbPAEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
 
     def _count_outputs(self) -> int:
         raise NotImplementedError
+
+    def _find_classes(self) -> None:
+        """Update the classes to those of the examples; a regressor has none."""
 
     def _make_head(self) -> nn.Linear:
         return self._head
@@ -385,11 +395,10 @@ class MbPAClassifier(ClassifierMixin, _MbPAEstimator):  # type: ignore[misc]
         """Return the logarithm of `predict_proba`, which does not underflow."""
         return self._predict(X)
 
-    def _set_examples(self, examples: _Examples) -> None:
-        found = np.unique(np.concatenate([self._declared_classes, examples.targets]))
+    def _find_classes(self) -> None:
+        found = np.unique(np.concatenate([self._declared_classes, self._examples.targets]))
         # The type of strings is as long as the longest ever met, which may have been forgotten.
         self.classes_ = np.array(found.tolist()) if found.dtype.kind == "U" else found
-        super()._set_examples(examples)
 
     def _parse_declared(self, classes: ArrayLike | None) -> NDArray[Any]:
         if classes is None:
@@ -405,12 +414,10 @@ class MbPAClassifier(ClassifierMixin, _MbPAEstimator):  # type: ignore[misc]
 
     def _make_head(self) -> nn.Linear:
         """Return a head with a row for each of `classes_`; those not trained are zero."""
-        head = nn.Linear(self._head.in_features, len(self.classes_), dtype=DTYPE)
+        head = make_zero_linear(self._head.in_features, len(self.classes_))
         rows = self._encode(self._trained_classes)
-        with torch.no_grad():
-            for new, trained in ((head.weight, self._head.weight), (head.bias, self._head.bias)):
-                new.zero_()[rows] = trained
-        return head.requires_grad_(False)
+        head.weight[rows], head.bias[rows] = self._head.weight, self._head.bias
+        return head
 
 
 class MbPARegressor(RegressorMixin, _MbPAEstimator):  # type: ignore[misc]

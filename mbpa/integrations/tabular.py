@@ -101,6 +101,14 @@ def make_linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Lin
     return layer
 
 
+def make_zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a linear layer whose parameters are zero and need no gradients."""
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=DTYPE)
+    for parameter in layer.requires_grad_(False).parameters():
+        parameter.zero_()
+    return layer
+
+
 def train_network(
     features: Float[Tensor, "N F"],
     targets: Shaped[Tensor, "N *O"],

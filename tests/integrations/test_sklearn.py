@@ -172,7 +172,11 @@ def test_labels_of_another_kind_are_refused_and_change_nothing() -> None:
         model.partial_fit(X[NEW], np.ones(len(NEW), bool))
     with pytest.raises(ValueError, match="ids must be one for each of the 10 rows"):
         classifier().fit(X[NEW], Y[NEW], ids=[1, 2])
-    assert_same(model, twin)
+    with pytest.raises(ValueError, match="prior must be"):
+        model.set_params(prior=-1).partial_fit(X[NEW], Y[NEW], classes=[7])
+    with pytest.raises(ValueError, match="prior must be"):
+        model.forget([0], allow_trained=True)
+    assert_same(model.set_params(prior=0.01), twin)
 
 
 def test_declared_classes_have_columns_and_stay() -> None:
