@@ -298,8 +298,8 @@ class MbPAClassifier(ClassifierMixin, _MbPAEstimator):  # type: ignore[misc]
         k: number of nearest examples to adapt to.
         prior: cost of moving the last layer (`mbpa.MAP`), above 0. With a smaller one, predictions
             follow the nearest examples more closely; with a large one, they are the network's.
-        kernel: weights the nearest examples by their distance. Default: `InverseDistance()`, the
-            paper's, which was the better of two in the comparison of docs/integrations-sklearn.md.
+        kernel: weights the nearest examples by their distance. Default:
+            `mbpa.InverseDistance()`, the paper's, which did better in trials than more local ones.
         capacity: maximum number of examples in the memory. If `fit` gets more, it keeps a random
             sample; afterwards the oldest give way.
         random_state: seed of the initial weights, of the order of rows and of the sample.
@@ -436,7 +436,7 @@ class MbPARegressor(RegressorMixin, _MbPAEstimator):  # type: ignore[misc]
         k: number of nearest examples to adapt to.
         prior: cost of moving the last layer (`mbpa.MAP`), above 0. With a smaller one, predictions
             follow the nearest examples more closely; with a large one, they are the network's.
-        kernel: weights the nearest examples by their distance. Default: `InverseDistance()`.
+        kernel: weights the nearest examples by their distance. Default: `mbpa.InverseDistance()`.
         capacity: maximum number of examples in the memory. If `fit` gets more, it keeps a random
             sample; afterwards the oldest give way.
         random_state: seed of the initial weights, of the order of rows and of the sample.
