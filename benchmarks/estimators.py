@@ -1,6 +1,6 @@
-"""`python -m benchmarks.estimators`: compares the estimators for scikit-learn with scikit-learn's own, on its own data sets.
+"""`python -m benchmarks.estimators`: estimators of mbpa and of scikit-learn on its own data sets.
 
-The decision it supports: when to prefer `MbPAClassifier` and `MbPARegressor`. Settings were chosen
+Decides when to prefer `MbPAClassifier` and `MbPARegressor`. Settings were chosen
 with seeds 0 to 2; this uses others. Every method gets standardised features and its default
 settings. There are three tasks:
 

@@ -236,7 +236,8 @@ class _MbPAEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
 
     def _embed(self, features: Tensor) -> Tensor:
         with torch.no_grad():
-            return self._trunk(features)
+            keys: Tensor = self._trunk(features)
+        return keys
 
     # Differences between the two
 
@@ -338,11 +339,11 @@ class MbPAClassifier(ClassifierMixin, _MbPAEstimator):  # type: ignore[misc]
             ids: an id for each example, to pass to `forget`. Several examples may share one, such
                 as that of the person that they come from. Default: 0, 1, 2, …
         """
-        X, y = validate_data(self, X, y, dtype=np.float64)
-        check_classification_targets(y)
-        labels = _parse_labels(y, None)
+        rows, given = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(given)
+        labels = _parse_labels(given, None)
         self._trained_classes = self._declared_classes = self.classes_ = np.unique(labels)
-        self._fit(X, labels, ids)
+        self._fit(rows, labels, ids)
         return self
 
     def partial_fit(
@@ -365,13 +366,13 @@ class MbPAClassifier(ClassifierMixin, _MbPAEstimator):  # type: ignore[misc]
                 numbering continues.
         """
         if hasattr(self, "_examples"):
-            X, y = validate_data(self, X, y, dtype=np.float64, reset=False)
-            check_classification_targets(y)
-            labels = _parse_labels(y, self._trained_classes.dtype)
+            rows, given = validate_data(self, X, y, dtype=np.float64, reset=False)
+            check_classification_targets(given)
+            labels = _parse_labels(given, self._trained_classes.dtype)
             declared = self._parse_declared(classes)
             before, self._declared_classes = self._declared_classes, declared
             try:
-                self._add(X, labels, ids)
+                self._add(rows, labels, ids)
             except BaseException:
                 self._declared_classes = before
                 raise
@@ -469,11 +470,11 @@ class MbPARegressor(RegressorMixin, _MbPAEstimator):  # type: ignore[misc]
             ids: an id for each example, to pass to `forget`. Several examples may share one, such
                 as that of the person that they come from. Default: 0, 1, 2, …
         """
-        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
-        self._target_shape = y.shape[1:]
-        columns = y.astype(np.float64).reshape(len(y), -1)
+        rows, given = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        self._target_shape = given.shape[1:]
+        columns = given.astype(np.float64).reshape(len(given), -1)
         self._target_means, self._target_spreads = measure_columns(columns)
-        self._fit(X, self._standardize_targets(columns), ids)
+        self._fit(rows, self._standardize_targets(columns), ids)
         return self
 
     def partial_fit(
@@ -492,15 +493,14 @@ class MbPARegressor(RegressorMixin, _MbPAEstimator):  # type: ignore[misc]
         """
         if not hasattr(self, "_examples"):
             return self.fit(X, y, ids)
-        X, y = validate_data(
+        rows, given = validate_data(
             self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, reset=False
         )
-        if y.shape[1:] != self._target_shape:
-            raise ValueError(
-                f"y must have shape {('n_samples', *self._target_shape)}, as in fit, got {y.shape}"
-            )
-        columns = y.astype(np.float64).reshape(len(y), -1)
-        self._add(X, self._standardize_targets(columns), ids)
+        if given.shape[1:] != self._target_shape:
+            expected = ("n_samples", *self._target_shape)
+            raise ValueError(f"y must have shape {expected}, as in fit, got {given.shape}")
+        columns = given.astype(np.float64).reshape(len(given), -1)
+        self._add(rows, self._standardize_targets(columns), ids)
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ which is common for classes that came later, is still there for the memory to te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -143,7 +143,7 @@ def train_network(
     parameters = [*trunk.parameters(), *head.parameters()]
     weights = [each for each in parameters if each.ndim > 1]
     biases = [each for each in parameters if each.ndim == 1]
-    groups = [{"params": weights, "weight_decay": alpha}, {"params": biases}]
+    groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": alpha}, {"params": biases}]
     optimizer = torch.optim.Adam(groups, lr=learning_rate)
     size = batch_size or min(max(count // BATCHES_PER_EPOCH, MIN_BATCH_SIZE), MAX_BATCH_SIZE)
     steps = epochs * -(-count // size)
