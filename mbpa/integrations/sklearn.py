@@ -177,7 +177,9 @@ class _MbPAEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
         if ids is None:
             ids = list(range(self._given, self._given + count))
         self._given += count
-        keys = self._embed(features)
+        # Row by row: in a batch, the rounding of a key would depend on the rows beside it, some of
+        # which may be forgotten.
+        keys = torch.cat([self._embed(row) for row in features.split(1)])
         return _Examples(keys, targets, ids, np.full(count, is_trained))
 
     def _set_examples(self, examples: _Examples) -> None:
