@@ -66,6 +66,8 @@ def list_named_extras() -> set[tuple[str, str]]:
                 if not isinstance(node, ast.Call):
                     continue
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name not in ("MissingExtraError", "find_model", "import_transformers"):
+                    continue
                 given = [each.value for each in node.keywords if each.arg == "extra"]
                 if name == "MissingExtraError" and not given:
                     given = node.args[1:2]
