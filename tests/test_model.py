@@ -911,3 +911,22 @@ def test_a_comparison_holds_both_predictions_and_the_neighbours() -> None:
     assert torch.equal(found.after, model(keys=queries))
     assert found.neighbors is not None
     assert torch.equal(found.neighbors.ids, model.memory.read(queries, 5).ids)
+
+
+@pytest.mark.parametrize(
+    "rule", [mbpa.Gradient(0.1, 5), mbpa.Gradient("auto", 20), mbpa.Adam(0.01, 4), mbpa.MAP(0.1)]
+)
+def test_predictions_do_not_depend_on_earlier_ones_to_the_bit(rule: mbpa.Rule | mbpa.MAP) -> None:
+    for seed in range(12):
+        torch.manual_seed(seed)
+        head, keys = nn.Linear(16, 3), torch.randn(44, 16)
+        queries, earlier = torch.randn(40, 16), 5 * torch.randn(1, 16)
+        predictor = mbpa.Adapted(rule, k=5)
+        fresh, used = (
+            mbpa.MbPA(head=head, memory=mbpa.ExactMemory(100, 16), predictor=predictor)
+            for _ in range(2)
+        )
+        for model in (fresh, used):
+            model.write(keys, torch.arange(44) % 3)
+        used(earlier)  # whose neighbours' outputs are kept
+        assert torch.equal(fresh(queries), used(queries))

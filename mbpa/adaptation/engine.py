@@ -269,7 +269,7 @@ class Engine:
         return adaptation
 
     def _summaries_for(self, widths: tuple[int, ...]) -> OutputStore:
-        make = partial(OutputStore, partial(pack_summary, widths=widths), is_even=True)
+        make = partial(OutputStore, partial(pack_summary, widths=widths))
         return self._summaries.get(widths) or self._summaries.setdefault(widths, make())
 
     def _find_unproved(self, adaptation: Adaptation) -> Int[Tensor, "R"]:

@@ -111,12 +111,10 @@ class OutputStore:
     Args:
         finish: function applied to outputs (N, C) before they are stored, such as softmax. It may
             overwrite them, and return rows of another length.
-        is_even: compute outputs of `EVEN_ROWS` entries at a time, always as many, so that their
-            rounding does not depend on which other entries are missing; default: all that are.
     """
 
-    def __init__(self, finish: Callable[[Tensor], Tensor], *, is_even: bool = False) -> None:
-        self._finish, self._is_even = finish, is_even
+    def __init__(self, finish: Callable[[Tensor], Tensor]) -> None:
+        self._finish = finish
         self._lock = threading.Lock()
         self._form: object = None
         self._made_by: tuple[Tensor, Tensor | None, int] | None = None
@@ -254,9 +252,12 @@ class OutputStore:
         return rows, unwritten
 
     def compute(self, head: LinearHead, keys: Float[Tensor, "M D"]) -> Shaped[Tensor, "M W"]:
-        """Return what is stored of the outputs at these keys, without storing it."""
-        if not self._is_even:
-            return self._finish(head(keys))
+        """Return what is stored of the outputs at these keys, without storing it.
+
+        Outputs are computed for the same number of entries at a time, with padding: their rounding
+        depends on that number, and must not depend on which other entries are missing. Otherwise a
+        model that was saved and loaded would differ in the last bits.
+        """
         rows = EVEN_ROWS["cuda" if keys.device.type == "cuda" else "cpu"]
         padding = keys[-1:].expand(-len(keys) % rows, -1)
         parts = torch.cat([keys, padding]).split(rows)
