@@ -26,3 +26,7 @@ class ReadOnlyError(Exception):
 
 class StaleReadError(Exception):
     """The writer of a store removed entries while another memory read them, again and again."""
+
+
+class StaleKeysWarning(UserWarning):
+    """The embedding has changed since the keys in the memory were computed with it."""

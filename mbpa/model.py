@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,19 +19,20 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from mbpa.adaptation import Engine, LinearHead
-from mbpa.checkpoint import load_checkpoint, save_checkpoint
-from mbpa.errors import CheckpointError
+from mbpa.errors import StaleKeysWarning
 from mbpa.explanation import Explanation
-from mbpa.memory import Entries, ExactMemory, GraphMemory, Memory, Neighbors, validation
+from mbpa.memory import Memory, Neighbors, validation
 from mbpa.memory.neighbors import TENSORS
-from mbpa.memory.schema import parse_schema
-from mbpa.modules.head import Head, check_mode, device_of, dtype_of, eval_copy, own_precision
+from mbpa.memory_module import MemoryModule, uncompiled
+from mbpa.model_state import SavedModel, save_model
+from mbpa.modules.head import Head, device_of, dtype_of, own_precision
 from mbpa.modules.split import grow
 from mbpa.predictors import Context, Predictor
-from mbpa.replay import Replayer, assume, is_replayed
-from mbpa.serialization import custom_parts, describe, restore_predictor
+from mbpa.replay import assume, is_replayed
+from mbpa.serialization import custom_parts, describe
 
 MAX_READ_BYTES = 1 << 28  # of neighbours' keys at a time
+MAX_DRIFT = 0.01  # of keys; half precision rounds them by less
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +47,18 @@ class Comparison:
     """`None` if the predictor uses none."""
 
 
-class MbPA:
+class MbPA(MemoryModule):
     """A network with an episodic memory that adapts its head to each query at prediction time.
 
+    A model is an `nn.Module`: it can be moved, copied, pickled, put into another module, and its
+    state dict holds the weights of the network and the entries of the memory. Predictions have no
+    gradients and are those of eval mode, whatever mode the model or the modules passed in are in.
+
     Args:
-        embed: maps inputs to keys. By default inputs are used as keys.
-        head: maps keys to logits, or to values for regression. Both modules are used as they are
-            and never written to. They must have no active dropout or batch norm in training mode
-            (`split` returns copies that are always in eval mode).
+        embed: maps inputs to keys. By default inputs are used as keys. A module is registered as
+            the submodule `embedding`; a function or method runs as it is.
+        head: maps keys to logits, or to values for regression. It is registered as the submodule
+            `head`. Neither module is written to by predicting, writing or growing.
         memory: stores the examples; its `key_dim` must be the head's input size.
         predictor: turns the head's outputs and the neighbours into a prediction.
         engine: limits for scratch and cache memory; the default suits most uses.
@@ -85,26 +92,16 @@ class MbPA:
             if not isinstance(part, kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, got {part!r}")
         assert head is not None  # by the check above
-        self._embed = nn.Identity() if embed is None else embed
-        self._running_embed = eval_copy(self._embed)
-        self._engine = engine or Engine()
-        self._replayer = Replayer()
-        self._memory = memory
+        super().__init__(
+            nn.Identity() if embed is None else embed, head, memory, engine or Engine()
+        )
+        self._embedding.check_mode()
         self.predictor = predictor
-        check_mode("embed", self._embed)
-        check_mode("head", head)
-        self._head = Head.probe(head, memory)
+        self.warns_of_stale_keys = True
+        """Whether to warn if `embed` was trained on after the entries were written."""
         self.check_predictor(predictor)
 
-    @property
-    def memory(self) -> Memory:
-        """The memory that stores the examples."""
-        return self._memory
-
-    @property
-    def head(self) -> nn.Module:
-        """The head in use: the module passed in, or after `grow` MbPA's own enlarged copy."""
-        return self._head.module
+    __call__: Callable[..., Float[Tensor, "..."]]  # as `forward`
 
     @property
     def classes(self) -> int:
@@ -118,15 +115,16 @@ class MbPA:
 
     # Predicting
 
+    @uncompiled
     def embed(self, *inputs: Any, **named: Any) -> Float[Tensor, "..."]:
         """Return the keys of inputs, without gradients.
 
         Keys may have any number of leading dimensions before the memory's key shape.
         """
-        check_mode("embed", self._embed)
+        self._embedding.check_mode()
         try:
             with torch.no_grad():
-                keys = self._running_embed(*inputs, **named)
+                keys = self._embedding.running(*inputs, **named)
         except RuntimeError as error:  # from the network, which alone knows what inputs it accepts
             given = [each.shape for each in (*inputs, *named.values()) if isinstance(each, Tensor)]
             error.add_note(f"raised by embed, given shapes {[tuple(shape) for shape in given]}")
@@ -137,7 +135,8 @@ class MbPA:
             raise ValueError(f"embeddings must end in the memory's key shape {shape}, got {got}")
         return keys
 
-    def __call__(
+    @uncompiled
+    def forward(
         self,
         *inputs: Any,
         keys: Float[Tensor, "..."] | None = None,
@@ -155,6 +154,8 @@ class MbPA:
                 `memory.read` serves any number of predictors and heads.
         """
         flat, leading = self._flatten_keys(inputs, named, keys)
+        if keys is None:
+            self._warn_of_stale_keys()
 
         def compute(keys: Tensor) -> tuple[Tensor, ...]:
             return (self._predict(keys, neighbors),)
@@ -170,6 +171,7 @@ class MbPA:
                     (prediction,) = self._replayer.run(form, compute, flat)
         return prediction.reshape(*leading, *prediction.shape[1:])
 
+    @uncompiled
     def compare(self, keys: Float[Tensor, "B *D"]) -> Comparison:
         """Return predictions with and without the memory, and the neighbours.
 
@@ -221,6 +223,7 @@ class MbPA:
         backend = torch.backends.cuda.matmul.fp32_precision
         return keys.shape, keys.dtype, layout, repr(description), head.weight.dtype, places, backend
 
+    @uncompiled
     def explain(
         self,
         *inputs: Any,
@@ -238,6 +241,8 @@ class MbPA:
             labels: names of the classes, to be printed instead of numbers.
         """
         flat, _ = self._flatten_keys(inputs, named, keys)
+        if keys is None:
+            self._warn_of_stale_keys()
         with own_precision(flat):
             if neighbors is None:
                 neighbors = self._read(flat)
@@ -275,7 +280,6 @@ class MbPA:
             neighbors: their neighbours, from `memory.read`; `None` for predictors without any.
         """
         head, has_labels = self._head, self.memory.holds_labels
-        check_mode("head", head.module)
         if neighbors is not None and has_labels:
             labels = neighbors.values.to(torch.int64).masked_fill(~neighbors.mask, 0)
             if not assume(((labels >= 0) & (labels < self.classes)).all()):
@@ -296,29 +300,33 @@ class MbPA:
 
     # Learning
 
+    @uncompiled
     def write(
         self,
-        inputs: Any = None,
+        *inputs: Any,
         values: Shaped[Tensor, "..."] | Sequence[Any] | None = None,
-        *,
         keys: Float[Tensor, "..."] | None = None,
         outputs: Float[Tensor, "..."] | None = None,
+        **named: Any,
     ) -> Int[Tensor, "N"]:
         """Store examples in the memory and return their ids.
 
         The paper's order in a training loop is to embed, update the network, then write the keys.
 
         Args:
-            inputs: embedded now.
+            inputs: passed to `embed`, as are further keyword arguments, and embedded now. If
+                `values` is not given by name, the last of them are the values: `write(x, y)`.
             values: labels or targets, one per input.
             keys: keys from `embed`, to be used instead of inputs.
             outputs: the head's outputs at these inputs, if you have just computed them, in float32
                 at least. They save an engine with a `tolerance` from running the head when the
                 examples are first read.
         """
+        if values is None and len(inputs) > 1:
+            *inputs, values = inputs  # type: ignore[assignment]  # a list will do
         if values is None:
             raise ValueError("write needs values: write(inputs, values) or write(keys=, values=)")
-        flat, leading = self._flatten_keys(() if inputs is None else (inputs,), {}, keys)
+        flat, leading = self._flatten_keys(tuple(inputs), named, keys)
         values = validation.parse_values(values, self.memory.value_dtype)
         expected = (*leading, *self.memory.value_shape)
         if tuple(values.shape) != expected:
@@ -334,8 +342,10 @@ class MbPA:
             if known is not None:
                 with own_precision(flat):
                     self._engine.keep_outputs(self._head.running, self.memory, ids, known)
+            self._note_write()
         return ids
 
+    @uncompiled
     def score_then_write(
         self, inputs: Float[Tensor, "T ..."], labels: Int[Tensor, "T"] | Sequence[int]
     ) -> Float[Tensor, "T"]:
@@ -353,6 +363,7 @@ class MbPA:
             prediction = self.predictor(self.build_context(keys, neighbors))
             scores = prediction.gather(1, labels[:, None])[:, 0]
             self.memory.write(keys, labels)
+            self._note_write()
         return scores
 
     def check_labels(self, values: Shaped[Tensor, "..."]) -> None:
@@ -385,7 +396,7 @@ class MbPA:
                 f"the last linear layer of the head must give its outputs; grown to {classes}, "
                 f"the head still gives {grown.output_shape[0]}"
             )
-        self._head = grown
+        self._use_head(grown)
 
     def refresh(self, inputs_of: Callable[[Tensor], Any], *, batch_size: int = 256) -> None:
         """Recompute the keys of all entries after `embed` has been trained further.
@@ -397,48 +408,63 @@ class MbPA:
             batch_size: number of entries embedded at a time.
         """
         ids = self.memory.ids
-        batches = []
-        for batch in ids.split(batch_size) if len(ids) else ():
-            batches.append(self.embed(inputs_of(batch)))
-            if len(batches[-1]) != len(batch):
-                raise ValueError(
-                    f"inputs_of must return one input per id, got {len(batches[-1])} "
-                    f"for {len(batch)} ids"
-                )
-        if not batches:
-            return
-        keys = torch.cat(batches)
-        with self.memory.lock:
-            still_there = self.memory.holds(ids)
-            self.memory.replace_keys(ids[still_there], keys[still_there.to(keys.device)])
+        if len(ids):
+            keys = torch.cat([self._embed_again(inputs_of, part) for part in ids.split(batch_size)])
+            with self.memory.lock:
+                still_there = self.memory.holds(ids)
+                self.memory.replace_keys(ids[still_there], keys[still_there.to(keys.device)])
+        self._watch.start_over()
+
+    def check_keys(self, inputs_of: Callable[[Tensor], Any], *, count: int = 64) -> float:
+        """Return how far stored keys are from those that `embed` gives now, and warn if far.
+
+        Args:
+            inputs_of: returns the inputs of the entries with the given ids (a 1-d tensor).
+            count: number of entries to embed again, evenly spread over the memory.
+
+        Returns:
+            The largest distance between an old and a new key, relative to the larger of their
+            norms: 0 if nothing has changed, about 1 if they have nothing in common.
+        """
+        ids = self.memory.ids
+        count = min(validation.count("count", count), len(ids))
+        if not count:
+            return 0.0
+        chosen = ids[torch.linspace(0, len(ids) - 1, count).long()]
+        new = self._embed_again(inputs_of, chosen).flatten(1).double()
+        old = self.memory.get_keys(chosen).flatten(1).double().to(new.device)
+        size = torch.maximum(old.norm(dim=1), new.norm(dim=1)).clamp_min(1e-300)
+        drift = float(((new - old).norm(dim=1) / size).max())
+        if drift > MAX_DRIFT:
+            _warn(f"keys in the memory differ from those that embed gives now by up to {drift:.0%}")
+        return drift
+
+    def _embed_again(self, inputs_of: Callable[[Tensor], Any], ids: Tensor) -> Tensor:
+        keys = self.embed(inputs_of(ids))
+        if len(keys) != len(ids):
+            raise ValueError(
+                f"inputs_of must return one input per id, got {len(keys)} for {len(ids)} ids"
+            )
+        return keys
+
+    def _note_write(self) -> None:
+        if self.warns_of_stale_keys:
+            self._watch.note_write()
+
+    def _warn_of_stale_keys(self) -> None:
+        if self.warns_of_stale_keys and self._watch.finds_stale_keys():
+            _warn("embed was trained on after the last entries were written")
 
     # Saving
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Save the memory, the predictor and a linear or grown head to a directory atomically.
 
-        Other modules are not saved; that is up to the caller. `mbpa serve` serves the directory of
-        a model with a linear head.
+        Other modules are not saved; that is up to the caller. A digest of their weights is, so that
+        `load` notices if it is given others. `mbpa serve` serves the directory of a model with a
+        linear head.
         """
-        memory, head = self.memory, self._head
-        with memory.lock:
-            entries = memory.entries()
-            held = {
-                "type": type(memory).__name__,
-                **memory.schema,
-                "next_id": memory.next_id,
-            }
-            if isinstance(memory, GraphMemory):
-                held["settings"] = memory.settings
-        tensors = {"memory": dict(entries._asdict())}
-        if head.is_ours or type(head.module) is nn.Linear:
-            tensors["head"] = dict(head.module.state_dict())
-        description = {
-            "memory": held,
-            "predictor": describe(self.predictor),
-            "grown_classes": head.output_shape[0] if head.is_ours else None,
-        }
-        save_checkpoint(directory, tensors=tensors, description=description)
+        save_model(directory, self.memory, self.predictor, self._embedding, self._head)
 
     @classmethod
     def load(
@@ -450,6 +476,7 @@ class MbPA:
         memory: Memory | None = None,
         predictor: Predictor | None = None,
         engine: Engine | None = None,
+        allow_other_weights: bool = False,
     ) -> MbPA:
         """Load a model that `save` wrote; `embed` must be the one that it was created with.
 
@@ -462,26 +489,31 @@ class MbPA:
                 class.
             predictor: used instead of the saved one; required if that had custom parts.
             engine: as in the constructor.
+            allow_other_weights: accept an `embed` and a `head` with other weights than those that
+                the model was saved with. After an `embed` with other weights, call `refresh`.
+
+        Raises:
+            ValueError: `embed` or `head` has other weights.
         """
-        checkpoint = load_checkpoint(directory)
-        try:
-            saved, grown = checkpoint.description["memory"], checkpoint.description["grown_classes"]
-            if predictor is None:
-                predictor = restore_predictor(checkpoint.description["predictor"])
-            if memory is None:
-                memory = _make_memory(saved, device_of(head))
-            stored = Entries(**checkpoint.tensors["memory"])
-            entries = Entries(stored.ids, *(part.to(memory.device) for part in stored[1:]))
-            memory.restore(entries, saved["next_id"])
-        except (KeyError, TypeError, AttributeError) as error:
-            manifest = os.path.join(directory, "manifest.json")
-            raise CheckpointError(f"{manifest} does not describe an MbPA model") from error
-        if head is None:
-            head = _make_linear(checkpoint.tensors.get("head", {}))
-        elif grown is not None:
-            head = _restore_head(head, grown, checkpoint.tensors["head"])
-        model = cls(embed, head, memory=memory, predictor=predictor, engine=engine)
-        model._head = replace(model._head, is_ours=grown is not None)
+        saved = SavedModel.read(directory)
+        if not allow_other_weights:
+            saved.check_weights(embed, head)
+        if predictor is None:
+            predictor = saved.restore_predictor()
+        is_grown = saved.grown_classes is not None
+        grown = saved.grow_head(head) if is_grown and head is not None else None
+        memory = saved.fill(memory, device_of(head))
+        model = cls(
+            embed,
+            saved.make_head() if head is None else head,
+            memory=memory,
+            predictor=predictor,
+            engine=engine,
+        )
+        if grown is not None:
+            model._use_head(Head.probe(grown, memory, is_ours=True))
+        else:
+            model._head = replace(model._head, is_ours=is_grown)
         return model
 
     # Between the parts
@@ -534,27 +566,18 @@ class MbPA:
         return neighbors.first(k)
 
 
-def _restore_head(head: nn.Module, classes: int, tensors: dict[str, Tensor]) -> nn.Module:
-    try:
-        grown = grow(head, classes)
-        grown.load_state_dict(tensors)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"head must be the one the model was saved with: {error}") from error
-    return grown
+def _warn(what: str) -> None:
+    """Warn about stale keys, at the line outside of this library that led to it."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"{what}, so similar inputs may no longer have similar keys: call model.refresh(inputs_of) "
+        "to compute the keys anew, or model.check_keys(inputs_of) to see how far they are; "
+        "model.warns_of_stale_keys = False turns this warning off",
+        StaleKeysWarning,
+        stacklevel=level,
+    )
 
 
-def _make_linear(tensors: dict[str, Tensor]) -> nn.Linear:
-    if "weight" not in tensors:  # the layers of other heads have names
-        raise ValueError("the head of this model was not saved, or is not linear: pass head=")
-    classes, key_dim = tensors["weight"].shape
-    head = nn.Linear(key_dim, classes, bias="bias" in tensors, dtype=tensors["weight"].dtype)
-    head.load_state_dict(tensors)
-    return head
-
-
-def _make_memory(saved: dict[str, Any], device: torch.device | None) -> Memory:
-    if saved["type"] == GraphMemory.__name__:
-        return GraphMemory(**parse_schema(saved), **saved["settings"])
-    if saved["type"] != ExactMemory.__name__:
-        raise ValueError(f"the saved memory was a {saved['type']}: pass an empty one as memory=")
-    return ExactMemory(**parse_schema(saved), device=device or "cpu")
+_OURS = {"mbpa", "torch"}

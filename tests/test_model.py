@@ -584,28 +584,21 @@ def test_a_head_that_does_not_fit_the_saved_one_is_refused(tmp_path: Path) -> No
 # Bad input
 
 
-def test_modules_that_are_random_or_update_themselves_are_refused() -> None:
+def test_modules_that_are_random_or_update_themselves_run_in_eval_mode() -> None:
     memory, predictor = mbpa.ExactMemory(9, D), mbpa.NeighborVote(k=2)
-    for noisy in (
-        nn.Sequential(nn.Dropout(0.1), nn.Linear(D, CLASSES)),
-        nn.Sequential(nn.BatchNorm1d(D), nn.Linear(D, CLASSES)),
-        nn.Sequential(nn.RReLU(), nn.Linear(D, CLASSES)),
-    ):
-        kind = type(noisy[0]).__name__
-        with pytest.raises(ValueError, match=f"head must be in eval mode, got an active {kind}"):
-            mbpa.MbPA(head=noisy, memory=memory, predictor=predictor)
-        model = mbpa.MbPA(head=noisy.eval(), memory=memory, predictor=predictor)
-        model(torch.zeros(2, D))
-        noisy.train()  # later, behind our back
-        with pytest.raises(ValueError, match="head must be in eval mode"):
-            model(torch.zeros(2, D))
-    embed = nn.Sequential(nn.Linear(4, D), nn.Dropout(0.5))
-    with pytest.raises(
-        ValueError, match="embed must be in eval mode, got an active Dropout at '1'"
-    ):
-        mbpa.MbPA(embed, nn.Linear(D, CLASSES), memory=memory, predictor=predictor)
-    harmless = nn.Sequential(nn.Dropout(0.0), nn.Linear(D, CLASSES)).train()
-    mbpa.MbPA(head=harmless, memory=memory, predictor=predictor)
+    memory.write(torch.eye(D)[:2], [0, 1])
+    for first in (nn.Dropout(0.1), nn.BatchNorm1d(D), nn.RReLU()):
+        noisy = nn.Sequential(first, nn.Linear(D, CLASSES)).train()
+        model = mbpa.MbPA(first, noisy, memory=memory, predictor=mbpa.Parametric())
+        state = {name: tensor.clone() for name, tensor in noisy.state_dict().items()}
+        found = model(torch.ones(2, D))
+        assert all(torch.equal(state[name], each) for name, each in noisy.state_dict().items())
+        assert all(each.training for each in noisy.modules())
+        noisy.eval()
+        with torch.no_grad():
+            expected = noisy(first(torch.ones(2, D))).log_softmax(1)
+        torch.testing.assert_close(found, expected)
+        mbpa.MbPA(head=noisy.train(), memory=memory, predictor=predictor)(torch.ones(2, D))
 
 
 @pytest.mark.usefixtures("unchecked_annotations")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -108,6 +109,21 @@ class Engine:
         self._probabilities = OutputStore(lambda outputs: outputs.softmax(-1))
         self._halves = OutputStore(lambda outputs: outputs.softmax(-1).half())
         self._summaries: dict[tuple[int, ...], OutputStore] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings, for `copy` and `pickle`; what is cached is computed anew."""
+        return {
+            "scratch_bytes": self._scratch_bytes,
+            "store_bytes": self._store_bytes,
+            "half_store": self._half_store,
+            "path": self._path,
+            "rates": self._rates,
+            "tolerance": self._tolerance,
+            "width": self._width,
+        }
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        self.__init__(**settings)  # type: ignore[misc]  # a new engine
 
     def adapt(
         self, problem: Problem, neighbors: Neighbors, want_change: bool = False

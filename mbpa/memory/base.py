@@ -12,10 +12,10 @@ shape.
 from __future__ import annotations
 
 import abc
-import itertools
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mbpa.memory import validation
+from mbpa.memory.copying import Copyable
 from mbpa.memory.neighbors import TENSORS, Candidates, Entries, Holdings, Neighbors
 from mbpa.memory.ranking import (
     SCRATCH_BYTES,
@@ -36,10 +37,10 @@ from mbpa.memory.ranking import (
 )
 from mbpa.memory.ring import Ints, Ring
 from mbpa.memory.schema import EntryForm
-from mbpa.replay import Replayer, assume, is_replayed
+from mbpa.replay import assume, is_replayed
 
 
-class Memory(EntryForm, abc.ABC):
+class Memory(Copyable, EntryForm, abc.ABC):
     """Pairs of keys and values in a ring of fixed capacity; safe to use from several threads.
 
     A backend implements four hooks: `_clear`, `_put`, `_get` and `_nearest`. It should also
@@ -51,7 +52,9 @@ class Memory(EntryForm, abc.ABC):
     calls `super().__init__`.
 
     A backend whose entries outlive the process overrides `_attach` to return what it already holds;
-    then `_clear` is not called. `StoredMemory` does this for stores that keep entries by id.
+    then `_clear` is not called. `StoredMemory` does this for stores that keep entries by id. Such
+    a backend also sets `is_local = False`, so that nobody takes a copy of the object for a copy of
+    the entries.
 
     Args:
         capacity: maximum number of entries; when full, the oldest are overwritten first.
@@ -77,7 +80,7 @@ class Memory(EntryForm, abc.ABC):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(key_dim, value_shape, value_dtype, dtype, device)
-        self._lock, self._replayer = threading.RLock(), Replayer()
+        self._set_up()
         self._ring = Ring(validation.count("capacity", capacity))
         self._is_unsure = False  # whether a change failed, so that the backend must be asked
         held = self._attach()
@@ -138,6 +141,15 @@ class Memory(EntryForm, abc.ABC):
     ) -> None:
         """Store entries with their ids; a backend that outlives the process overrides it."""
         self._put(slots, keys, values)
+
+    def _get_content(self) -> dict[str, Any]:
+        return self._copy_attributes("_slot_ids")  # the ring has them, too
+
+    def _set_content(self, content: dict[str, Any]) -> None:
+        super()._set_content(content)
+        slots = self._ring.oldest(len(self))
+        self._set_slot_ids(self._ring.capacity)
+        self._slot_ids[self._to_tensor(slots)] = self._to_tensor(self._ring.ids(slots))
 
     def _require_writable(self) -> None:
         """Raise an error if this memory must not change entries; called before every change."""
@@ -284,7 +296,7 @@ class Memory(EntryForm, abc.ABC):
                 )
             values = self._read_values(slots)
             self._change(self._store, self._slot_ids[slots], slots, flat, values)
-            self._revision = next(_revisions)
+            self._change_revision()
 
     def delete(self, ids: Int[Tensor, "N"] | Iterable[int]) -> None:
         """Remove entries; raise `ValueError` for ids never assigned, overwritten or deleted."""
@@ -308,12 +320,52 @@ class Memory(EntryForm, abc.ABC):
             self._change(self._move, validation.count("capacity", capacity), self.device)
         return self
 
-    def to(self, device: torch.device | str) -> Self:
-        """Move the memory to a device and return it."""
+    def to(
+        self, device: torch.device | str | None = None, *, dtype: torch.dtype | None = None
+    ) -> Self:
+        """Move the memory to a device, convert it to a dtype, and return it.
+
+        If that is refused or fails, nothing has changed.
+
+        Args:
+            device: default: where it is.
+            dtype: of keys, and of values that are regression targets, which are rounded; default:
+                as they are. Only a memory that holds its entries itself can be converted.
+        """
         with self._lock:
             self._prepare(change=False)
-            self._change(self._move, self.capacity, torch.empty(0, device=device).device)
+            there = self.device if device is None else torch.empty(0, device=device).device
+            if dtype is None:
+                self._change(self._move, self.capacity, there)
+                return self
+            if not self.is_local:
+                raise ValueError(f"dtype must be that of the stored entries, got {dtype}")
+            with self.undo_on_error():
+                self._change(self._convert, dtype)
+                if there != self.device:
+                    self._change(self._move, self.capacity, there)
         return self
+
+    @contextmanager
+    def undo_on_error(self) -> Iterator[None]:
+        """Undo `to` if the context is left by an exception; only for memories that are local."""
+        with self._lock:
+            before = dict(vars(self))
+            try:
+                yield
+            except BaseException:
+                vars(self).update(before)
+                self._is_unsure = False
+                raise
+
+    def _convert(self, dtype: torch.dtype) -> None:
+        entries = self.entries()
+        self.dtype = validation.check_key_dtype(dtype)
+        if not self.holds_labels:
+            self.value_dtype = dtype
+        keys = self._parse_keys(entries.keys, allow_tiny=True)
+        converted = Entries(entries.ids, keys, self._parse_values(entries.values))
+        self._refill(converted, self.capacity, self._ring.next_id)
 
     def restore(self, entries: Entries, next_id: int) -> None:
         """Replace the content with `entries`, as returned by `entries()` of another memory.
@@ -322,6 +374,10 @@ class Memory(EntryForm, abc.ABC):
             entries: at most `capacity` of them, with ascending ids.
             next_id: the `next_id` of that memory.
         """
+        self.prepare_restore(entries, next_id)()
+
+    def prepare_restore(self, entries: Entries, next_id: int) -> Callable[[], None]:
+        """Check the arguments of `restore`, and return a function that does it."""
         keys = self._parse_keys(entries.keys, allow_tiny=True)  # old versions accepted tiny keys
         values = self._parse_values(entries.values)
         if entries.ids.dtype != torch.int64 or entries.ids.ndim != 1:
@@ -337,10 +393,14 @@ class Memory(EntryForm, abc.ABC):
             )
         if (np.diff(ids, prepend=-1, append=next_id) <= 0).any():
             raise ValueError(f"ids must ascend from 0 to below next_id={next_id}")
-        with self._lock:
-            self._prepare(change=True)
-            restored = Entries(entries.ids, keys, values)
-            self._change(self._refill, restored, self.capacity, next_id)
+
+        def restore() -> None:
+            with self._lock:
+                self._prepare(change=True)
+                restored = Entries(entries.ids, keys, values)
+                self._change(self._refill, restored, self.capacity, next_id)
+
+        return restore
 
     @property
     def next_id(self) -> int:
@@ -637,12 +697,10 @@ class Memory(EntryForm, abc.ABC):
 
     def _set_ring(self, ring: Ring) -> None:
         self._ring = ring
-        self._revision = next(_revisions)
+        self._change_revision()
+        self._set_slot_ids(ring.capacity)
+
+    def _set_slot_ids(self, capacity: int) -> None:
         with torch.inference_mode(False):
             # One more than there are slots: slot −1, which stands for no entry, has id −1.
-            self._slot_ids: Int[Tensor, "S"] = torch.full(
-                (ring.capacity + 1,), -1, device=self.device
-            )
-
-
-_revisions = itertools.count()  # no two memories ever share a revision
+            self._slot_ids: Int[Tensor, "S"] = torch.full((capacity + 1,), -1, device=self.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -19,6 +20,8 @@ from mbpa.memory.base import Memory
 from mbpa.memory.neighbors import Candidates
 from mbpa.memory.ranking import SCRATCH_BYTES, compute_distances, compute_scores, find_smallest
 from mbpa.memory.two_stage import CoarseKeys
+
+_ROWS = ("_keys", "_values", "_norms")  # one per slot
 
 
 class ExactMemory(Memory):
@@ -44,6 +47,21 @@ class ExactMemory(Memory):
         self._values = torch.empty(shape, dtype=self.value_dtype, device=self.device)
         self._norms = torch.full((slots,), math.inf, dtype=self.distance_dtype, device=self.device)
         self._coarse = CoarseKeys(self._keys) if takes_kernels(self._norms) else None
+
+    def _get_content(self) -> dict[str, Any]:
+        used = self._used_slots
+        rows = {name: getattr(self, name)[:used].clone() for name in _ROWS}
+        return {**self._copy_attributes("_slot_ids", "_coarse", *_ROWS), **rows}
+
+    def _set_content(self, content: dict[str, Any]) -> None:
+        rows = {name: content.pop(name) for name in _ROWS}
+        super()._set_content(content)
+        self._allocate(self.capacity)
+        for name, stored in rows.items():
+            getattr(self, name)[: len(stored)] = stored
+        if self._coarse is not None:
+            slots = self._norms.isfinite().nonzero()[:, 0]
+            self._coarse.update(slots, self._keys[slots])
 
     def _describe_layout(self) -> Hashable | None:
         if self._coarse is None:

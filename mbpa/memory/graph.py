@@ -57,6 +57,10 @@ SPARE_SHARE = 0.6  # of the misses that the target allows, below which a search 
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
 
 
+_ROWS = ("_keys", "_values", "_norms", "_labels", "_homes")  # one per slot
+_OWN = ("_job", "_failure", "_is_stopping", "_generation", "_meter")  # not in a copy
+
+
 class _Content(NamedTuple):
     """What a rebuild reads without the lock."""
 
@@ -275,6 +279,22 @@ class GraphMemory(Memory):
         memory.__init__(**parse_schema(described["schema"]), **described["settings"])  # type: ignore[misc]
         return memory
 
+    def _get_content(self) -> dict[str, Any]:
+        used = self._used_slots
+        rows = {name: getattr(self, name)[:used] for name in _ROWS}
+        copied = {n: v.clone() if isinstance(v, Tensor) else v.copy() for n, v in rows.items()}
+        return {**self._copy_attributes("_slot_ids", *_OWN, *_ROWS), **copied}
+
+    def _set_content(self, content: dict[str, Any]) -> None:
+        rows = {name: content.pop(name) for name in _ROWS}
+        self._job, self._failure, self._is_stopping = None, None, False
+        self._generation, self._meter = object(), RecallMeter()
+        super()._set_content(content)
+        self._allocate()
+        for name, stored in rows.items():
+            getattr(self, name)[: len(stored)] = stored
+        _memories.add(self)
+
     def _attach(self) -> Holdings | None:
         saved: SavedGraphs | None = vars(self).pop("_saved", None)
         if saved is None:
@@ -297,11 +317,16 @@ class GraphMemory(Memory):
     # The hooks of `Memory`
 
     def _clear(self) -> None:
+        self._allocate()
+        self._held = 0
+        self._forget_graphs()
+
+    def _allocate(self) -> None:
         self._keys = torch.empty(self.capacity, self.key_size, dtype=self.dtype)
         self._values = torch.empty((self.capacity, *self.value_shape), dtype=self.value_dtype)
         self._norms = torch.full((self.capacity,), math.inf, dtype=self.distance_dtype)
-        self._held = 0
-        self._forget_graphs()
+        self._labels = np.full(self.capacity, -1, np.int64)
+        self._homes = np.full(self.capacity, -1, np.int64)
 
     def _put(
         self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]

@@ -107,7 +107,18 @@ class Graph:
             return scaled.to(torch.int8).numpy()
         return scaled.clamp_(-LARGEST_FLOAT, LARGEST_FLOAT).float().numpy()
 
-    # Saving
+    # Copying and saving
+
+    def __getstate__(self) -> dict[str, Any]:
+        nodes = bytes(self._index.save())
+        return {**vars(self), "_index": nodes, "is_sealed": False}  # a copy is in main memory
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._index = _make_index(self.settings, len(self._center))
+        if state["_index"]:
+            self._index.load(state["_index"])
+            self._index.expansion_add = self.settings.expansion_add  # which loading forgets
 
     def save(self, path: Path) -> dict[str, Any]:
         """Write the nodes to a file, and return what `load` needs besides, as JSON values."""

@@ -9,6 +9,7 @@ O(batch) however full the ring is; a deletion costs O(live entries).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +54,17 @@ class Ring:
         ring._order[: len(ids)] = slots
         ring._free = np.flatnonzero(ring._ids[: ring.used] < 0)
         return ring
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return copies of what is in use, for `copy` and `pickle`; a large ring may be empty."""
+        used = {"_ids": self._ids[: self.used].copy(), "_order": self.oldest(self.live)}
+        return {**vars(self), **used, "_head": 0, "_free": self._free.copy()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ids, order = state["_ids"], state["_order"]
+        vars(self).update(state)
+        self._ids, self._order = np.full(self.capacity, -1, np.int64), np.arange(self.capacity)
+        self._ids[: len(ids)], self._order[: len(order)] = ids, order
 
     def allocate(self, count: int, skipped: int = 0) -> Allocation:
         """Return slots and ids for `count` new entries (at most `capacity`), oldest first.

@@ -47,6 +47,8 @@ class ShardedMemory(ExactMemory):
         group: the processes; by default all of them (`torch.distributed.init_process_group`).
     """
 
+    is_local = False
+
     def __init__(
         self,
         capacity: int,

@@ -87,6 +87,8 @@ class StoredMemory(Memory):
             The other's next change raises `WriterError`.
     """
 
+    is_local = False
+
     def __init__(
         self,
         capacity: int,

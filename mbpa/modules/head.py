@@ -1,17 +1,17 @@
-"""The user's modules as MbPA runs them: in eval mode, in their own dtype, and never changed."""
+"""The user's head as MbPA runs it: in eval mode, in its own dtype, and never changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mbpa.memory import Memory
 from mbpa.modules.sharing import share
-from mbpa.modules.split import Trunk
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,22 +51,15 @@ class Head:
             )
         return cls(module, running, shape, is_ours)
 
+    def renew(self) -> Head:
+        """Return the head with a new copy to run, after its parameters were moved or replaced."""
+        return replace(self, running=share(self.module, {}))
 
-def eval_copy(embed: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    if isinstance(embed, nn.Module) and not isinstance(embed, Trunk):  # a trunk already is one
-        return share(embed, {})
-    return embed
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "running"}
 
-
-def check_mode(name: str, module: object) -> None:
-    """Raise `ValueError` if the module, in its current mode, is random or changes its buffers."""
-    module = getattr(module, "__self__", module)  # the owner of a bound method
-    for path, part in module.named_modules() if isinstance(module, nn.Module) else ():
-        if part.training and _is_random_or_updating(part):
-            raise ValueError(
-                f"{name} must be in eval mode, got an active {type(part).__name__} "
-                f"at {path or name!r}: call .eval(), or use mbpa.split"
-            )
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, running=share(state["module"], {}))
 
 
 @contextmanager
@@ -82,18 +75,6 @@ def own_precision(keys: Tensor) -> Iterator[None]:
         torch.autocast(keys.device.type, enabled=False),
     ):
         yield
-
-
-def _is_random_or_updating(module: nn.Module) -> bool:
-    """Return whether the module draws random numbers or changes its buffers in training mode."""
-    norms = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-    if isinstance(module, norms):
-        return module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm)
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-        return module.dropout > 0
-    return isinstance(module, nn.RReLU)
 
 
 def device_of(module: nn.Module | None) -> torch.device | None:

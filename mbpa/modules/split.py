@@ -141,6 +141,11 @@ class Trunk(nn.Module):
         self._ends = (_insert_tap(tap, _pass if pooled else _stop, at), head)
         self.eval()
 
+    @property
+    def tapped(self) -> nn.Module:
+        """The layer at which the model was split; its weights are no part of the embedding."""
+        return self._ends[0]
+
     def train(self, mode: bool = True) -> "Trunk":
         """Stay in eval mode: embeddings must not depend on the mode of an enclosing module."""
         return super().train(False)

@@ -1,0 +1,117 @@
+"""Notice that an embedding was trained on after the keys in a memory were computed with it.
+
+Nothing else tells: fused optimisers and writes through `.data` leave no trace in torch's version
+counters. So a few numbers of each weight matrix are compared with those at the last write. While a
+network learns and writes by turns, as in the paper, its weights move between writes by design. Only
+a movement since the last write that is several times as large is a sign that keys were forgotten.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mbpa.memory import Memory
+
+NUMBERS_PER_WEIGHT = 16
+TIME_SHARE = 0.01  # of the time between two looks that a look may take
+MIN_CHANGE = 0.05  # of a weight matrix, relative to its norm
+MARGIN = 4.0  # by which a change exceeds those between writes
+FADING = 0.9  # of the largest change between writes, at each further write
+
+
+class KeyWatch:
+    """Compares an embedding with itself at the last write.
+
+    Args:
+        list_weights: returns the tensors on which the embedding depends.
+        memory: the memory that holds the keys.
+    """
+
+    def __init__(self, list_weights: Callable[[], Iterable[Tensor]], memory: Memory) -> None:
+        self._list_weights, self._memory = list_weights, memory
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Take the keys in the memory for those of the embedding as it is now."""
+        self._usual_change, self._has_told = 0.0, False
+        self._next_look_s = 0.0
+        self._remember(self._look())
+
+    def note_write(self) -> None:
+        """Remember that keys of the current embedding were written just now."""
+        self._content = self._memory.next_id, self._memory.revision
+        if self._seen.counts and time.monotonic() >= self._next_look_s:
+            before, now = self._seen, self._look()
+            self._usual_change = max(before.compare(now), FADING * self._usual_change)
+            self._remember(now)
+
+    def finds_stale_keys(self) -> bool:
+        """Return whether the embedding has changed much since the last write; `True` only once.
+
+        Mostly this costs nothing, since looks are rare.
+        """
+        if self._has_told or not self._seen.counts or time.monotonic() < self._next_look_s:
+            return False
+        now = self._look()
+        if self._seen.compare(now) <= max(MIN_CHANGE, MARGIN * self._usual_change):
+            return False
+        if self._content != (self._memory.next_id, self._memory.revision):
+            self.start_over()  # others have written, or replaced keys: their own affair
+            return False
+        self._has_told = len(self._memory) > 0
+        return self._has_told
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_next_look_s": 0.0}  # clocks of processes differ
+
+    def _remember(self, seen: _Seen) -> None:
+        self._seen = seen
+        self._content = self._memory.next_id, self._memory.revision
+
+    def _look(self) -> _Seen:
+        """Return some numbers of each weight matrix, and wait before the next look."""
+        start = time.monotonic()
+        with torch.inference_mode(False), torch.no_grad():
+            samples = [_sample(each) for each in self._list_weights() if _is_matrix(each)]
+            if len({each.device for each in samples}) > 1:
+                samples = [each.cpu() for each in samples]
+            numbers = torch.cat(samples).double().cpu() if samples else torch.empty(0)
+        now = time.monotonic()
+        self._next_look_s = now + (now - start) / TIME_SHARE
+        return _Seen([len(each) for each in samples], numbers)
+
+
+class _Seen(NamedTuple):
+    """Some numbers of each weight matrix."""
+
+    counts: list[int]
+    numbers: Float[Tensor, "N"]
+
+    def compare(self, now: _Seen) -> float:
+        """Return the largest relative change of a weight matrix; 1 if there are others now."""
+        if self.counts != now.counts:
+            return 1.0
+        if torch.equal(self.numbers, now.numbers):
+            return 0.0
+        pairs = zip(self.numbers.split(self.counts), now.numbers.split(now.counts), strict=True)
+        changes = [(new - old).norm() / max(old.norm(), new.norm(), _TINY) for old, new in pairs]
+        return float(torch.stack(changes).max())
+
+
+_TINY = torch.tensor(1e-300, dtype=torch.float64)
+
+
+def _is_matrix(weight: Tensor) -> bool:
+    """Return whether this is a weight matrix. Biases and statistics may change a lot at first."""
+    return weight.ndim > 1 and weight.is_floating_point() and not weight.is_meta
+
+
+def _sample(weight: Tensor) -> Float[Tensor, "N"]:
+    flat = weight.detach().flatten()
+    return flat[:: max(1, len(flat) // NUMBERS_PER_WEIGHT)][:NUMBERS_PER_WEIGHT].float()
