@@ -270,15 +270,15 @@ def test_a_copy_answers_to_the_bit_and_is_independent(copier: str) -> None:
 
 
 def test_copies_can_be_made_in_inference_mode_and_written_to_outside() -> None:
-    model = make_used_model()
-    expected, untouched = model(QUERIES), make_model(seed=7)
+    model, loaded = make_used_model(), make_model(seed=7)
+    expected = model(QUERIES)
     with torch.inference_mode():
-        memory = copy.deepcopy(model.memory)
+        memories = copy.deepcopy(model.memory), pickle.loads(pickle.dumps(model.memory))
         state = model.state_dict()
-        loaded = copy.deepcopy(untouched)
     loaded.load_state_dict(state)
-    memory.write(torch.ones(3, D), [0, 1, 2])
-    loaded.write(*draw(3))
+    require_same(loaded, model)
+    for memory in (*memories, loaded.memory):
+        memory.write(torch.ones(3, D), [0, 1, 2])
     assert torch.equal(model(QUERIES), expected)
 
 
@@ -376,7 +376,9 @@ def test_a_state_dict_is_rounded_to_the_dtype_of_the_model() -> None:
     small = make_model(mbpa.ExactMemory(40, D, dtype=torch.float16), seed=7)
     nn.Sequential(small.embedding, small.head).half()
     small.load_state_dict(model.state_dict())
-    require_same(small, model.half())
+    model.half()
+    assert torch.equal(small(QUERIES.half()), model(QUERIES.half()))
+    assert torch.equal(small.memory.entries().keys, model.memory.entries().keys)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -504,7 +506,7 @@ def test_workers_of_a_loader_have_a_model_of_their_own(method: str) -> None:
         assert torch.equal(torch.cat(list(loader)), expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_compiled_code_around_a_model_gives_the_same(backend: str) -> None:
     model = make_used_model()
     first = nn.Linear(4, 4)

@@ -45,7 +45,7 @@ class KeyWatch:
 
     def note_write(self) -> None:
         """Remember that keys of the current embedding were written just now."""
-        self._content = self._memory.next_id, self._memory.revision
+        self._content = self._get_content()
         if self._seen.counts and time.monotonic() >= self._next_look_s:
             before, now = self._seen, self._look()
             self._usual_change = max(before.compare(now), FADING * self._usual_change)
@@ -61,18 +61,27 @@ class KeyWatch:
         now = self._look()
         if self._seen.compare(now) <= max(MIN_CHANGE, MARGIN * self._usual_change):
             return False
-        if self._content != (self._memory.next_id, self._memory.revision):
+        if self._content != self._get_content():
             self.start_over()  # others have written, or replaced keys: their own affair
             return False
         self._has_told = len(self._memory) > 0
         return self._has_told
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_next_look_s": 0.0}  # clocks of processes differ
+        is_ours = self._content == self._get_content()
+        # Clocks of processes differ, and a copy of the memory has a revision of its own.
+        return {**vars(self), "_next_look_s": 0.0, "_content": None if is_ours else (-1, -1)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._content = state["_content"] or self._get_content()
+
+    def _get_content(self) -> tuple[int, int]:
+        return self._memory.next_id, self._memory.revision
 
     def _remember(self, seen: _Seen) -> None:
         self._seen = seen
-        self._content = self._memory.next_id, self._memory.revision
+        self._content = self._get_content()
 
     def _look(self) -> _Seen:
         """Return some numbers of each weight matrix, and wait before the next look."""
