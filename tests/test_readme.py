@@ -18,7 +18,7 @@ def blocks(document: Path, language: str) -> list[str]:
     return re.findall(pattern, document.read_text("utf-8"), re.DOTALL)
 
 
-@pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|number of training batches)")
+@pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|training batches|not empty)")
 @pytest.mark.parametrize(
     ("name", "fewest"),
     [

@@ -72,7 +72,7 @@ class MemoryPlugin(SupervisedPlugin):  # type: ignore[misc]  # avalanche has no 
         self._seen = 0
         self._inputs: dict[int, Tensor] = {}
 
-    def before_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+    def before_training(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse a network that cannot be adapted."""
         if isinstance(strategy.model, MultiTaskModule):
             raise ValueError(
