@@ -190,7 +190,7 @@ class _MbPAEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
             self._find_classes()
             self._build()
         except BaseException:
-            vars(self).update(before)
+            self.__dict__.update(before)
             raise
 
     def _build(self) -> None:
