@@ -67,9 +67,7 @@ class _OnlineEstimator(base.Estimator):
             table[:, [columns.index(name) for name in self._columns]] = self._table
         row = [numbers.get(name, math.nan) for name in columns]
         table = np.vstack([table, row])[-self.capacity :]
-        is_used: NDArray[np.bool_] = ~np.isnan(table).all(
-            axis=0
-        )  # by an example that is still there
+        is_used = np.asarray(~np.isnan(table).all(axis=0))  # by an example that is still there
         self._table = table[:, is_used]
         self._columns = [name for name, used in zip(columns, is_used.tolist(), strict=True) if used]
         self._targets = [*self._targets, y][-self.capacity :]
