@@ -10,7 +10,12 @@ class RunError(Exception):
 
 
 class MissingExtraError(ImportError):
-    """An optional dependency is not installed; the message names the extra that installs it."""
+    """An optional dependency is not installed; the message names the extra that installs it.
+
+    Args:
+        what: name of the package that is missing.
+        extra: name of the extra of mbpa that installs it.
+    """
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} is not installed: pip install 'mbpa[{extra}]'")

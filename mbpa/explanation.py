@@ -31,7 +31,9 @@ class Explanation:
     parts: tuple[Part, ...]
     """The components of the prediction; one, unless the predictor is a mixture."""
     has_labels: bool
+    """Whether the values are labels, rather than regression targets."""
     labels: tuple[str, ...] | None = None
+    """Names of the classes, if they were passed to `explain`."""
 
     @property
     def weights(self) -> Float[Tensor, "B K"] | None:

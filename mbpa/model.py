@@ -120,6 +120,10 @@ class MbPA(MemoryModule):
         """Return the keys of inputs, without gradients.
 
         Keys may have any number of leading dimensions before the memory's key shape.
+
+        Args:
+            inputs: passed to the embedding.
+            named: passed to it, too.
         """
         self._embedding.check_mode()
         try:
@@ -148,10 +152,11 @@ class MbPA(MemoryModule):
         Each query gets its own adapted head, which is discarded afterwards.
 
         Args:
-            inputs: passed to `embed`, as are further keyword arguments.
+            inputs: passed to `embed`.
             keys: keys from `embed`, to be used instead of inputs.
             neighbors: neighbours of these queries, if they have been read before: one
                 `memory.read` serves any number of predictors and heads.
+            named: further arguments of `embed`.
         """
         flat, leading = self._flatten_keys(inputs, named, keys)
         if keys is None:
@@ -235,10 +240,11 @@ class MbPA(MemoryModule):
         """Explain the predictions for these inputs.
 
         Args:
-            inputs: passed to `embed`, as are further keyword arguments.
+            inputs: passed to `embed`.
             keys: keys from `embed`, to be used instead of inputs.
             neighbors: neighbours of these queries, if they have been read before.
             labels: names of the classes, to be printed instead of numbers.
+            named: further arguments of `embed`.
         """
         flat, _ = self._flatten_keys(inputs, named, keys)
         if keys is None:
@@ -262,11 +268,19 @@ class MbPA(MemoryModule):
     # For predictors other than the model's own
 
     def check_predictor(self, predictor: Predictor) -> None:
-        """Raise `ValueError` if a predictor cannot work with this head and this memory."""
+        """Raise `ValueError` if a predictor cannot work with this head and this memory.
+
+        Args:
+            predictor: the predictor to check.
+        """
         predictor.check(self._head.running, self.memory)
 
     def count_rows_per_read(self, keys_for: int) -> int:
-        """Return how many queries to read at a time, given how many keys each of them needs."""
+        """Return how many queries to read at a time, given how many keys each of them needs.
+
+        Args:
+            keys_for: number of neighbours per query whose keys are read, too.
+        """
         key_bytes = self.memory.key_size * self.memory.distance_dtype.itemsize
         return max(1, MAX_READ_BYTES // max(1, keys_for * key_bytes))
 
@@ -353,6 +367,10 @@ class MbPA(MemoryModule):
 
         Returns the log-probability of each label. `score_stream` does this for streams of any
         length.
+
+        Args:
+            inputs: T inputs in order of time, passed to `embed`.
+            labels: the label of each input.
         """
         keys = self.embed(inputs)
         labels = validation.parse_labels(labels).to(keys.device)
@@ -368,7 +386,11 @@ class MbPA(MemoryModule):
 
     def check_labels(self, values: Shaped[Tensor, "..."]) -> None:
         """Raise `ValueError` if the memory holds labels and these are not whole numbers from 0 to
-        `classes − 1`."""
+        `classes − 1`.
+
+        Args:
+            values: labels of any shape.
+        """
         if not self.memory.holds_labels:
             return
         labels = validation.parse_labels(values)
@@ -463,6 +485,9 @@ class MbPA(MemoryModule):
         Other modules are not saved; that is up to the caller. A digest of their weights is, so that
         `load` notices if it is given others. `mbpa serve` serves the directory of a model with a
         linear head.
+
+        Args:
+            directory: directory to write; replaced as a whole if it exists.
         """
         save_model(directory, self.memory, self.predictor, self._embedding, self._head)
 

@@ -92,9 +92,19 @@ class Predictor(abc.ABC):
         return 0
 
     def check(self, head: nn.Module, memory: Memory) -> None:  # noqa: B027 (most accept any)
-        """Raise `ValueError` if the predictor cannot work with this head and this memory."""
+        """Raise `ValueError` if the predictor cannot work with this head and this memory.
+
+        Args:
+            head: maps keys to outputs.
+            memory: the memory that neighbours are read from.
+        """
 
     def __call__(self, context: Context) -> Float[Tensor, "B *C"]:
+        """Return the prediction: log-probabilities (B, C), or values for regression.
+
+        Args:
+            context: queries with their outputs and neighbours.
+        """
         if context.neighbors is None:
             return context.parametric
         found = context.neighbors.mask.any(1)
@@ -113,7 +123,11 @@ class Predictor(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, context: Context) -> list[Part]:
-        """Return the components of the prediction, with all details for an explanation."""
+        """Return the components of the prediction, with all details for an explanation.
+
+        Args:
+            context: queries with their outputs and neighbours.
+        """
 
 
 @dataclass(frozen=True)

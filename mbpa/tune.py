@@ -98,7 +98,9 @@ class Tuning:
     trials: tuple[Trial, ...]
     """All predictors that were tried, the best first."""
     objective: Objective
+    """What the trials are ranked by."""
     queries: int
+    """Number of queries that were scored."""
     left_out: bool
     """Whether the queries were entries of the memory itself, each left out in turn."""
 

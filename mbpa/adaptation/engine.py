@@ -188,7 +188,14 @@ class Engine:
     def keep_summaries(
         self, head: nn.Module, memory: Memory, ids: Int[Tensor, "N"], rows: Int[Tensor, "N W"]
     ) -> None:
-        """Keep what `summarize` returned for entries, so that the head need not run again."""
+        """Keep what `summarize` returned for entries, so that the head need not run again.
+
+        Args:
+            head: the head that was run.
+            memory: the memory that holds the entries.
+            ids: ids of the entries, one per row.
+            rows: what `summarize` returned for them.
+        """
         linear, dtype = LinearHead.find(head, ()), memory.distance_dtype
         if linear is None:
             return

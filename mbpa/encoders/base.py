@@ -39,7 +39,11 @@ class Encoder(abc.ABC, Generic[Item]):
 
     @abc.abstractmethod
     def __call__(self, items: Sequence[Item], /) -> Float[Tensor, "B D"]:
-        """Return keys in float32; the key of an item does not depend on the others (to 1e-6)."""
+        """Return keys in float32; the key of an item does not depend on the others (to 1e-6).
+
+        Args:
+            items: texts, or picture files as bytes.
+        """
 
     @property
     def fingerprint(self) -> str:
@@ -47,7 +51,11 @@ class Encoder(abc.ABC, Generic[Item]):
         return hashlib.sha256(self.name.encode()).hexdigest()
 
     def matches(self, fingerprint: str) -> bool:
-        """Return whether keys of the encoder with this fingerprint can be used with this one."""
+        """Return whether keys of the encoder with this fingerprint can be used with this one.
+
+        Args:
+            fingerprint: fingerprint that a run has stored.
+        """
         return fingerprint == self.fingerprint
 
 

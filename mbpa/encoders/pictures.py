@@ -47,7 +47,7 @@ def standardize(data: bytes, *, max_pixels: int = MAX_PIXELS) -> bytes:
 
     Args:
         data: a file in one of `FORMATS`; of an animation, the first frame is used.
-        most_pixels: maximum number of pixels.
+        max_pixels: maximum number of pixels.
 
     Raises:
         PictureError: the file is not a picture, or has too many pixels. The number of pixels is

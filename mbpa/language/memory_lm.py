@@ -64,7 +64,9 @@ class SourceInfo:
     """A document in the memory."""
 
     name: str
+    """The name under which it was read."""
     tokens: int
+    """Its length in tokens."""
     read_at: float
     """When it was read, in seconds since 1970."""
 
@@ -282,7 +284,11 @@ class MemoryLM:
         return self._run_on(source, tokens, progress)
 
     def store(self, reading: Reading) -> SourceInfo:
-        """Put a document that was prepared into the memory, and on disk, as `read` does."""
+        """Put a document that was prepared into the memory, and on disk, as `read` does.
+
+        Args:
+            reading: the result of `prepare`.
+        """
         source, tokens = reading.source, reading.tokens
         with self._lock:
             self._require_writable()
@@ -335,7 +341,11 @@ class MemoryLM:
         return Reading(source, tokens, keys, torch.cat(known) if known else None)
 
     def forget(self, source: str) -> None:
-        """Forget a document: from now on every prediction is as if it had never been read."""
+        """Forget a document: from now on every prediction is as if it had never been read.
+
+        Args:
+            source: name of the document, as given to `read`.
+        """
         with self._lock:
             self._require_writable()
             known = self._sources.require(source)
@@ -349,7 +359,12 @@ class MemoryLM:
             return [_describe(source) for source in self._sources]
 
     def has_read(self, text: str | Sequence[int] | Int[Tensor, "T"], *, source: str) -> bool:
-        """Return whether this very text was read under this name."""
+        """Return whether this very text was read under this name.
+
+        Args:
+            text: the text, or its token ids.
+            source: name of the document.
+        """
         return self._is_known(source, self._trunk.tokenize(text))
 
     def _write(self, source: Source) -> Int[Tensor, "N"]:
@@ -372,7 +387,11 @@ class MemoryLM:
     # Predicting
 
     def score(self, text: str | Sequence[int] | Int[Tensor, "T"]) -> Score:
-        """Return the log-probability of each token of a text, with and without the memory."""
+        """Return the log-probability of each token of a text, with and without the memory.
+
+        Args:
+            text: the text, or its token ids; at least two tokens.
+        """
         return self.explain(text, origins=0)
 
     def explain(
@@ -506,7 +525,14 @@ class MemoryLM:
     def describe(
         self, prediction: Prediction, tokens: Sequence[int], origins: int, top: int = 0
     ) -> list[Token]:
-        """Return what a prediction says about tokens, one per row, without their text."""
+        """Return what a prediction says about tokens, one per row, without their text.
+
+        Args:
+            prediction: prediction for B places of a text.
+            tokens: ids of the tokens that followed, one per place.
+            origins: the most similar places to return per token.
+            top: how many of the most probable tokens to return per place.
+        """
         index = torch.tensor(tokens, device=self._device)[:, None]
         adapted = prediction.adapted.gather(1, index)[:, 0].tolist()
         alone = prediction.alone.gather(1, index)[:, 0].tolist()
@@ -558,7 +584,11 @@ class MemoryLM:
         return ROWS_PER_PREDICTION["cuda" if self._device.type == "cuda" else "cpu"]
 
     def encode(self, text: str | Sequence[int]) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text.
+
+        Args:
+            text: the text; token ids are returned as they are.
+        """
         ids: list[int] = self._trunk.tokenize(text).tolist()
         return ids
 
@@ -568,6 +598,9 @@ class MemoryLM:
         """Save the memory in a new directory; later reads and forgets are kept there as well.
 
         The model is not saved, only a digest of it. If saving fails, there is no run.
+
+        Args:
+            directory: directory of the run; it must not hold one already.
 
         Raises:
             RunError: the directory holds a run already.

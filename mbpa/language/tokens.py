@@ -43,9 +43,11 @@ class Alternative:
     """A token that could stand in place of another."""
 
     id: int
+    """Number of the token in the vocabulary."""
     text: str
     """The text that it would add; if that is part of a character, its name in the vocabulary."""
     log_prob: float
+    """Natural logarithm of its probability, with the memory."""
     is_part: bool = False
     """Whether it is part of a character."""
 
@@ -55,8 +57,11 @@ class Token:
     """A token with its log-probability, with and without the memory."""
 
     id: int
+    """Number of the token in the vocabulary."""
     text: str
+    """The text that it adds."""
     log_prob: float
+    """Natural logarithm of its probability, with the memory."""
     log_prob_alone: float
     """Log-probability according to the model without the memory."""
     origins: tuple[Origin, ...] = ()
@@ -75,6 +80,7 @@ class Score:
     """The tokens of a text after the first, each predicted from the text before it."""
 
     tokens: tuple[Token, ...]
+    """The tokens, without the first."""
     bytes: int = 0
     """Length of the text of these tokens in UTF-8."""
 
@@ -107,7 +113,9 @@ class Generation:
     """A text that the model has written."""
 
     prompt: str
+    """The text that was given."""
     tokens: list[Token] = field(default_factory=list)
+    """The tokens that were written."""
     finish_reason: str = "length"
     """"stop" if the model ended the text or a stop string was found, "length" otherwise."""
     text: str = ""

@@ -225,7 +225,11 @@ class Memory(Copyable, EntryForm, abc.ABC):
             return torch.from_numpy(self._ring.ids(self._ring.oldest(len(self))))
 
     def holds(self, ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
-        """Return, for each id, whether it belongs to a live entry."""
+        """Return, for each id, whether it belongs to a live entry.
+
+        Args:
+            ids: ids that were returned by `write`.
+        """
         with self._lock:
             self._prepare(change=False)
             return torch.from_numpy(self._ring.find(validation.parse_ids(ids).numpy()) >= 0)
@@ -236,7 +240,11 @@ class Memory(Copyable, EntryForm, abc.ABC):
         return self._revision
 
     def get_slots(self, ids: Int[Tensor, "N"] | Sequence[int]) -> Int[Tensor, "N"]:
-        """Return the slots in which entries are stored now; −1 for ids without a live entry."""
+        """Return the slots in which entries are stored now; −1 for ids without a live entry.
+
+        Args:
+            ids: ids that were returned by `write`.
+        """
         with self._lock:
             return self._to_tensor(self._ring.find(validation.parse_ids(ids).numpy()))
 
@@ -299,7 +307,11 @@ class Memory(Copyable, EntryForm, abc.ABC):
             self._change_revision()
 
     def delete(self, ids: Int[Tensor, "N"] | Iterable[int]) -> None:
-        """Remove entries; raise `ValueError` for ids never assigned, overwritten or deleted."""
+        """Remove entries; raise `ValueError` for ids never assigned, overwritten or deleted.
+
+        Args:
+            ids: ids that were returned by `write`.
+        """
         with self._lock:
             self._prepare(change=True)
             slots = self._find_slots(ids)
@@ -314,7 +326,11 @@ class Memory(Copyable, EntryForm, abc.ABC):
             self._change(self._reset, Ring(self.capacity, next_id=self._ring.next_id))
 
     def resize(self, capacity: int) -> Self:
-        """Change the capacity, keep the newest entries that fit, and return the memory."""
+        """Change the capacity, keep the newest entries that fit, and return the memory.
+
+        Args:
+            capacity: new maximum number of entries.
+        """
         with self._lock:
             self._prepare(change=True)
             self._change(self._move, validation.count("capacity", capacity), self.device)

@@ -11,6 +11,7 @@ from mbpa.memory.exact import ExactMemory
 from mbpa.memory.graph import GraphMemory
 
 MemoryKind = Literal["exact", "graph", "auto"]
+"""How a memory searches: exactly, along a graph, or whichever suits the number of entries."""
 MEMORY_KINDS: tuple[MemoryKind, ...] = ("exact", "graph", "auto")
 AUTO_EXACT_BELOW = 100_000  # entries up to which an exhaustive search on a CPU is fast enough
 

@@ -27,7 +27,14 @@ _ROWS = ("_keys", "_values", "_norms")  # one per slot
 class ExactMemory(Memory):
     """A memory that holds all keys in one tensor and searches exhaustively.
 
-    The arguments are those of `Memory`.
+    Args:
+        capacity: maximum number of entries; when full, the oldest are overwritten first.
+        key_dim: size or shape of a key.
+        value_shape: shape of one value; `()` for class labels.
+        value_dtype: an integer dtype for class labels, a floating one for regression targets.
+        dtype: dtype in which keys are stored. Half precision halves the memory; distances are
+            computed in float32 at least.
+        device: device that stores the keys and answers queries.
 
     Example:
         >>> import torch, mbpa

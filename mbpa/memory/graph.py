@@ -77,7 +77,10 @@ class GraphMemory(Memory):
     entries are found is approximate. `recall` says how many.
 
     Args:
-        capacity, key_dim, value_shape, value_dtype: as in `Memory`.
+        capacity: maximum number of entries; when full, the oldest are overwritten first.
+        key_dim: size or shape of a key.
+        value_shape: shape of one value; `()` for class labels.
+        value_dtype: an integer dtype for class labels, a floating one for regression targets.
         dtype: dtype in which keys are stored and distances computed.
         device: must be a CPU.
         precision: of the copies of keys in the graph, which only choose candidates. 8 bits are the
@@ -193,7 +196,12 @@ class GraphMemory(Memory):
         }
 
     def measure_recall(self, queries: Float[Tensor, "B *D"], k: int) -> float:
-        """Return the share of the true `k` nearest entries of these queries that a read finds."""
+        """Return the share of the true `k` nearest entries of these queries that a read finds.
+
+        Args:
+            queries: queries of shape (B, *D), compared with all entries.
+            k: number of neighbours per query.
+        """
         with self._lock:
             found = self.read(queries, k, keys_for=0)
             flat, count = self._parse_queries(queries), found.mask.shape[1]
@@ -240,6 +248,9 @@ class GraphMemory(Memory):
 
         The graphs include rounded copies of stale keys, those of deleted entries among them. Call
         `rebuild` before if they must not reach the disk.
+
+        Args:
+            directory: directory to write; replaced as a whole if it exists.
         """
         with self._lock:
             self._prepare(change=False)

@@ -25,12 +25,15 @@ class Neighbors:
     """
 
     values: Shaped[Tensor, "B K *V"]
+    """Labels or targets of the neighbours."""
     distances: Float[Tensor, "B K"]
     """Squared Euclidean distance from the query."""
     dots: Float[Tensor, "B K"]
     """Inner product with the query."""
     mask: Bool[Tensor, "B K"]
+    """False for padding."""
     ids: Int[Tensor, "B K"]
+    """Ids of the neighbours, as `write` returned them."""
     slots: Int[Tensor, "B K"]
     """Slot in which the memory stores the entry now; −1 also for an entry not written yet."""
     keys: Float[Tensor, "B J *D"]
@@ -42,19 +45,36 @@ class Neighbors:
     """Capacity of the memory at the time of reading; all slots are below it."""
 
     def first(self, k: int) -> Neighbors:
-        """Return only the first k neighbours of each query."""
+        """Return only the first k neighbours of each query.
+
+        Args:
+            k: number of neighbours to keep.
+        """
         return self._map(lambda tensor: tensor[:, :k])
 
     def rows(self, rows: slice | Tensor) -> Neighbors:
-        """Return the neighbours of some of the queries."""
+        """Return the neighbours of some of the queries.
+
+        Args:
+            rows: slice, or numbers, of the queries to keep.
+        """
         return self._map(lambda tensor: tensor[rows])
 
     def with_keys(self, keys: Float[Tensor, "B J *D"]) -> Neighbors:
-        """Return these neighbours with other keys, such as the same ones in another shape."""
+        """Return these neighbours with other keys, such as the same ones in another shape.
+
+        Args:
+            keys: keys of the first J neighbours.
+        """
         return replace(self, keys=keys)
 
     def with_rows(self, rows: Int[Tensor, "R"], other: Neighbors) -> Neighbors:
-        """Return these neighbours with the given rows replaced by the rows of `other`."""
+        """Return these neighbours with the given rows replaced by the rows of `other`.
+
+        Args:
+            rows: numbers of the queries to replace.
+            other: the neighbours of these queries, in this order.
+        """
         return Neighbors(
             **{
                 name: getattr(self, name).index_copy(0, rows, getattr(other, name))
@@ -66,7 +86,11 @@ class Neighbors:
 
     @staticmethod
     def concatenate(parts: list[Neighbors]) -> Neighbors:
-        """Concatenate the neighbours of several batches of queries."""
+        """Concatenate the neighbours of several batches of queries.
+
+        Args:
+            parts: neighbours from one memory, with the same K.
+        """
         if len(parts) == 1:
             return parts[0]
         return Neighbors(
@@ -100,8 +124,11 @@ class Entries(NamedTuple):
     """Complete entries (ids, keys and values), oldest first."""
 
     ids: Int[Tensor, "M"]
+    """Ids, ascending."""
     keys: Float[Tensor, "M *D"]
+    """Keys in the memory's dtype."""
     values: Shaped[Tensor, "M *V"]
+    """Labels or targets."""
 
 
 class Holdings(NamedTuple):

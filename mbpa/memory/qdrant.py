@@ -31,8 +31,13 @@ class QdrantMemory(StoredMemory):
         client: a `qdrant_client.QdrantClient`; it is left open.
         collection: name of the collection; it is created if it does not exist, and so is
             `<collection>-state`.
-        capacity, key_dim, value_shape, value_dtype, device, read_only, take_over: as in
-            `StoredMemory`.
+        capacity: maximum number of entries; when full, the oldest are overwritten first.
+        key_dim: size or shape of a key.
+        value_shape: shape of one value; `()` for class labels.
+        value_dtype: an integer dtype for class labels, a floating one for regression targets.
+        device: device on which results are returned.
+        read_only: attach for reading; other memories may write meanwhile.
+        take_over: become the writer even if another memory is registered as such, as after a crash.
         dtype: dtype of the keys; Qdrant stores float32, so float64 is refused.
         rows_per_call: entries sent to the server at a time.
     """

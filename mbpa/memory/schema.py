@@ -78,7 +78,12 @@ class EntryForm:
 
 
 def check_schema(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if entries are stored in another form than a memory would give them."""
+    """Raise `ValueError` if entries are stored in another form than a memory would give them.
+
+    Args:
+        stored: the form that was stored, by name.
+        wanted: the form that the memory would give.
+    """
     for name, value in wanted.items():
         if stored.get(name) != value:
             raise ValueError(

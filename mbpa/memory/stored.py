@@ -55,12 +55,17 @@ class Found(NamedTuple):
     keys: Float[Tensor, "B J D"]
     """Undefined where the id is −1."""
     values: Shaped[Tensor, "B J *V"]
+    """Labels or targets; undefined where the id is −1."""
     beyond: Float[Tensor, "B"] | None = None
     """As in `Candidates`."""
 
     @classmethod
     def stack(cls, rows: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Self:
-        """Return what was found per query, (ids, keys, values), padded to the longest."""
+        """Return what was found per query, (ids, keys, values), padded to the longest.
+
+        Args:
+            rows: tensors of ids (J,), keys (J, D) and values per query; J may differ.
+        """
         ids = pad_sequence([row[0] for row in rows], batch_first=True, padding_value=-1)
         keys, values = (
             pad_sequence([row[place] for row in rows], batch_first=True) for place in (1, 2)
@@ -80,8 +85,13 @@ class StoredMemory(Memory):
     Entries that were removed since are not found any more; where one is needed, it calls `sync`.
 
     Args:
-        capacity, key_dim, value_shape, value_dtype, dtype, device: as in `Memory`. They must be
-            those with which the store was created.
+        capacity: maximum number of entries; when full, the oldest are overwritten first. This and
+            the next four must be as they were when the store was created.
+        key_dim: size or shape of a key.
+        value_shape: shape of one value; `()` for class labels.
+        value_dtype: an integer dtype for class labels, a floating one for regression targets.
+        dtype: dtype in which keys are stored and distances computed, in float32 at least.
+        device: device on which results are returned.
         read_only: attach for reading; other memories may write meanwhile.
         take_over: become the writer even if another memory is registered as such, as after a crash.
             The other's next change raises `WriterError`.

@@ -136,6 +136,9 @@ def teach(
     """Embed the data, train a head and fit the rest.
 
     Args:
+        data: labelled texts or pictures, from `mbpa.serve.labelled_texts.read_labelled_texts` or
+            `mbpa.serve.labelled_images.read_labelled_images`.
+        encoder: turns them into keys with norm 1.
         cache: a folder for embeddings, from which an interrupted run can continue.
         training: how to train the head.
         max_lost_points: how many points of accuracy on trained labels new labels may cost; `None`

@@ -40,8 +40,11 @@ class SimilarExample:
     """A stored example that resembles a query."""
 
     id: int
+    """Number under which it was added."""
     label: str
+    """Its label."""
     cosine: float
+    """Cosine of its key and the query's, from −1 to 1."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class TaughtExplanation:
     labels: tuple[str, ...]
     """The most probable labels."""
     probabilities: tuple[float, ...]
+    """Their probabilities, if the query belongs to one of all labels."""
     beliefs: tuple[float, ...]
     """Scaled log density of the query under each of these labels."""
     cosines: tuple[float, ...]
@@ -58,6 +62,7 @@ class TaughtExplanation:
     head: tuple[float | None, ...]
     """Probability according to the trained head alone; `None` for labels it does not have."""
     in_scope: float
+    """Probability that the query belongs to one of all labels."""
     examples: tuple[SimilarExample, ...]
     """The nearest examples, the nearest first."""
 
@@ -145,7 +150,11 @@ class TaughtClassifier:
     # Learning
 
     def make_room(self, examples: int) -> None:
-        """Allocate memory for this many more examples."""
+        """Allocate memory for this many more examples.
+
+        Args:
+            examples: number of examples that will be added.
+        """
         self._store.make_room(examples)
 
     def add(
@@ -156,10 +165,12 @@ class TaughtClassifier:
         *,
         trained: Iterable[int] = (),
     ) -> None:
-        """Add examples with keys of unit norm.
+        """Add examples.
 
         Args:
             ids: numbers by which the examples can be forgotten.
+            labels: the label of each example; labels that are new are added.
+            keys: the key of each example, with norm 1.
             trained: ids of those that the head was trained with. It has no row for those whose
                 label is not one of the `trained_labels`.
         """
@@ -170,13 +181,21 @@ class TaughtClassifier:
         """Remove examples; return the ids of those that were present.
 
         Afterwards it is as if they had never been added.
+
+        Args:
+            ids: numbers of the examples; those that are not present are ignored.
         """
         present = [id for id in dict.fromkeys(ids) if id in self._store]
         self._note_change([self._store.remove(id) for id in present])
         return present
 
     def relabel(self, id: int, label: str) -> None:
-        """Give an example another label. It then counts as taught, not as trained."""
+        """Give an example another label. It then counts as taught, not as trained.
+
+        Args:
+            id: number of the example.
+            label: its new label.
+        """
         if id not in self._store:
             raise ValueError(f"id must be of an example that is present, got {id}")
         key = self.get_keys([id])
@@ -188,6 +207,10 @@ class TaughtClassifier:
 
         A trained label takes its row of the head along, unless the other label has one, too: then
         its examples count as taught from then on.
+
+        Args:
+            label: the present name.
+            new_label: the new name; if it is that of another label, the two are merged.
 
         Raises:
             ValueError: there is no such label.
@@ -210,7 +233,11 @@ class TaughtClassifier:
         return ids
 
     def get_keys(self, ids: Sequence[int]) -> Float[Tensor, "N D"]:
-        """Return the keys of examples that are present, as they were rounded."""
+        """Return the keys of examples that are present, as they were rounded.
+
+        Args:
+            ids: numbers of the examples.
+        """
         rows = torch.tensor([self._store[id].row for id in ids], dtype=torch.int64)
         return self._store.keys[rows.to(self._device)]
 
@@ -222,19 +249,33 @@ class TaughtClassifier:
     # Answering
 
     def predict(self, keys: Float[Tensor, "B D"]) -> Prediction:
-        """Return the probability of each of the `labels`, and of the query being in scope."""
+        """Return the probability of each of the `labels`, and of the query being in scope.
+
+        Args:
+            keys: keys of B queries, with norm 1.
+        """
         evidence, _ = self._observe(self._get_state(), keys)
         log_probs = self._combination.log_probs(evidence, self._lost_points)
         return Prediction(log_probs, self._combination.score_scope(evidence, log_probs))
 
     def predict_by_head(self, keys: Float[Tensor, "B D"]) -> Float[Tensor, "B O"]:
-        """Return the log-probabilities of the labels with a trained row, by the head alone."""
+        """Return the log-probabilities of the labels with a trained row, by the head alone.
+
+        Args:
+            keys: keys of B queries, with norm 1.
+        """
         return self._observe(self._get_state(), keys)[0].head
 
     def explain(
         self, keys: Float[Tensor, "B D"], *, labels: int = 3, examples: int = 5
     ) -> list[TaughtExplanation]:
-        """Return the witnesses of each answer, for its most probable labels."""
+        """Return the witnesses of each answer, for its most probable labels.
+
+        Args:
+            keys: keys of B queries, with norm 1.
+            labels: number of labels to explain per query.
+            examples: number of nearest examples to return per query.
+        """
         state = self._get_state()
         evidence, queries = self._observe(state, keys)
         logs = self._combination.log_probs(evidence, self._lost_points)

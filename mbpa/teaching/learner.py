@@ -45,7 +45,9 @@ class Learner:
     head: nn.Linear
     """Head over the labels known at the start."""
     belief: ClassBelief
+    """Gaussian belief about the classes, from which rows for new labels follow."""
     combination: Combination
+    """How the witnesses of a label are weighted, and the gate between known and new labels."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything besides the head by name, to be saved in a checkpoint."""
@@ -55,6 +57,10 @@ class Learner:
     @classmethod
     def from_tensors(cls, head: nn.Linear, tensors: Mapping[str, Tensor]) -> Self:
         """Restore a learner from its head and the result of `tensors`.
+
+        Args:
+            head: head over the labels known at the start.
+            tensors: everything else, by name.
 
         Raises:
             KeyError: a tensor is missing.
@@ -86,6 +92,7 @@ def fit_learner(
         labels: their labels, rows of the head; each row has at least one example.
         head: the head trained on them.
         train_head: trains another head in the same way, on some of the labels.
+        seed: seed of the choice of labels that play new.
         tick: called after each of the `REHEARSALS` and at the end.
     """
     counts = torch.bincount(labels, minlength=head.out_features)

@@ -1,0 +1,74 @@
+"""Events of MkDocs: adds generated pages, fills the navigation, adapts Markdown and HTML.
+
+The documents are written for GitHub, and read there, too. What differs here is changed on the way:
+`website.dialect` translates Markdown, and pictures in SVG become part of the page, so that they
+follow its colours. `website.reference` writes the pages of the reference.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:  # `mkdocs` itself does not look for modules here
+    sys.path.insert(0, str(ROOT))
+
+from website import dialect, reference  # noqa: E402
+
+PAGES_OF_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+
+
+def on_config(config: Any) -> Any:
+    """Complete the navigation, and set the options that are functions."""
+    from pymdownx.slugs import slugify
+
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")  # anchors as on GitHub
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [dialect.MATH_FENCE]}
+    guides = _get_section(config.nav, "Guides")
+    integrations = _get_section(guides, "Integrations")
+    integrations += sorted(path.name for path in (ROOT / "docs").glob("integrations*.md"))
+    if not integrations:
+        guides.remove({"Integrations": []})
+    _get_section(config.nav, "Reference").extend(reference.make_navigation())
+    _get_section(config.nav, "Results").extend(
+        [{"Changes": "changelog.md"}, {"Contributing": "contributing.md"}]
+    )
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are not in docs/."""
+    from mkdocs.structure.files import File
+
+    pages = reference.write_pages()
+    for source, target in PAGES_OF_ROOT.items():
+        pages[target] = (ROOT / source).read_text("utf-8").replace("](docs/", "](")
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Translate a page to the dialect of MkDocs."""
+    for source, target in PAGES_OF_ROOT.items():
+        markdown = markdown.replace(f"](../{source}", f"]({target}")
+    markdown = re.sub(r"\[([^\]]+)\]\(\.\./(?:\.\./)*(?!\w+[-\w]*\.md)[^)]*\)", r"\1", markdown)
+    return dialect.translate(markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Put drawings into the page, link public names, and let wide tables scroll."""
+    html = dialect.inline_drawings(html, ROOT / "docs" / page.file.src_uri)
+    html = html.replace("<table>", '<div class="scrolls" tabindex="0"><table>')
+    html = html.replace("</table>", "</table></div>")
+    if page.file.src_uri.startswith("reference/"):
+        return html
+    return reference.link_names(html, page.file.url)
+
+
+def _get_section(nav: list[Any], name: str) -> list[Any]:
+    (section,) = (each[name] for each in nav if isinstance(each, dict) and name in each)
+    return section
