@@ -10,13 +10,14 @@ export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo report reproduce docs test test-slow test-all check release-check bench clean
+.PHONY: help demo report reproduce docs site test test-slow test-all check release-check bench clean
 
 help:
 	@printf "%-16s%s\n" "make demo" "a network meets digits it was not trained on: table, figure, explanation"
 	@printf "%-16s%s\n" "make report" "one page of all results, drawn from results/"
 	@printf "%-16s%s\n" "make reproduce" "run all experiments and draw one page; PRESET=smoke, quick or paper; needs the data sets"
 	@printf "%-16s%s\n" "make docs" "update the tables and figures in the documents from results/"
+	@printf "%-16s%s\n" "make site" "the documentation as a site, in build/site"
 	@printf "%-16s%s\n" "make test" "formatting, types and all tests that must pass before a commit"
 	@printf "%-16s%s\n" "make test-slow" "long variants of those tests"
 	@printf "%-16s%s\n" "make test-all" "both, then trials of reliability"
@@ -47,6 +48,10 @@ reproduce: $(READY)
 docs: $(READY)
 	$(BIN)/python -m experiments report results --documents README.md docs/*.md
 	$(BIN)/python -m benchmarks.report
+
+# Look at it with `python -m http.server --directory build/site`.
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks --curves

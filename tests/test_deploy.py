@@ -35,11 +35,13 @@ def list_commands() -> list[list[str]]:
     found = [yaml.safe_load(line) for line in re.findall(r"^CMD (\[.*\])$", dockerfile, re.M)]
     found += [each["command"] for each in COMPOSE["services"].values() if "command" in each]
     found += [each["args"] for each in walk(OBJECTS) if isinstance(each, dict) and "args" in each]
+    unit = (DEPLOY / "mbpa.service").read_text("utf-8").replace("/srv/mbpa/run", "/data/run")
+    found += [line.split()[1:] for line in re.findall(r"^ExecStart=(.*)$", unit, re.M)]
     return found
 
 
 def test_there_is_a_command_in_each_place() -> None:
-    assert [command[0] for command in list_commands()].count("serve") == 3
+    assert [command[0] for command in list_commands()].count("serve") == 4
     assert [command[:2] for command in list_commands()].count(["journal", "copy"]) == 2
 
 
