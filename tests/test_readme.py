@@ -9,7 +9,11 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "CONTRIBUTING.md",
+]
 
 
 def blocks(document: Path, language: str) -> list[str]:
@@ -59,7 +63,7 @@ def test_three_examples_teach_a_class_in_twelve_lines(
     assert next(line for line in explained if line.startswith("after")).split()[2] == "5"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_and_targets_exist(document: Path) -> None:
     text = document.read_text("utf-8")
     for link in re.findall(r"\]\(([^)#]+)\)", text):

@@ -53,6 +53,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Translate a page to the dialect of MkDocs."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
     for source, target in PAGES_OF_ROOT.items():
         markdown = markdown.replace(f"](../{source}", f"]({target}")
     markdown = re.sub(r"\[([^\]]+)\]\(\.\./(?:\.\./)*(?!\w+[-\w]*\.md)[^)]*\)", r"\1", markdown)
@@ -64,9 +66,10 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     html = dialect.inline_drawings(html, ROOT / "docs" / page.file.src_uri)
     html = html.replace("<table>", '<div class="scrolls" tabindex="0"><table>')
     html = html.replace("</table>", "</table></div>")
-    if page.file.src_uri.startswith("reference/"):
-        return html
-    return reference.link_names(html, page.file.url)
+    if not page.file.src_uri.startswith("reference/"):
+        return reference.link_names(html, page.file.url)
+    root = "../" * page.file.url.count("/")
+    return re.sub(r"\bdocs/([\w-]+)\.md\b", rf'<a href="{root}\1/">\1</a>', html)
 
 
 def _get_section(nav: list[Any], name: str) -> list[Any]:

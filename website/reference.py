@@ -234,12 +234,10 @@ def _write_command(name: str, command: type[Command]) -> str:
         kind = _name_kind(hints[field.name])
         shown = f"`{flag}`, `--no-{flag[2:]}`" if kind == "bool" else f"`{flag} {kind}`"
         lines += [shown, *_describe(command, field.name)]
-        if field.default is not None and field.default is not dataclasses.MISSING:
-            default = {True: flag, False: "no"}.get(field.default, field.default)
-            if not isinstance(field.default, bool):
-                lines += ["", f"    Default: `{default}`"]
-            elif field.default:
-                lines += ["", "    Default: on"]
+        if isinstance(field.default, bool):
+            lines += ["", "    Default: on"] if field.default else []
+        elif field.default not in (None, dataclasses.MISSING):
+            lines += ["", f"    Default: `{field.default}`"]
         lines.append("")
     return "\n".join(lines) + "\n"
 

@@ -67,7 +67,9 @@ def test_pages_of_commands_have_the_options_of_their_help(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command.split()[1:], "--help"]) == 0
-    printed = set(re.findall(r"^\W*(--[a-z][\w-]*)(?:, (--[a-z][\w-]*))?", capsys.readouterr().out, re.M))
+    printed = set(
+        re.findall(r"^\W*(--[a-z][\w-]*)(?:, (--[a-z][\w-]*))?", capsys.readouterr().out, re.M)
+    )
     options = {option for pair in printed for option in pair if option}
     page = reference.write_pages()[reference._get_command_page(command)]
     described = re.findall(r"^`(--[\w-]+)[^`]*`(?:, `(--[\w-]+)`)?$", page, re.M)
