@@ -60,41 +60,29 @@ def indent_lists(markdown: str) -> str:
 
 
 def _draw_formula(source: str, *_: Any, **__: Any) -> str:
-    return f'<div class="formula scrolls" tabindex="0">{convert(source, display="block")}</div>'
+    formula = convert(source, display="block")
+    formula = formula.replace("<mo>&#x02016;", '<mo stretchy="false">&#x02016;')  # ‖, both as high
+    return f'<div class="formula scrolls" tabindex="0">{formula}</div>'
 
 
 MATH_FENCE = {"name": "math", "class": "formula", "format": _draw_formula}
 
 
-def inline_drawings(html: str, document: Path) -> str:
+def inline_drawings(html: str, docs: Path) -> str:
     """Replace pictures in SVG by their content, so that they take on the colours of the page.
 
     A drawing uses `currentColor`. Its own `style` sets colours for GitHub, which shows it as an
     image; in a page they would override ours.
 
     Args:
-        html: a page in which addresses of pictures are relative to the page.
-        document: the Markdown file of the page.
+        html: the content of a page.
+        docs: the folder of all documents and drawings.
     """
 
     def insert(found: re.Match[str]) -> str:
-        alt, source = found[1], found[2]
-        path = next(
-            (
-                each / Path(source).name
-                for each in _list_folders(document)
-                if (each / Path(source).name).exists()
-            ),
-            None,
-        )
-        if path is None:
-            return found[0]
+        alt, name = found[1], Path(found[2]).name
+        (path,) = docs.rglob(name)
         svg = re.sub(r"<style>.*?</style>", "", path.read_text("utf-8"), flags=re.DOTALL)
         return svg.replace("<svg ", f'<svg class="drawing" role="img" aria-label="{alt}" ', 1)
 
     return DRAWING.sub(insert, html)
-
-
-def _list_folders(document: Path) -> list[Path]:
-    docs = next(each for each in document.parents if each.name == "docs")
-    return [document.parent, docs, docs / "figures", docs / "assets"]

@@ -174,7 +174,7 @@ def color(kind: int) -> str:
 
 
 def write(
-    x: float, y: float, text: str, *, size: int = 13, anchor: str = "start", **more: str
+    x: float, y: float, text: str, *, size: int = 15, anchor: str = "start", **more: str
 ) -> str:
     """Return a piece of text."""
     rest = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())

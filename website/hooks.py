@@ -7,6 +7,7 @@ follow its colours. `website.reference` writes the pages of the reference.
 
 from __future__ import annotations
 
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -52,18 +53,28 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Translate a page to the dialect of MkDocs."""
+    """Translate a page to the dialect of MkDocs.
+
+    A link to a file that only the repository has becomes plain text.
+    """
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
-    for source, target in PAGES_OF_ROOT.items():
-        markdown = markdown.replace(f"](../{source}", f"]({target}")
-    markdown = re.sub(r"\[([^\]]+)\]\(\.\./(?:\.\./)*(?!\w+[-\w]*\.md)[^)]*\)", r"\1", markdown)
+    here = posixpath.dirname(page.file.src_uri)
+
+    def mend(found: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(here, found[2]))
+        if not path.startswith("../"):
+            return found[0]
+        target = PAGES_OF_ROOT.get(path.removeprefix("../"))
+        return f"[{found[1]}]({posixpath.relpath(target, here)})" if target else found[1]
+
+    markdown = re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)#]+)\)", mend, markdown)
     return dialect.translate(markdown)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Put drawings into the page, link public names, and let wide tables scroll."""
-    html = dialect.inline_drawings(html, ROOT / "docs" / page.file.src_uri)
+    html = dialect.inline_drawings(html, ROOT / "docs")
     html = html.replace("<table>", '<div class="scrolls" tabindex="0"><table>')
     html = html.replace("</table>", "</table></div>")
     if not page.file.src_uri.startswith("reference/"):

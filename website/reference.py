@@ -135,7 +135,7 @@ def make_navigation() -> list[Any]:
         pages: list[Any] = [f"reference/{module.replace('.', '-')}/index.md"]
         pages += [{each.name.rpartition(".")[2]: each.page} for each in names]
         sections.append({list_modules()[module]: pages})
-    commands = [{name: _get_command_page(name)} for name in list_commands()]
+    commands = [{name: get_command_page(name)} for name in list_commands()]
     return [*sections, {"Commands": ["reference/commands/index.md", *commands]}]
 
 
@@ -152,7 +152,7 @@ def write_pages() -> dict[str, str]:
     commands = list_commands()
     pages["reference/commands/index.md"] = _write_commands(commands)
     for name, command in commands.items():
-        pages[_get_command_page(name)] = _write_command(name, command)
+        pages[get_command_page(name)] = _write_command(name, command)
     return pages
 
 
@@ -197,7 +197,8 @@ def _write_module(module: str, names: tuple[PublicName, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _get_command_page(name: str) -> str:
+def get_command_page(name: str) -> str:
+    """Return the name of the file of a command's page, relative to docs/."""
     return f"reference/commands/{name.removeprefix('mbpa ').replace(' ', '-')}.md"
 
 
@@ -206,7 +207,7 @@ def _write_commands(commands: dict[str, type[Command]]) -> str:
     lines += ["| command | |", "| --- | --- |"]
     for name, command in commands.items():
         summary = (command.__doc__ or "").split("\n\n")[0].replace("\n", " ").strip()
-        target = _get_command_page(name).rpartition("/")[2]
+        target = get_command_page(name).rpartition("/")[2]
         lines.append(f"| [`{name}`]({target}) | {' '.join(summary.split())} |")
     return "\n".join(lines) + "\n"
 

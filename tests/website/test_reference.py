@@ -71,7 +71,7 @@ def test_pages_of_commands_have_the_options_of_their_help(
         re.findall(r"^\W*(--[a-z][\w-]*)(?:, (--[a-z][\w-]*))?", capsys.readouterr().out, re.M)
     )
     options = {option for pair in printed for option in pair if option}
-    page = reference.write_pages()[reference._get_command_page(command)]
+    page = reference.write_pages()[reference.get_command_page(command)]
     described = re.findall(r"^`(--[\w-]+)[^`]*`(?:, `(--[\w-]+)`)?$", page, re.M)
     assert {option for pair in described for option in pair if option} == options
     fields = dataclasses.fields(reference.list_commands()[command])
