@@ -198,8 +198,8 @@ class OnlineRegressor(_OnlineEstimator, base.Regressor):
         >>> model = OnlineRegressor()
         >>> for number in range(20):
         ...     model.learn_one({"a": number}, 3 * number)
-        >>> round(model.predict_one({"a": 10.5}))
-        32
+        >>> round(model.predict_one({"a": 10}))
+        30
     """
 
     def __init__(
