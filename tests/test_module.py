@@ -215,7 +215,7 @@ def test_a_refused_conversion_changes_nothing() -> None:
     model.write(*draw(10))
     model.memory.write(torch.full((1, D), 1e6), torch.tensor([0]))  # infinite in float16
     expected = model(QUERIES)
-    with pytest.raises(ValueError, match="keys must be finite in torch.float16"):
+    with pytest.raises(ValueError, match="keys must be finite in torch"):
         model.half()
     assert next(model.parameters()).dtype == torch.float32
     assert model.memory.dtype == torch.float32
@@ -642,12 +642,11 @@ def test_a_model_is_not_loaded_around_other_weights(
     else:
         with pytest.raises(ValueError, match="head must have the weights that the model was saved"):
             mbpa.MbPA.load(tmp_path, *take(network))
-    for _spoil in (network[0].weight, network[1].running_mean):
+    for name in ("0.weight", "1.running_mean"):
         network = make_network()
-        with torch.no_grad():
-            network.get_parameter("0.weight")[0, 0] += 1e-3
+        network.state_dict()[name].flatten()[0] += 1e-3
         memory = mbpa.ExactMemory(40, D)
-        with pytest.raises(ValueError, match="embed must .* got others: the keys in"):
+        with pytest.raises(ValueError, match=r"embed must .* got others: the keys in"):
             mbpa.MbPA.load(tmp_path, *take(network), memory=memory)
         assert len(memory) == 0
         loaded = mbpa.MbPA.load(tmp_path, *take(network), allow_other_weights=True)
@@ -695,10 +694,10 @@ def test_training_on_after_the_last_write_is_told_once(optimizer: str) -> None:
     model.write(inputs, labels)
     model(QUERIES)
     train(network, 30, OPTIMIZERS[optimizer])
-    with pytest.warns(StaleKeysWarning, match=r"call model\.refresh") as told:
-        for predict in (model, model, model.explain):
-            predict(QUERIES)
-    assert len(told) == 1
+    with pytest.warns(StaleKeysWarning, match=r"call model\.refresh"):
+        model(QUERIES)
+    model(QUERIES)  # warnings are errors
+    model.explain(QUERIES)
     with pytest.warns(StaleKeysWarning, match=r"differ .* by up to \d+%"):
         assert model.check_keys(lambda ids: inputs[ids]) > 0.05
     model.refresh(lambda ids: inputs[ids])
@@ -768,6 +767,6 @@ def test_looking_for_stale_keys_takes_little_time(monkeypatch: pytest.MonkeyPatc
     looks = []
     look = model._watch._look
     monkeypatch.setattr(model._watch, "_look", lambda: looks.append(1) or look())
-    for _ in range(200):
+    for _ in range(60):
         model(QUERIES[:1])
-    assert len(looks) < 100
+    assert len(looks) < 30
