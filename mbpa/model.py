@@ -328,13 +328,14 @@ class MbPA(MemoryModule):
         The paper's order in a training loop is to embed, update the network, then write the keys.
 
         Args:
-            inputs: passed to `embed`, as are further keyword arguments, and embedded now. If
-                `values` is not given by name, the last of them are the values: `write(x, y)`.
+            inputs: passed to `embed` and embedded now. If `values` is not given by name, the last
+                of them are the values: `write(x, y)`.
             values: labels or targets, one per input.
             keys: keys from `embed`, to be used instead of inputs.
             outputs: the head's outputs at these inputs, if you have just computed them, in float32
                 at least. They save an engine with a `tolerance` from running the head when the
                 examples are first read.
+            named: further arguments of `embed`.
         """
         if values is None and len(inputs) > 1:
             *inputs, values = inputs  # type: ignore[assignment]  # a list will do

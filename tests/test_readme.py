@@ -71,5 +71,5 @@ def test_links_and_targets_exist(document: Path) -> None:
             assert (document.parent / link).exists(), link
     makefile = (ROOT / "Makefile").read_text()
     for block in blocks(document, "console"):
-        for target in re.findall(r"^\$ make (\w+)", block, re.MULTILINE):
+        for target in re.findall(r"^\$ make ([\w-]+)", block, re.MULTILINE):
             assert f"\n{target}:" in makefile, target

@@ -73,7 +73,7 @@ class MemoryPlugin(SupervisedPlugin):  # type: ignore[misc]  # avalanche has no 
         self._inputs: dict[int, Tensor] = {}
 
     def before_training(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuse a network that cannot be adapted."""
+        # Refuse a network that cannot be adapted.
         if isinstance(strategy.model, MultiTaskModule):
             raise ValueError(
                 "the network must not need task labels, got the MultiTaskModule "
@@ -81,7 +81,7 @@ class MemoryPlugin(SupervisedPlugin):  # type: ignore[misc]  # avalanche has no 
             )
 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Write the examples of the experience."""
+        # Write the examples of the experience.
         embed, head = self._split(strategy.model)
         dataset = strategy.experience.dataset.eval()  # without augmentation
         batches = torch.utils.data.DataLoader(
@@ -99,12 +99,12 @@ class MemoryPlugin(SupervisedPlugin):  # type: ignore[misc]  # avalanche has no 
             self.model.refresh(lambda ids: torch.stack([kept[int(each)] for each in ids]))
 
     def before_eval_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Follow a network that has grown for the classes of this experience."""
+        # Follow a network that has grown for the classes of this experience.
         if self.model is not None:
             self._bind(*self._split(strategy.model))
 
     def after_eval_forward(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Replace the outputs of the network by predictions with the memory."""
+        # Replace the outputs of the network by predictions with the memory.
         if self.model is not None:
             strategy.mb_output = self.model(strategy.mb_x)
 

@@ -37,7 +37,11 @@ __all__ = ["MemoryCallback", "unpack_batch"]
 
 
 def unpack_batch(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and the labels of a batch: of a pair, or of a mapping with `labels`."""
+    """Return the inputs and the labels of a batch.
+
+    Args:
+        batch: a pair of inputs and labels, or a mapping with `labels`.
+    """
     if isinstance(batch, Mapping) and "labels" in batch:
         return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
     if isinstance(batch, tuple | list) and len(batch) == 2:
@@ -82,7 +86,11 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # lightning is not follow
         self._updates = 0
 
     def predict(self, batch: Any) -> Tensor:
-        """Return the predictions for a batch with the memory: log-probabilities, or values."""
+        """Return the predictions for a batch with the memory: log-probabilities, or values.
+
+        Args:
+            batch: a batch as in training; its labels are not used.
+        """
         move_memory(self.model)
         prediction: Tensor = self.model(keys=embed_inputs(self.model, self.unpack(batch)[0]))
         return prediction
@@ -90,11 +98,11 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # lightning is not follow
     # Filling
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Check that there is one process."""
+        # Check that there is one process.
         require_one_process(trainer.world_size, "world_size")
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Check that training reaches the head of the model."""
+        # Check that training reaches the head of the model.
         require_shared_head(self.model, pl_module)
         self._writer.discard()
         self._updates = trainer.global_step
@@ -102,19 +110,19 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # lightning is not follow
     def on_train_batch_start(
         self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int
     ) -> None:
-        """Embed the batch."""
+        # Embed the batch.
         self._writer.embed(*self.unpack(batch))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write the examples of an update."""
+        # Write the examples of an update.
         if trainer.global_step != self._updates:
             self._updates = trainer.global_step
             self._writer.write()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Write what is left if the network is updated by means that Lightning does not count."""
+        # Write what is left if the network is updated by means that Lightning does not count.
         self._writer.write()
 
     # Evaluating
@@ -128,7 +136,7 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # lightning is not follow
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Log how good the predictions with the memory are."""
+        # Log how good the predictions with the memory are.
         self._log("val_", pl_module, batch)
 
     def on_test_batch_end(
@@ -140,7 +148,7 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # lightning is not follow
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Log how good the predictions with the memory are."""
+        # Log how good the predictions with the memory are.
         self._log("test_", pl_module, batch)
 
     def _log(self, prefix: str, pl_module: Any, batch: Any) -> None:
@@ -162,14 +170,14 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # lightning is not follow
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the content of the memory, for a checkpoint."""
+        # Return the content of the memory, for a checkpoint.
         memory = self.model.memory
         with memory.lock:
             entries = {name: part.cpu() for name, part in memory.entries()._asdict().items()}
             return {"schema": memory.schema, "next_id": memory.next_id, "entries": entries}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the content of the memory, which must have the form of the saved one."""
+        # Restore the content of the memory, which must have the form of the saved one.
         memory = self.model.memory
         check_schema(state_dict["schema"], memory.schema)
         entries = Entries(**state_dict["entries"])

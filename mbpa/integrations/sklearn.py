@@ -385,17 +385,29 @@ class MbPAClassifier(ClassifierMixin, _MbPAEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """Return the most probable class of each row of X (n_samples, n_features)."""
+        """Return the most probable class of each row.
+
+        Args:
+            X: rows of features (n_samples, n_features).
+        """
         chosen = self._predict(X).argmax(1)
         labels: NDArray[Any] = self.classes_[chosen]
         return labels
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Return probabilities (n_samples, n_classes), with columns in the order of `classes_`."""
+        """Return probabilities (n_samples, n_classes), with columns in the order of `classes_`.
+
+        Args:
+            X: rows of features (n_samples, n_features).
+        """
         return np.exp(self.predict_log_proba(X))
 
     def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Return the logarithm of `predict_proba`, which does not underflow."""
+        """Return the logarithm of `predict_proba`, which does not underflow.
+
+        Args:
+            X: rows of features (n_samples, n_features).
+        """
         return self._predict(X)
 
     def _find_classes(self) -> None:
@@ -506,7 +518,11 @@ class MbPARegressor(RegressorMixin, _MbPAEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Return a value, or a row of values, for each row of X (n_samples, n_features)."""
+        """Return a value, or a row of values, for each row.
+
+        Args:
+            X: rows of features (n_samples, n_features).
+        """
         values = self._predict(X) * self._target_spreads + self._target_means
         return values.reshape(len(values), *self._target_shape)
 

@@ -122,6 +122,9 @@ def add_memory(
 def find_head(classifier: nn.Module) -> str:
     """Return the name of the last linear layer of a classifier: `"classifier"`, `"score"` etc.
 
+    Args:
+        classifier: a model for sequence, token or image classification.
+
     Raises:
         ValueError: the model is no classifier, or it has no such layer, or more than one.
     """
@@ -166,6 +169,10 @@ def predict_batch(model: MbPA, batch: Mapping[str, Any]) -> Float[Tensor, "..."]
 
     Padding in a batch of tokens (`attention_mask` 0) is not adapted: it gets the prediction of the
     network alone.
+
+    Args:
+        model: a model that `add_memory` or `load_memory` returned.
+        batch: what the classifier takes.
     """
     inputs, _ = _split_batch(batch)
     keys, mask = model.embed(**inputs), inputs.get("attention_mask")
@@ -206,7 +213,9 @@ def load_memory(
         directory: the directory in which `save_memory` or a `MemoryTrainer` saved the memory.
         at: as for `add_memory`; must be given here if it was given there, as must `pooled`.
         pooled: as for `add_memory`.
-        memory: as for `MbPA.load`, as are `predictor` and `engine`.
+        memory: as for `MbPA.load`.
+        predictor: as for `MbPA.load`.
+        engine: as for `MbPA.load`.
     """
     embed, head = _split(classifier, at, pooled)
     where, parts = Path(directory) / MEMORY_FOLDER, {"memory": memory, "predictor": predictor}
@@ -261,14 +270,22 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._writer = ExampleWriter(model)
 
     def embed(self, batch: Mapping[str, Any]) -> None:
-        """Embed a batch whose examples are to be written after the next update."""
+        """Embed a batch whose examples are to be written after the next update.
+
+        Args:
+            batch: what the classifier takes, with `labels`.
+        """
         inputs, labels = _split_batch(batch)
         if labels is None:
             raise ValueError(f"batches for training must have {LABELS!r}, got {sorted(batch)}")
         self._writer.embed(inputs, labels)
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
-        """Replace the content of the memory with that saved beside a network in `directory`."""
+        """Replace the content of the memory with that saved beside a network.
+
+        Args:
+            directory: the directory of the network, which the Trainer loads by itself.
+        """
         move_memory(self.model)
         memory = self.model.memory
         empty = ExactMemory(**parse_schema(memory.schema), device=memory.device)
@@ -277,18 +294,19 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             head=self.model.head,
             memory=empty,
             predictor=self.model.predictor,
+            allow_other_weights=True,  # the Trainer loads them afterwards
         ).memory
         memory.restore(saved.entries(), saved.next_id)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that the memory can be filled."""
+        # Check that the memory can be filled.
         require_one_process(args.world_size, "world_size")
         require_one_process(args.n_gpu, "n_gpu")
         require_shared_head(self.model, kwargs["model"])
         self._writer.discard()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the examples of the update."""
+        # Write the examples of the update.
         if not self._writer.is_pending:
             raise ValueError(
                 "a MemoryCallback must be used with a MemoryTrainer, or a Trainer that derives "
@@ -297,7 +315,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._writer.write()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the memory of the best checkpoint if the Trainer has restored its network."""
+        # Restore the memory of the best checkpoint if the Trainer has restored its network.
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self.restore(state.best_model_checkpoint)
 
@@ -315,7 +333,7 @@ class MemoryTrainerMixin:
     _prepare_inputs: Any
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; if training resumes from a checkpoint, restore the memory from there, too."""
+        # Train; if training resumes from a checkpoint, restore the memory from there, too.
         callback = self._memory_callback
         if resume_from_checkpoint:
             asked = resume_from_checkpoint
@@ -328,7 +346,7 @@ class MemoryTrainerMixin:
     def training_step(
         self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Embed the batch, then train on it."""
+        # Embed the batch, then train on it.
         prepared = self._prepare_inputs(inputs)
         self._memory_callback.embed(prepared)
         return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -340,7 +358,7 @@ class MemoryTrainerMixin:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """Predict with the memory; the loss is the cross entropy of these predictions."""
+        # Predict with the memory; the loss is the cross entropy of these predictions.
         callback = self._memory_callback
         if not callback.at_evaluation:
             return super().prediction_step(  # type: ignore[misc]
@@ -353,7 +371,7 @@ class MemoryTrainerMixin:
         return (loss, None, None) if prediction_loss_only else (loss, predictions, labels)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Save the network, and the memory beside it."""
+        # Save the network, and the memory beside it.
         directory = self.args.output_dir if output_dir is None else output_dir
         save_memory(self._memory_callback.model, directory)  # first: what follows may upload it
         super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]

@@ -393,7 +393,12 @@ class Memory(Copyable, EntryForm, abc.ABC):
         self.prepare_restore(entries, next_id)()
 
     def prepare_restore(self, entries: Entries, next_id: int) -> Callable[[], None]:
-        """Check the arguments of `restore`, and return a function that does it."""
+        """Check the arguments of `restore`, and return a function that does it.
+
+        Args:
+            entries: as for `restore`.
+            next_id: as for `restore`.
+        """
         keys = self._parse_keys(entries.keys, allow_tiny=True)  # old versions accepted tiny keys
         values = self._parse_values(entries.values)
         if entries.ids.dtype != torch.int64 or entries.ids.ndim != 1:
