@@ -344,7 +344,8 @@ def report(taught: NewRun, data: LabelledTexts | LabelledImages) -> str:
         )
     if isinstance(method, Learner):
         limit = taught.info.max_lost_points
-        cost = "any number of points" if limit is None else f"about {limit:g} points"
+        points = "point" if limit == 1 else "points"
+        cost = "any number of points" if limit is None else f"about {limit:g} {points}"
         lines.append(("", f"which may cost the others {cost}: --max-lost-points"))
     if isinstance(method, mbpa.Adapted):
         lines += [
