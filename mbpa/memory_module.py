@@ -119,12 +119,11 @@ class MemoryModule(nn.Module):
         memory = self._memory
         wanted = fn(torch.empty(0, dtype=memory.dtype, device=memory.device))
         dtype = wanted.dtype if memory.is_local and wanted.dtype != memory.dtype else None
-        with memory.lock, memory.undo_on_error():
+        with memory.lock, self._watch.follow_conversion(), memory.undo_on_error():
             if dtype is not None or wanted.device != memory.device:
                 memory.to(wanted.device, dtype=dtype)
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             self._renew_copies()
-        self._watch.start_over()
         return self
 
     def _renew_copies(self) -> None:

@@ -135,7 +135,7 @@ class SavedModel:
         """
         found: dict[str, str | None] = {}
         if embed is not None:
-            own_head = nn.Identity() if head is None else head
+            own_head = self._find_head(embed) if head is None else head
             found["embed"] = digest_weights(Embedding(embed, own_head).weights())
         if head is not None and self.grown_classes is None:
             found["head"] = digest_weights(list_weights(head))
@@ -148,6 +148,15 @@ class SavedModel:
                     f"{keys}its answers would change. Load the weights of that time into {name}, "
                     "or pass allow_other_weights=True if this is intended"
                 )
+
+    def _find_head(self, embed: Callable[..., Tensor]) -> nn.Module:
+        """Return the saved head if it is a part of this embedding, whose digest leaves it out."""
+        parts = embed.modules() if isinstance(embed, nn.Module) else ()
+        for part in parts:
+            is_like_it = type(part) is nn.Linear and part.weight.shape == self.head["weight"].shape
+            if is_like_it and digest_weights(list_weights(part)) == self.weights.get("head"):
+                return part
+        return nn.Identity()
 
 
 @contextmanager

@@ -770,3 +770,56 @@ def test_looking_for_stale_keys_takes_little_time(monkeypatch: pytest.MonkeyPatc
     for _ in range(60):
         model(QUERIES[:1])
     assert len(looks) < 30
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("width", [64, 100, 784])
+def test_keys_are_found_stale_though_some_inputs_are_always_zero(width: int) -> None:
+    embed, head = nn.Linear(width, 64), nn.Linear(64, 3)
+    memory = mbpa.ExactMemory(9, 64)
+    model = mbpa.MbPA(embed, head, memory=memory, predictor=mbpa.Adapted(k=2))
+    inputs = torch.randn(4, width)
+    inputs[:, :: width // 4] = 0  # such weights have no gradient
+    model.write(inputs, [0, 1, 2, 0])
+    with torch.no_grad():
+        embed.weight += torch.randn_like(embed.weight) * (inputs[0] != 0)
+    with pytest.warns(StaleKeysWarning):
+        model(inputs)
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("convert", [lambda m: m.to("cpu"), lambda m: m.double()])
+def test_keys_are_found_stale_after_a_conversion(convert: Callable[[mbpa.MbPA], Any]) -> None:
+    embed, head = nn.Linear(5, 4), nn.Linear(4, 3)
+    model = mbpa.MbPA(embed, head, memory=mbpa.ExactMemory(9, 4), predictor=mbpa.Adapted(k=2))
+    model.write(torch.randn(4, 5), [0, 1, 2, 0])
+    convert(model)
+    inputs = torch.randn(2, 5, dtype=embed.weight.dtype)
+    model(inputs)  # a conversion alone is no reason; warnings are errors
+    with torch.no_grad():
+        embed.weight *= 3
+    convert(model)
+    with pytest.warns(StaleKeysWarning):
+        model(inputs)
+
+
+def test_a_network_that_contains_the_head_loads_with_the_saved_head(tmp_path: Path) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.fc = nn.Linear(2, 3), nn.Linear(3, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.body(inputs)
+
+    whole = Whole()
+    memory = mbpa.ExactMemory(5, 3)
+    model = mbpa.MbPA(whole, whole.fc, memory=memory, predictor=mbpa.Adapted(k=2))
+    inputs = torch.randn(4, 2)
+    model.write(inputs, [0, 1, 0, 1])
+    model.save(tmp_path)
+    assert torch.equal(mbpa.MbPA.load(tmp_path, whole)(inputs), model(inputs))
+    with torch.no_grad():
+        whole.body.weight += 1
+    with pytest.raises(ValueError, match="embed must have the weights"):
+        mbpa.MbPA.load(tmp_path, whole)

@@ -6,7 +6,8 @@ is given is known at once, and `forget` takes it back without a trace.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -133,11 +134,12 @@ class _MbPAEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
             )
         parsed_ids = None if ids is None else _parse_ids(ids, len(X))
         features = self._standardize(X)
-        examples = self._examples + self._make_examples(
-            features, targets, parsed_ids, is_trained=False
-        )
-        first = max(0, len(examples.ids) - self.capacity)
-        self._set_examples(examples.take(np.arange(first, len(examples.ids))))
+        with self._undo_on_error():  # numbers that were given as ids, too
+            examples = self._examples + self._make_examples(
+                features, targets, parsed_ids, is_trained=False
+            )
+            first = max(0, len(examples.ids) - self.capacity)
+            self._set_examples(examples.take(np.arange(first, len(examples.ids))))
 
     def forget(self, ids: Iterable[Hashable], *, allow_trained: bool = False) -> Self:
         """Remove the examples with these ids.
@@ -184,12 +186,19 @@ class _MbPAEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has n
 
     def _set_examples(self, examples: _Examples) -> None:
         """Replace the examples; if that fails, nothing changes."""
-        before = dict(vars(self))
-        try:
+        with self._undo_on_error():
             self._examples = examples
             self._find_classes()
             self._build()
+
+    @contextmanager
+    def _undo_on_error(self) -> Iterator[None]:
+        """Leave the estimator as it was if the context is left by an exception."""
+        before = dict(vars(self))
+        try:
+            yield
         except BaseException:
+            self.__dict__.clear()
             self.__dict__.update(before)
             raise
 
@@ -341,11 +350,12 @@ class MbPAClassifier(ClassifierMixin, _MbPAEstimator):  # type: ignore[misc]
             ids: an id for each example, to pass to `forget`. Several examples may share one, such
                 as that of the person that they come from. Default: 0, 1, 2, …
         """
-        rows, given = validate_data(self, X, y, dtype=np.float64)
-        check_classification_targets(given)
-        labels = _parse_labels(given, None)
-        self._trained_classes = self._declared_classes = self.classes_ = np.unique(labels)
-        self._fit(rows, labels, ids)
+        with self._undo_on_error():
+            rows, given = validate_data(self, X, y, dtype=np.float64)
+            check_classification_targets(given)
+            labels = _parse_labels(given, None)
+            self._trained_classes = self._declared_classes = self.classes_ = np.unique(labels)
+            self._fit(rows, labels, ids)
         return self
 
     def partial_fit(
@@ -371,17 +381,14 @@ class MbPAClassifier(ClassifierMixin, _MbPAEstimator):  # type: ignore[misc]
             rows, given = validate_data(self, X, y, dtype=np.float64, reset=False)
             check_classification_targets(given)
             labels = _parse_labels(given, self._trained_classes.dtype)
-            declared = self._parse_declared(classes)
-            before, self._declared_classes = self._declared_classes, declared
-            try:
+            with self._undo_on_error():
+                self._declared_classes = self._parse_declared(classes)
                 self._add(rows, labels, ids)
-            except BaseException:
-                self._declared_classes = before
-                raise
             return self
-        self.fit(X, y, ids)
-        self._declared_classes = self._parse_declared(classes)
-        self._set_examples(self._examples)
+        with self._undo_on_error():
+            self.fit(X, y, ids)
+            self._declared_classes = self._parse_declared(classes)
+            self._set_examples(self._examples)
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
@@ -484,11 +491,14 @@ class MbPARegressor(RegressorMixin, _MbPAEstimator):  # type: ignore[misc]
             ids: an id for each example, to pass to `forget`. Several examples may share one, such
                 as that of the person that they come from. Default: 0, 1, 2, …
         """
-        rows, given = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
-        self._target_shape = given.shape[1:]
-        columns = given.astype(np.float64).reshape(len(given), -1)
-        self._target_means, self._target_spreads = measure_columns(columns)
-        self._fit(rows, self._standardize_targets(columns), ids)
+        with self._undo_on_error():
+            rows, given = validate_data(
+                self, X, y, dtype=np.float64, multi_output=True, y_numeric=True
+            )
+            self._target_shape = given.shape[1:]
+            columns = given.astype(np.float64).reshape(len(given), -1)
+            self._target_means, self._target_spreads = measure_columns(columns)
+            self._fit(rows, self._standardize_targets(columns), ids)
         return self
 
     def partial_fit(
@@ -551,14 +561,23 @@ def _parse_labels(y: NDArray[Any], trained: np.dtype[Any] | None) -> NDArray[Any
     kind = _find_label_kind(y.dtype)
     if trained is None:
         wanted = {"numbers": np.dtype(np.float64 if y.dtype.kind == "f" else np.int64)}
-        return y.astype(wanted.get(kind, y.dtype))
+        return _convert_labels(y, wanted.get(kind, y.dtype))
     if kind != _find_label_kind(trained):
         raise ValueError(
             f"y must hold {_find_label_kind(trained)}, like that of fit, got {kind}: {y[:3]}"
         )
     if kind == "strings" and trained.kind == "U":
         return np.array(y.tolist(), dtype=str)  # as long as needed
-    return y.astype(trained)
+    return _convert_labels(y, trained)
+
+
+def _convert_labels(y: NDArray[Any], wanted: np.dtype[Any]) -> NDArray[Any]:
+    """Return labels in another type; raise `ValueError` if that would change any of them."""
+    converted = y.astype(wanted)
+    pairs = zip(y.tolist(), converted.tolist(), strict=True)
+    if changed := [before for before, now in pairs if before != now]:
+        raise ValueError(f"labels must be of type {wanted}, like the others, got {changed[:3]}")
+    return converted
 
 
 def _find_label_kind(dtype: np.dtype[Any]) -> str:

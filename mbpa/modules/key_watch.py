@@ -9,7 +9,8 @@ a movement since the last write that is several times as large is a sign that ke
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from mbpa.memory import Memory
 
-NUMBERS_PER_WEIGHT = 16
+NUMBERS_PER_WEIGHT = 32
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 TIME_SHARE = 0.01  # of the time between two looks that a look may take
 MIN_CHANGE = 0.05  # of a weight matrix, relative to its norm
 MARGIN = 4.0  # by which a change exceeds those between writes
@@ -33,6 +35,9 @@ class KeyWatch:
         memory: the memory that holds the keys.
     """
 
+    _content: tuple[int, int]
+    """What the memory held at the last look."""
+
     def __init__(self, list_weights: Callable[[], Iterable[Tensor]], memory: Memory) -> None:
         self._list_weights, self._memory = list_weights, memory
         self.start_over()
@@ -42,6 +47,14 @@ class KeyWatch:
         self._usual_change, self._has_told = 0.0, False
         self._next_look_s = 0.0
         self._remember(self._look())
+
+    @contextmanager
+    def follow_conversion(self) -> Iterator[None]:
+        """Keep what is remembered while memory and embedding are moved or converted."""
+        is_ours = self._content == self._get_content()
+        yield
+        if is_ours:
+            self._content = self._get_content()
 
     def note_write(self) -> None:
         """Remember that keys of the current embedding were written just now."""
@@ -122,5 +135,11 @@ def _is_matrix(weight: Tensor) -> bool:
 
 
 def _sample(weight: Tensor) -> Float[Tensor, "N"]:
+    """Return numbers at places that are spread over rows and columns alike.
+
+    At regular places they could all belong to one input, which may always be zero.
+    """
     flat = weight.detach().flatten()
-    return flat[:: max(1, len(flat) // NUMBERS_PER_WEIGHT)][:NUMBERS_PER_WEIGHT].float()
+    places = torch.arange(min(len(flat), NUMBERS_PER_WEIGHT), dtype=torch.float64)
+    places = (places * GOLDEN_RATIO % 1 * len(flat)).long()
+    return flat[places.to(flat.device)].float()

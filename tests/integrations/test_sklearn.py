@@ -360,3 +360,28 @@ def test_explanations_name_the_neighbours() -> None:
     neighbors = model.explain(X[10:11]).neighbors
     assert neighbors is not None
     assert model.example_ids_[int(neighbors.ids[0, 0])] == 10
+
+
+def test_labels_that_another_type_cannot_hold_are_refused() -> None:
+    X = np.random.default_rng(0).normal(size=(40, 3))
+    y = (X[:, 0] > 0).astype(int)
+    with pytest.raises(ValueError, match=r"labels must be of type int64.*9223372036854775813"):
+        MbPAClassifier(epochs=1).fit(X, np.where(y == 1, np.uint64(2**63 + 5), np.uint64(3)))
+    model = MbPAClassifier(epochs=1, random_state=0).fit(X, y)
+    with pytest.raises(ValueError, match=r"labels must be of type int64.*\[0\.5, 2\.7\]"):
+        model.partial_fit(X[:2], y[:2], classes=[0.5, 1.0, 2.7])
+    assert model.classes_.tolist() == [0, 1]
+
+
+def test_a_refused_call_changes_nothing() -> None:
+    X = np.random.default_rng(0).normal(size=(40, 3))
+    y = (X[:, 0] > 0).astype(int)
+    model = MbPAClassifier(epochs=1, random_state=0).fit(X, np.array(["no", "yes"])[y])
+    before = model.predict_proba(X)
+    with pytest.raises(ValueError, match="ids must be one for each"):
+        model.fit(X[:, :2], np.array(["A", "B"])[y], ids=[1])
+    assert model.classes_.tolist() == ["no", "yes"]
+    assert np.array_equal(model.predict_proba(X), before)
+    with pytest.raises(ValueError, match="k must"):
+        model.set_params(k=0).partial_fit(X[:3], ["yes"] * 3)
+    assert model.set_params(k=5).partial_fit(X[:1], ["yes"]).example_ids_[-1] == 40
