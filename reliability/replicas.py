@@ -41,6 +41,7 @@ REPLICAS, WRITERS = 3, 4
 START_LIMIT_S, SETTLE_LIMIT_S = 60.0, 120.0
 KILLS = {"replica": 5, "writer": 4, "terminated backend": 2, "killed backend": 1, "database": 2}
 MAX_PAUSE_S = 1.0  # between two kills
+LESSONS_PER_KILL = 2  # at least acknowledged in between, so that a busy machine tries as much
 LONGEST_CUT_S = 4.0
 QUERIES = draw_keys(6, seed=11).tolist()
 
@@ -311,6 +312,7 @@ def kill_replicas(times: int, seed: int) -> dict[str, Any]:
                 writer.start()
             start = time.monotonic()
             for number in range(1, times + 1):
+                _wait_for_lessons(folder, LESSONS_PER_KILL * number)
                 time.sleep(draw.uniform(0, MAX_PAUSE_S))
                 kind = draw.choices(list(KILLS), list(KILLS.values()))[0]
                 _kill(kind, draw, replicas, writers, database)
@@ -336,6 +338,15 @@ def kill_replicas(times: int, seed: int) -> dict[str, Any]:
         "examples": answers["examples"],
         **calls,
     }
+
+
+def _wait_for_lessons(folder: Path, count: int) -> None:
+    """Wait until the writers have recorded so many acknowledged lessons."""
+    deadline = time.monotonic() + SETTLE_LIMIT_S
+    while sum(path.read_text().count('["learnt"') for path in folder.glob("*.jsonl")) < count:
+        if time.monotonic() > deadline:
+            raise BrokenPromiseError(f"{count} lessons must be acknowledged by now, got fewer")
+        time.sleep(0.05)
 
 
 def _kill(
