@@ -66,11 +66,11 @@ check: $(READY)
 release-check:
 	$(PYTHON) scripts/release_check.py
 
-# Two processes per core, since many tests wait: for servers, other processes, a clock. Each starts with
-# a stretch of neighbouring files, whose tests share expensive fixtures, and one that is done early takes
+# One process more than there are cores, since many tests wait: for servers, a clock. Each starts with a
+# stretch of neighbouring files, whose tests share expensive fixtures, and one that is done early takes
 # over tests from the end of another's stretch. Temporary files go to main memory where there is room
 # (4 GB), so that flushes take no time; no test is about the disk itself.
-PROCESSES := $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
+PROCESSES := $(shell $(PYTHON) -c 'import os; print(1 + (os.cpu_count() or 1))')
 MEMORY_DIR := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 {print "TMPDIR=/dev/shm"}')
 PYTEST := OMP_NUM_THREADS=1 $(MEMORY_DIR) $(BIN)/pytest -n $(PROCESSES) --dist worksteal
 test: check

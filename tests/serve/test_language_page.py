@@ -16,6 +16,7 @@ from mbpa.serve.language_app import create_language_app
 from mbpa.serve.settings import LanguageSettings
 
 SENTENCE = TEXT[:80]
+expect.set_options(timeout=60_000)  # milliseconds; the first answer of a model may take a while
 
 
 @pytest.fixture(scope="module")
