@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -57,3 +58,12 @@ class Peak(TorchDispatchMode):
 
 def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def touch_new_memory(size: int) -> None:
+    """Map and release memory that nobody used before.
+
+    What comes from the heap may consist of pages that are resident since earlier tests.
+    """
+    with mmap.mmap(-1, size) as block:
+        block[:: mmap.PAGESIZE] = bytes(len(block) // mmap.PAGESIZE)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import random
 import signal
 
 import pytest
+from peak import touch_new_memory
 
 from mbpa.errors import RunError
 from reliability import damage
@@ -75,9 +75,7 @@ def read_carelessly(directory):
 
 def read_greedily(directory):
     if (directory / "data").read_bytes() != CONTENT:
-        # Not from the heap, which may have free pages of earlier tests that are still resident.
-        with mmap.mmap(-1, 40 << 20) as block:
-            block[:: mmap.PAGESIZE] = bytes(len(block) // mmap.PAGESIZE)
+        touch_new_memory(40 << 20)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import time
 import zlib
 
 import pytest
+from peak import touch_new_memory
 
 from reliability import fuzz
 from reliability.fuzzing import file_targets, mutators, request_target
@@ -113,9 +114,9 @@ def test_a_finding_is_saved_and_can_be_replayed(tmp_path):
 def test_too_much_memory_is_a_finding():
     if not MemoryMeter().is_available:
         pytest.skip("this system does not tell the peak of resident memory")
-    target = make_target(lambda data: bytearray(80 << 20) and "made", memory_bytes=64 << 20)
+    target = make_target(lambda data: touch_new_memory(80 << 20), memory_bytes=64 << 20)
     assert [finding.kind for finding in run_target(target, cases=2).findings] == ["memory"]
-    modest = make_target(lambda data: bytearray(8 << 20) and "made", memory_bytes=64 << 20)
+    modest = make_target(lambda data: touch_new_memory(8 << 20), memory_bytes=64 << 20)
     assert run_target(modest, cases=2).findings == []
 
 
