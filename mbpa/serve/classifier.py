@@ -367,7 +367,8 @@ class Classifier:
             )
             for each in lessons
         ]
-        found = self.journal.find_repeated(rows, request)
+        with self._following_refusals():
+            found = self.journal.find_repeated(rows, request)
         if found is not None:
             self.follow()  # another replica may have written them
         return found
@@ -686,7 +687,8 @@ class Classifier:
         change back from the log instead, with those of others that came before it.
         """
         if self._shared is not None:
-            yield lambda update: self.follow()
+            with self._following_refusals():
+                yield lambda update: self.follow()
             return
         assert isinstance(self.journal, Journal)
         change = self.journal.change
@@ -702,6 +704,18 @@ class Classifier:
         except BaseException:
             if self.journal.change != change:
                 self.journal.refuse("the memory was not updated after a write: restart")
+            raise
+
+    @contextlib.contextmanager
+    def _following_refusals(self) -> Iterator[None]:
+        """Follow the log before a refusal of the journal, which may tell of what others wrote.
+
+        Whoever was refused then reads what the refusal is about.
+        """
+        try:
+            yield
+        except InputError:
+            self.follow()
             raise
 
     @contextlib.contextmanager

@@ -119,6 +119,18 @@ def test_a_replica_knows_its_own_lesson_and_those_before_it(
         other.learn([Lesson("new", "another", key[0])], request="a")
 
 
+def test_who_is_refused_because_of_a_lesson_reads_that_lesson(
+    load: Callable[..., Classifier],
+) -> None:
+    one, other = load(), load()
+    one.learn([Lesson("new", "first", QUERIES[0])], request="a")
+    assert other.position != one.position
+    with pytest.raises(InputError, match="used for other"):
+        other.learn([Lesson("new", "another", QUERIES[0])], request="a")
+    assert other.position == one.position
+    assert "new" in other.labels
+
+
 def test_a_change_of_label_sees_what_others_have_written(load: Callable[..., Classifier]) -> None:
     one, other = load(), load()
     one.learn([Lesson("new", "text", QUERIES[0])])
