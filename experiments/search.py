@@ -116,6 +116,11 @@ class Search:
             self.used_s += seconds
         return found
 
+    def grant(self, seconds: float) -> None:
+        """Allow this many more seconds of judging, whether or not the budget is used up."""
+        self._budget_s = self.used_s + seconds
+        self._bar.reset(math.ceil(self._budget_s))
+
     def try_settings(
         self, stage: str, settings: Sequence[Setting], judge: Callable[[Setting], Worth]
     ) -> list[tuple[Setting, Worth]]:

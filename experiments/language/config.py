@@ -142,6 +142,46 @@ class SoftmaxAdaptation:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """A memory size, and how MbPA adapts to the neighbours found there."""
+
+    memory: int = 5000
+    """Number of most recent tokens that are remembered."""
+    local: SoftmaxAdaptation = field(default_factory=SoftmaxAdaptation)
+
+    def __post_init__(self) -> None:
+        check_minima(self, {"memory": 1})
+
+
+@dataclass(frozen=True)
+class GatedMixture:
+    """The mixture whose weights are decided per token, by a gate fitted on the validation text.
+
+    Its adaptations differ in reach: in how many neighbours they use, how sharply these are weighted
+    and how far the steps go. The gate decides per token how much each of them counts.
+    """
+
+    first: Reach = field(default_factory=Reach)
+    second: Reach = field(default_factory=Reach)
+    third: Reach = field(default_factory=Reach)
+    k: int = 32
+    """Number of nearest neighbours from which the gate judges a token's surroundings."""
+    ridge: float = 1e-4
+    """Penalty on the gate's squared coefficients."""
+
+    def __post_init__(self) -> None:
+        check_minima(self, {"k": 1})
+        check_finite(self, positive=(), not_negative=("ridge",))
+
+    @property
+    def reaches(self) -> dict[str, Reach]:
+        """The adaptations by name; those that equal an earlier one are left out."""
+        named = {"first": self.first, "second": self.second, "third": self.third}
+        earlier = {reach: name for name, reach in reversed(named.items())}
+        return {name: reach for name, reach in named.items() if earlier[reach] == name}
+
+
+@dataclass(frozen=True)
 class Dynamic:
     """Dynamic evaluation: the whole network keeps learning while it is tested."""
 
@@ -184,17 +224,19 @@ class SearchBudget:
     """Tokens of the validation text, evenly spaced, on which the cache and MbPA are judged."""
     dynamic_tokens: int = 40_000
     """Tokens from the beginning of the validation text on which dynamic evaluation is judged."""
+    finalists: int = 4
+    """Number of settings of each method that are judged again, on the whole validation text."""
     seconds: float = 600.0
-    """Seconds after which nothing more is tried.
-    A trial that has begun is completed; training does not count.
+    """Seconds after which nothing more of a method is tried: as many for MbPA and the cache as for
+    dynamic evaluation. A trial that has begun is completed; training does not count.
     """
-    max_neighbor_steps: int = 8_192
+    max_neighbor_steps: int = 16_384
     """Maximum number of neighbours times steps of MbPA; settings beyond it are not tried.
     It bounds the time of the runs that follow.
     """
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "dynamic_tokens", "max_neighbor_steps"):
+        for name in ("tokens", "dynamic_tokens", "finalists", "max_neighbor_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         check_finite(self, positive=("seconds",))
@@ -230,6 +272,13 @@ class LanguageConfig:
     mbpa: SoftmaxAdaptation = field(default_factory=SoftmaxAdaptation)
     combined: SoftmaxAdaptation = field(default_factory=SoftmaxAdaptation)
     """MbPA when mixed with the cache. Mixture weights are solved for on the validation text."""
+    one_step: SoftmaxAdaptation = field(
+        default_factory=lambda: SoftmaxAdaptation(lr=2.0, steps=1, k=256)
+    )
+    """MbPA with a single step, as in the paper, and the best rate for it; memory as in the paper.
+    Used to find out which words gain.
+    """
+    gate: GatedMixture = field(default_factory=GatedMixture)
     dynamic: Dynamic = field(default_factory=Dynamic)
     search: SearchBudget = field(default_factory=SearchBudget)
 

@@ -1,8 +1,9 @@
 """How well each method predicts the words of the validation and the test text.
 
 Every method is a mixture of a few vectors of log-probabilities. Their weights are solved for on the
-validation text and frozen; only then is the test text scored, once. Each vector is saved to the
-workspace as soon as it is computed, so that a run can be interrupted.
+validation text and frozen, and so are the gates that decide weights per token; only then is the
+test text scored, once. Each vector is saved to the workspace as soon as it is computed, so that a
+run can be interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 from experiments.data import END_OF_LINE, Corpus
 from experiments.experiment import Context
-from experiments.language.config import LanguageConfig, SoftmaxAdaptation
+from experiments.language.config import LanguageConfig, Reach, SoftmaxAdaptation
 from experiments.language.dynamic import (
     AdamUpdate,
     DynamicEvaluation,
@@ -31,6 +32,13 @@ from experiments.language.dynamic import (
     RMSUpdate,
     Update,
     gradient_scale,
+)
+from experiments.language.gating import (
+    CACHE_PART,
+    TokenScores,
+    fit_mixture,
+    mix_gated,
+    score_components,
 )
 from experiments.language.network import LanguageModel
 from experiments.language.passage import (
@@ -46,7 +54,7 @@ from experiments.language.passage import (
     score_vote,
     solve_weights,
 )
-from experiments.language.words import examples, improvements
+from experiments.language.words import examples, improvements, improvements_by_memory
 from experiments.measures import wait_for_device
 from experiments.results import Record
 
@@ -55,6 +63,12 @@ Found = TypeVar("Found")
 LSTM, CACHE, MBPA, BOTH = "LSTM", "LSTM + cache", "LSTM + MbPA", "LSTM + MbPA + cache"
 MEMORY, DYNAMIC = "memory only", "LSTM + dynamic evaluation"
 ADAM, ALL = "LSTM + dynamic evaluation (Adam)", "LSTM + dynamic evaluation + MbPA + cache"
+GATED_CACHE, GATED_MBPA = "LSTM + cache, gated", "LSTM + MbPA, gated"
+GATED = "LSTM + MbPA + cache, gated"
+EVERYTHING = "LSTM + dynamic evaluation + MbPA + cache, gated"
+PAPER_CACHE = "LSTM + cache, the paper's weights"
+PAPER_BOTH = "LSTM + MbPA + cache, the paper's settings"
+ONE_STEP = "LSTM + MbPA + cache, one step at our rate, the paper's weights"
 LOOP, RETRIEVAL = "LSTM + MbPA, a loop over tokens", "retrieval"
 METHODS = {
     LSTM: ("LSTM",),
@@ -65,8 +79,26 @@ METHODS = {
     DYNAMIC: ("dynamic",),
     ADAM: ("dynamic, Adam",),
     ALL: ("dynamic", "MbPA on dynamic", "cache on dynamic"),
+    EVERYTHING: ("dynamic", "gated"),
 }
 """The components of each method's mixture."""
+GATED_METHODS = (GATED_CACHE, GATED_MBPA, GATED)
+PAPER_WEIGHTS = {
+    PAPER_CACHE: {"LSTM": 0.85, "cache": 0.15},
+    PAPER_BOTH: {"LSTM": 0.75, "MbPA as in the paper": 0.1, "cache": 0.15},
+    ONE_STEP: {"LSTM": 0.75, "MbPA with one step": 0.1, "cache": 0.15},
+}
+"""Mixtures with the weights that were best in the paper."""
+PAPER_REACH = Reach(5000, SoftmaxAdaptation(lr=0.15, steps=1, k=256))
+"""The paper's memory and adaptation."""
+COMPARED = {
+    BOTH: CACHE,
+    MBPA: LSTM,
+    GATED: GATED_CACHE,
+    PAPER_BOTH: PAPER_CACHE,
+    ONE_STEP: PAPER_CACHE,
+}
+"""Methods whose gain is shown word by word, and what each is compared with."""
 LOOPED_TOKENS = 200  # tokens from which the time of a loop is extrapolated
 WARM_UP_TOKENS = 2048  # tokens
 TOKENS_PER_SAVE = 25_000  # tokens of dynamic evaluation between saves
@@ -94,12 +126,15 @@ def evaluate(
     }
     tried = {ALL: config.dynamic.on_top, ADAM: config.dynamic.adam_lr > 0}
     methods = [name for name in METHODS if tried.get(name, True)]
-    # The two that share a pass with MbPA on top take longest, so they come last.
-    last = (DYNAMIC, ALL) if config.dynamic.on_top else ()
+    # Those that share a pass with MbPA on top take longest, so they come last.
+    last = [method for method in (DYNAMIC, ALL, EVERYTHING) if method in methods]
     weights: dict[str, Tensor] = {}
-    with context.bar(2 * len(methods), f"scoring, seed {seed}", "methods") as bar:
+    count = 2 * (len(methods) + len(GATED_METHODS))
+    with context.bar(count, f"scoring, seed {seed}", "methods") as bar:
         records = _score_texts(texts, [m for m in methods if m not in last], weights, bar)
-        records += _word_records(texts["test"], weights) + texts["test"].timings()
+        gated = _score_gated(texts, bar)
+        records += gated.records
+        records += _word_records(texts["test"], weights, gated.logs) + texts["test"].timings()
         records += _score_texts(texts, last, weights, bar)
     return records + _weight_records(config, methods, weights, moments is not None)
 
@@ -120,13 +155,60 @@ def _score_texts(
     return records
 
 
-def _word_records(test: Text, weights: dict[str, Tensor]) -> list[Record]:
-    """Return which words gain when MbPA joins the cache."""
-    both, beside = (mix(test.parts(METHODS[name]), weights[name]) for name in (BOTH, CACHE))
-    found = improvements(test.corpus, test.tokens.cpu(), beside.cpu(), both.cpu())
-    found += examples(test.corpus, test.retrieval, test.config.combined, beside, both)
-    where: Record = {"method": BOTH, "against": CACHE, "corpus": test.config.corpus}
-    return [{**where, "split": test.split, **record} for record in found]
+class Gated(NamedTuple):
+    """What the gated mixtures say."""
+
+    records: list[Record]
+    logs: dict[str, Tensor]
+    """Log-probabilities of the words of the test text, by method."""
+
+
+def _score_gated(texts: dict[str, Text], bar: tqdm) -> Gated:
+    """Fit gates on the validation text, and score both texts with them."""
+    config = texts["valid"].config
+    reaches = tuple(config.gate.reaches)
+    parts = {
+        GATED_CACHE: (CACHE_PART,),
+        GATED_MBPA: reaches,
+        GATED: (*reaches, CACHE_PART),
+    }
+    found = Gated([], {})
+    for method, names in parts.items():
+        gate = fit_mixture(texts["valid"].token_scores, names, config.gate)
+        for split, text in texts.items():
+            logs = mix_gated(gate, text.token_scores, names)
+            where: Record = {"method": method, "corpus": config.corpus, "split": split}
+            found.records.append({**where, "name": "perplexity", "value": perplexity(logs)})
+            if method == GATED:
+                text.add_part("gated", logs)
+            if split == "test":
+                found.logs[method] = logs
+            bar.update()
+    return found
+
+
+def _word_records(test: Text, weights: dict[str, Tensor], gated: dict[str, Tensor]) -> list[Record]:
+    """Return which words gain when MbPA joins, and when it joins the cache."""
+    logs = {name: mix(test.parts(METHODS[name]), weights[name]) for name in weights} | gated
+    for name, shares in PAPER_WEIGHTS.items():
+        logs[name] = mix(test.parts(tuple(shares)), torch.tensor(list(shares.values())))
+    records: list[Record] = []
+    for after, before in COMPARED.items():
+        found = improvements(test.corpus, test.tokens.cpu(), logs[before].cpu(), logs[after].cpu())
+        window = test.config.memory
+        found += improvements_by_memory(
+            test.tokens.cpu(), logs[before].cpu(), logs[after].cpu(), window
+        )
+        if after == BOTH:
+            found += examples(
+                test.corpus, test.retrieval, test.config.combined, logs[before], logs[after]
+            )
+        where: Record = {"method": after, "against": before, "corpus": test.config.corpus}
+        records += [{**where, "split": test.split, **record} for record in found]
+    for name in PAPER_WEIGHTS:
+        where = {"method": name, "corpus": test.config.corpus, "split": test.split}
+        records.append({**where, "name": "perplexity", "value": perplexity(logs[name])})
+    return records
 
 
 def _weight_records(
@@ -184,8 +266,38 @@ class Text:
 
     @cached_property
     def retrieval(self) -> Retrieval:
-        k = max(self.config.mbpa.k, self.config.combined.k)
+        k = max(self.config.mbpa.k, self.config.combined.k, self.config.gate.k)
         return self._time(RETRIEVAL, lambda: retrieve(self.passage, self.config.memory, k))
+
+    @cached_property
+    def token_scores(self) -> TokenScores:
+        """The components of the gated mixtures, with what their gates may know."""
+        gate, kept, device = self.config.gate, self._kept.get("gated"), self.context.device
+        if kept is None:
+            windows = {reach.memory for reach in gate.reaches.values()}
+            retrievals = {window: self._retrieve(window) for window in windows}
+            kept = score_components(
+                self.model.decoder,
+                self.retrieval,
+                retrievals,
+                gate,
+                gate.reaches,
+                self.config.cache,
+                self.positions,
+                engine_for(device),
+            ).to("cpu")
+            names = "surroundings", "features", "own", "scores"
+            self._kept["gated"] = {name: getattr(kept, name) for name in names}
+            self._save()
+        else:
+            kept = TokenScores((*gate.reaches, CACHE_PART), **kept)
+        return kept.to(device)
+
+    def _retrieve(self, window: int) -> Retrieval:
+        reaches = [*self.config.gate.reaches.values(), PAPER_REACH]
+        k = max((reach.local.k for reach in reaches if reach.memory == window), default=1)
+        k = max(k, self.config.one_step.k) if window == PAPER_REACH.memory else k
+        return retrieve(self.passage, window, k)
 
     @cached_property
     def positions(self) -> range:
@@ -199,6 +311,10 @@ class Text:
     def parts(self, names: tuple[str, ...]) -> Float[Tensor, "M T"]:
         """Return log-probabilities of the words, one row per component."""
         return torch.stack([self._part(name).to(self.context.device) for name in names])
+
+    def add_part(self, name: str, scores: Float[Tensor, "T"]) -> None:
+        """Add a component that was computed elsewhere."""
+        self._kept["parts"][name] = scores.cpu()
 
     def timings(self) -> list[Record]:
         """Return seconds for the whole text; for MbPA and the cache, given the states.
@@ -247,6 +363,22 @@ class Text:
             if config.combined == config.mbpa:
                 return {name: self._part("MbPA")}
             return {name: self._mbpa(config.combined, self.positions)}
+        if name in ("MbPA as in the paper", "MbPA with one step"):
+            locals_ = {
+                "MbPA as in the paper": PAPER_REACH.local,
+                "MbPA with one step": config.one_step,
+            }
+            retrieval, window = self._retrieve(PAPER_REACH.memory), PAPER_REACH.memory
+            return {
+                each: score_adapted(
+                    self.model.decoder,
+                    retrieval,
+                    local.predictor(window),
+                    self.positions,
+                    engine_for(self.context.device),
+                )
+                for each, local in locals_.items()
+            }
         if name == "vote":
             k = min(config.mbpa.k, config.memory)
             return {name: score_vote(self.retrieval, config.mbpa.weighting, k, self.positions)}
@@ -256,7 +388,7 @@ class Text:
             return {name: even}
         if name == "dynamic, Adam":
             return {name: self._dynamic(self._adam, "adam")[0].own}
-        assert name in METHODS[ALL], name
+        assert name in METHODS[ALL], name  # `gated` is added from elsewhere
         on_top = config.dynamic.mbpa if config.dynamic.on_top else None
         passage, adapted = self._dynamic(self._rms, "rms", on_top)
         parts = {"dynamic": passage.own}

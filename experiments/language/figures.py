@@ -12,12 +12,17 @@ from experiments.language.evaluation import (
     ALL,
     BOTH,
     CACHE,
+    COMPARED,
     DYNAMIC,
+    EVERYTHING,
+    GATED,
+    GATED_CACHE,
+    GATED_MBPA,
     LOOP,
     LSTM,
     MBPA,
     MEMORY,
-    METHODS,
+    PAPER_WEIGHTS,
 )
 from experiments.results import Record, Result, value_of
 from experiments.sections import Figure, Section, Table
@@ -35,6 +40,21 @@ COLORS = {
     ADAM: "#80cdc1",
     ALL: "#2166ac",
 }
+METHODS = (
+    LSTM,
+    CACHE,
+    MBPA,
+    BOTH,
+    GATED_CACHE,
+    GATED_MBPA,
+    GATED,
+    MEMORY,
+    DYNAMIC,
+    ADAM,
+    ALL,
+    EVERYTHING,
+)
+"""The rows of the table of perplexities."""
 TITLES = {"ptb": "Penn Treebank", "wikitext-2": "WikiText-2", "own": "own text"}
 Numbers = tuple[float | None, float]
 PAPER: dict[str, dict[str, Numbers]] = {
@@ -132,7 +152,12 @@ def sections(results: Sequence[Result]) -> list[Section]:
                     f"`{BOTH}` against `{CACHE}`, word by word. In the paper's figure, which is "
                     "for WikiText-2, the improvement rises towards the least frequent words."
                 ],
-                tables=[_frequencies(scores), _examples(scores)],
+                tables=[
+                    _frequencies(scores),
+                    *_compare_frequencies(scores),
+                    *_count_memories(scores),
+                    _examples(scores),
+                ],
                 figures=[_frequency_figure(scores)],
             )
         )
@@ -159,6 +184,11 @@ def _text(scores: Scores) -> list[str]:
             f"`{MEMORY}` is the neighbours' vote; {100 * statistics.fmean(smoothing):.1f}% of it "
             "is spread evenly over all words (also solved for); otherwise a word that no "
             "neighbour has would make the perplexity infinite."
+        )
+    if scores.values("perplexity", method=GATED):
+        told.append(
+            "In gated mixtures, the weights are decided per token by a gate that was fitted on the "
+            "validation text; they mix adaptations of up to three reaches."
         )
     if adam:
         kept = "continues with the moments of training" if adam[0] else "starts with fresh moments"
@@ -230,13 +260,13 @@ def _times(scores: Scores) -> list[Table]:
 
 
 def _frequencies(scores: Scores) -> Table:
-    rows = []
+    rows, of = [], {"method": BOTH}
     for bucket in _buckets(scores):
-        one = scores.found("improvement", bucket=bucket)[0]
+        one = scores.found("improvement", bucket=bucket, **of)[0]
         seen = f"{one['least_frequent']:,} to {one['most_frequent']:,}"
-        of_tokens = scores.values("improvement_of_tokens", bucket=bucket)
-        deviation = statistics.fmean(scores.values("improvement_deviation", bucket=bucket))
-        mean = statistics.fmean(scores.values("improvement", bucket=bucket))
+        of_tokens = scores.values("improvement_of_tokens", bucket=bucket, **of)
+        deviation = statistics.fmean(scores.values("improvement_deviation", bucket=bucket, **of))
+        mean = statistics.fmean(scores.values("improvement", bucket=bucket, **of))
         counts = [f"{one['words']:,}", f"{one['tokens']:,}"]
         own = f"{mean:.1f} ± {deviation:.1f}".replace("-", "−")
         rows.append([str(bucket), seen, *counts, own, _spread(of_tokens)])
@@ -247,6 +277,74 @@ def _frequencies(scores: Scores) -> Table:
         f"From `{CACHE}` to `{BOTH}`; negative where it rises. Words of the test text in five "
         "buckets of equal size; ± is the standard deviation over words.",
     )
+
+
+def _list_compared(scores: Scores) -> list[str]:
+    return [method for method in COMPARED if scores.found("improvement", method=method)]
+
+
+def _describe_compared(methods: Sequence[str]) -> str:
+    letters = "ABCDEFGH"
+    return "; ".join(
+        f"{letter}: from `{COMPARED[method]}` to `{method}`"
+        for letter, method in zip(letters, methods, strict=False)
+    )
+
+
+def _compare_frequencies(scores: Scores) -> list[Table]:
+    """Return the same for other methods, means over words and over tokens."""
+    methods = _list_compared(scores)
+    if len(methods) < 2:
+        return []
+    rows = []
+    for bucket in _buckets(scores):
+        cells = [
+            f"{statistics.fmean(scores.values('improvement', method=method, bucket=bucket)):.2f} / "
+            f"{_mean_of_tokens(scores, method, bucket):.2f}"
+            for method in methods
+        ]
+        rows.append([str(bucket), *(cell.replace("-", "−") for cell in cells)])
+    columns = ["bucket", *"ABCDEFGH"[: len(methods)]]
+    weights = "; ".join(
+        f"`{method}`: {' + '.join(f'{share:g} {part}' for part, share in shares.items())}"
+        for method, shares in PAPER_WEIGHTS.items()
+    )
+    note = f"Mean over words / over all tokens. {_describe_compared(methods)}. Weights: {weights}."
+    title = "Fall of the perplexity by training frequency, several mixtures, percent"
+    return [Table(title, columns, rows, note)]
+
+
+def _mean_of_tokens(scores: Scores, method: str, bucket: int) -> float:
+    return statistics.fmean(scores.values("improvement_of_tokens", method=method, bucket=bucket))
+
+
+def _count_memories(scores: Scores) -> list[Table]:
+    """Return the fall by how often the memory held the word."""
+    methods = _list_compared(scores)
+    found = scores.found("improvement_by_memory")
+    if not found:
+        return []
+    counts = sorted({int(str(record["times_remembered"])) for record in found})
+    rows = []
+    for place, least in enumerate(counts):
+        of = {"times_remembered": least}
+        most = counts[place + 1] - 1 if place + 1 < len(counts) else None
+        told = f"{least} and more" if most is None else str(least)
+        told = f"{least} to {most}" if most is not None and most > least else told
+        tokens = scores.found("improvement_by_memory", method=methods[0], **of)[0]["tokens"]
+        cells = [
+            f"{statistics.fmean(scores.values('improvement_by_memory', method=method, **of)):.2f}"
+            for method in methods
+        ]
+        rows.append([told, f"{tokens:,}", *(cell.replace("-", "−") for cell in cells)])
+    return [
+        Table(
+            "Fall of the perplexity by how often the memory held the word, percent",
+            ["times in memory", "tokens", *"ABCDEFGH"[: len(methods)]],
+            rows,
+            f"Over all tokens. {_describe_compared(methods)}.",
+        )
+    ]
 
 
 def _examples(scores: Scores) -> Table:
@@ -339,7 +437,8 @@ def _draw_frequencies(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
     panel, buckets = canvas.subplots(), _buckets(scores)
 
     def means(name: str) -> list[float]:
-        return [statistics.fmean(scores.values(name, bucket=bucket)) for bucket in buckets]
+        found = (scores.values(name, bucket=bucket, method=BOTH) for bucket in buckets)
+        return [statistics.fmean(values) for values in found]
 
     words, deviations = means("improvement"), means("improvement_deviation")
     panel.bar(buckets, words, color=COLORS[BOTH], alpha=0.35, width=0.6, label="mean over words")

@@ -12,7 +12,7 @@ from experiments.language.config import SoftmaxAdaptation
 class Grids:
     """Grids of the cache, of MbPA and of dynamic evaluation."""
 
-    windows: tuple[int, ...] = (500, 1000, 2000, 5000, 10_000, 20_000)
+    windows: tuple[int, ...] = (500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
     """Numbers of most recent tokens, for the cache and for MbPA."""
     cache_scales: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
 
@@ -31,23 +31,29 @@ class Grids:
     one_step_rates: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
     rates: tuple[float, ...] = (0.04, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
     steps: tuple[int, ...] = (5, 10, 20, 40)
-    counts: tuple[int, ...] = (16, 32, 64, 256, 512)
+    counts: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
     """Numbers of neighbours."""
-    bandwidths: tuple[float, ...] = (0.5, 0.7, 1.0, 1.5)
+    bandwidths: tuple[float, ...] = (0.35, 0.5, 0.7, 1.0, 1.5)
     """Bandwidths of the Gaussian kernel, relative to the mean distance of the nearest neighbour."""
     dot_factors: tuple[float, ...] = (0.05, 0.2)
     """Factors of the dot product in the kernel `exp_dot`."""
     rate_factors: tuple[float, ...] = (0.7, 1.0, 1.4)
-    step_factors: tuple[float, ...] = (0.5, 1.0, 1.5)
+    step_factors: tuple[float, ...] = (0.5, 1.0, 1.5, 2.5)
     """Factors of the best rate and of its steps, tried in all combinations."""
     decays: tuple[float, ...] = (0.01, 0.03, 0.1)
     optimum_count: int = 32
     """Number of neighbours when solving for the optimum."""
     priors: tuple[float, ...] = (0.03, 0.1, 0.3)
 
+    rounds: int = 4
+    """Maximum number of times that all variations are tried; fewer if a round finds nothing."""
+    gate_pool: int = 16
+    """Number of adaptations among which those of the gated mixture are chosen."""
+
     dynamic_rates: Mapping[float, tuple[float, ...]] = field(
         default_factory=lambda: {
-            2e-5: (1e-5, 3e-5, 1e-4),
+            2e-6: (3e-6, 1e-5, 3e-5),
+            2e-5: (1e-5, 3e-5, 6e-5, 1e-4),
             2e-4: (2e-5, 6e-5, 2e-4),
             2e-3: (2.5e-4, 5e-4, 1e-3),
         }
@@ -55,7 +61,10 @@ class Grids:
     """Rates of dynamic evaluation, by the ε they are combined with."""
     dynamic_start_decay: float = 0.002
     """The pull back with which these rates are first compared."""
-    dynamic_decays: tuple[float, ...] = (0.0, 0.006, 0.02, 0.1)
-    dynamic_rate_factors: tuple[float, ...] = (0.5, 2.0)
-    """Factors of the best rate, tried once the pull is chosen, since the two interact."""
+    dynamic_decays: tuple[float, ...] = (0.0, 0.0005, 0.001, 0.004, 0.01, 0.03)
+    dynamic_rate_factors: tuple[float, ...] = (0.5, 0.7, 1.0, 1.4, 2.0)
+    """Factors of the best rate, combined with those of the pull, of ε and with segment lengths."""
+    dynamic_decay_factors: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0)
+    dynamic_epsilon_factors: tuple[float, ...] = (0.3, 3.0)
+    dynamic_segments: tuple[int, ...] = (2, 10, 20)
     adam_rates: tuple[float, ...] = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4)

@@ -145,9 +145,8 @@ def score_adapted(
 ) -> Float[Tensor, "P"]:
     """Return scores of heads that are each adapted to their own neighbours."""
     passage = retrieval.passage
-    memory = mbpa.ExactMemory(1, passage.keys.shape[1], device=passage.keys.device)
-    model = mbpa.MbPA(head=head, memory=memory, predictor=predictor, engine=engine)
-    blocks = list(_blocks(positions, passage.keys.device))
+    model = make_model(head, passage, predictor, engine)
+    blocks = list(make_blocks(positions, passage.keys.device))
     reach = max((block[-1] - block[0] for block in blocks), default=0)
     scores = []
     for block in blocks:
@@ -159,12 +158,20 @@ def score_adapted(
     return found.masked_fill(found.isnan(), -math.inf)  # from a rate that is far too large
 
 
+def make_model(
+    head: nn.Linear, passage: Passage, predictor: mbpa.Predictor, engine: mbpa.Engine
+) -> mbpa.MbPA:
+    """Return a model whose neighbours are given with each call, so that its memory stays empty."""
+    memory = mbpa.ExactMemory(1, passage.keys.shape[1], device=passage.keys.device)
+    return mbpa.MbPA(head=head, memory=memory, predictor=predictor, engine=engine)
+
+
 def score_vote(
     retrieval: Retrieval, kernel: Kernel, k: int, positions: range
 ) -> Float[Tensor, "P"]:
     """Return scores of the neighbours' vote, unsmoothed: −∞ where no neighbour has the word."""
     passage, scores = retrieval.passage, []
-    for block in _blocks(positions, passage.keys.device):
+    for block in make_blocks(positions, passage.keys.device):
         rows = slice(block.start, block.stop, block.step)
         neighbors = retrieval.neighbors(block, k, retrieval.window + len(passage))
         same = neighbors.values == passage.targets[rows, None]
@@ -187,12 +194,7 @@ def score_cache(
     parts = []
     for start in range(0, len(positions), size):
         block = positions[start : start + size]
-        oldest = max(0, block[0] - window)
-        seen = slice(oldest, block[-1])
-        rows = torch.arange(block.start, block.stop, block.step, device=passage.keys.device)
-        age = rows[:, None] - torch.arange(oldest, block[-1], device=rows.device)
-        hidden = (age < 1) | (age > window)
-        dots = passage.keys[rows] @ passage.keys[seen].T
+        rows, seen, hidden, dots = _compare_with_window(passage, window, block)
         other = passage.targets[rows, None] != passage.targets[seen]
         own = passage.own[rows]
         for scale in scales:
@@ -202,7 +204,40 @@ def score_cache(
     return torch.stack([torch.cat(parts[place :: len(scales)]) for place in range(len(scales))])
 
 
-def _blocks(positions: range, device: torch.device) -> Iterator[range]:
+def predict_cache(
+    passage: Passage, window: int, scale: float, positions: range, words: int
+) -> Float[Tensor, "P V"]:
+    """Return the neural cache's log-probabilities of all words: −∞ for those not in the window.
+
+    The first token of a text has no window, and all words are equally probable.
+    """
+    size = max(1, SCORES_PER_CHUNK // (window + 1))
+    parts = []
+    for start in range(0, len(positions), size):
+        block = positions[start : start + size]
+        rows, seen, hidden, dots = _compare_with_window(passage, window, block)
+        weights = (scale * dots).masked_fill(hidden, -math.inf).softmax(1)
+        shares = weights.new_zeros(len(block), words)
+        shares.index_add_(1, passage.targets[seen], weights)
+        parts.append(torch.where(rows[:, None] > 0, shares.log(), -math.log(words)))
+    return torch.cat(parts)
+
+
+def _compare_with_window(
+    passage: Passage, window: int, positions: range
+) -> tuple[Tensor, slice, Tensor, Tensor]:
+    """Return the positions as a tensor, the entries of all their windows, which of these are hidden
+    from which position, and the dot products of their keys.
+    """
+    oldest = max(0, positions[0] - window)
+    seen = slice(oldest, positions[-1])
+    device = passage.keys.device
+    rows = torch.arange(positions.start, positions.stop, positions.step, device=device)
+    age = rows[:, None] - torch.arange(oldest, positions[-1], device=device)
+    return rows, seen, (age < 1) | (age > window), passage.keys[rows] @ passage.keys[seen].T
+
+
+def make_blocks(positions: range, device: torch.device) -> Iterator[range]:
     """Yield blocks of positions whose windows overlap strongly."""
     size = max(1, _span(device) // positions.step)
     size = size if device.type == "cpu" else max(MIN_GPU_QUERIES, size)

@@ -2,11 +2,14 @@
 
 There is one pass of states, one retrieval per memory size, and for every setting the weights of its
 mixture are solved for. The cache comes first. Then comes MbPA: the paper's grid for one step, then
-more steps and larger rates, memory sizes, neighbours, kernels and the pull back, each stage
-starting from the best so far. All these are judged on the same tokens, spread evenly over the text,
-each with the memory that it would have. Then comes dynamic evaluation, judged on the beginning of
-the text. Last come the optimum and the rest of the paper's grid, for comparison only. Once the
-budget is used up, the remaining stages are cut, and the best of the settings tried is chosen.
+more steps and larger rates, and then, round after round until nothing gains any more, memory sizes,
+neighbours, kernels, rates, steps and the pull back, each stage starting from the best so far. All
+these are judged on the same tokens, spread evenly over the text, each with the memory that it would
+have; the best are judged again on the whole text. The adaptations of the gated mixture are chosen
+among those that were tried. Then come the optimum and the rest of the paper's grid, for comparison
+only. Dynamic evaluation has a budget of its own, of the same size. It is judged on the beginning of
+the text, and the best settings again on all of it. Once a budget is used up, its remaining stages
+are cut, and the best of the settings tried is chosen.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +28,7 @@ from torch.nn import functional
 
 from experiments.data import Corpus
 from experiments.experiment import BySeed, Context
-from experiments.language.config import Cache, Dynamic, LanguageConfig, SoftmaxAdaptation
+from experiments.language.config import Cache, Dynamic, LanguageConfig, Reach, SoftmaxAdaptation
 from experiments.language.corpus import read_corpus
 from experiments.language.dynamic import AdamUpdate, DynamicEvaluation, Params, RMSUpdate, Update
 from experiments.language.evaluation import (
@@ -33,10 +36,17 @@ from experiments.language.evaluation import (
     BOTH,
     CACHE,
     DYNAMIC,
+    GATED,
     LSTM,
     MBPA,
     first_word,
     load_gradient_scale,
+)
+from experiments.language.gating import (
+    CACHE_PART,
+    TokenScores,
+    judge_mixture,
+    score_components,
 )
 from experiments.language.grids import Grids
 from experiments.language.network import LanguageModel
@@ -58,6 +68,8 @@ from experiments.search import Search
 
 MAX_STEPS_ON_TOP, MAX_COUNT_ON_TOP = 5, 128
 """Steps and neighbours that are fast enough on top of dynamic evaluation, every few tokens."""
+GATE_PARTS = "first", "second", "third"
+"""The adaptations of the gated mixture, in the order in which they are chosen."""
 Setting = TypeVar("Setting")
 
 
@@ -71,11 +83,14 @@ def make_search_config(config: LanguageConfig) -> LanguageConfig:
         cache=fresh.cache,
         mbpa=fresh.mbpa,
         combined=fresh.combined,
+        one_step=fresh.one_step,
+        gate=replace(config.gate, **dict.fromkeys(GATE_PARTS, Reach())),
         dynamic=replace(
             dynamic,
             lr=fresh.dynamic.lr,
             decay=fresh.dynamic.decay,
             epsilon=fresh.dynamic.epsilon,
+            segment=fresh.dynamic.segment,
             adam_lr=fresh.dynamic.adam_lr if dynamic.adam_lr else 0.0,
             mbpa=fresh.dynamic.mbpa,
         ),
@@ -106,8 +121,10 @@ def search_settings(
         language = LanguageSearch(config, context, corpus, model, search, grids or Grids())
         language.choose_cache()
         language.choose_mbpa()
-        language.choose_dynamic()
+        language.choose_gate()
         language.compare()
+        search.grant(config.search.seconds)
+        language.choose_dynamic()
     if search.left_out:
         stages = ", ".join(f"{stage} ({number})" for stage, number in search.left_out.items())
         print(
@@ -131,6 +148,10 @@ class Trial(NamedTuple):
         """Return the trial with other settings of the adaptation."""
         return self._replace(local=replace(self.local, **changes))
 
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.window, self.local)
+
 
 @dataclass(frozen=True, eq=False)
 class Trials(Generic[Setting]):
@@ -150,14 +171,35 @@ class Trials(Generic[Setting]):
 
     def vary(self, stage: str, list_options: Callable[[Setting], Iterable[Setting]]) -> None:
         """Try variations of the best setting of each mixture."""
-        mixtures = range(min(map(len, self.tried.values()), default=0))
-        bests = [self.find_best(mixture) for mixture in mixtures]
-        self.try_new(stage, itertools.chain(*map(list_options, bests)))
+        self.try_new(stage, itertools.chain(*map(list_options, self._find_bests())))
 
     def find_best(self, mixture: int = 0, among: Iterable[Setting] | None = None) -> Setting:
         """Return the setting with the lowest perplexity; the first of equals."""
+        return self.list_best(1, mixture, among)[0]
+
+    def list_best(
+        self, count: int, mixture: int = 0, among: Iterable[Setting] | None = None
+    ) -> list[Setting]:
+        """Return the settings with the lowest perplexities, the best first."""
         options = self.tried if among is None else among
-        return min(options, key=lambda setting: self.tried[setting][mixture])
+        return sorted(options, key=lambda setting: self.tried[setting][mixture])[:count]
+
+    def climb(
+        self,
+        rounds: int,
+        stages: Mapping[str, Callable[[Setting], Iterable[Setting]]],
+    ) -> None:
+        """Try all variations of the best setting, again and again until none of them is better."""
+        for _ in range(rounds):
+            before = dict.fromkeys(self._find_bests())
+            for stage, list_options in stages.items():
+                self.vary(stage, list_options)
+            if dict.fromkeys(self._find_bests()) == before:
+                break
+
+    def _find_bests(self) -> list[Setting]:
+        mixtures = range(min(map(len, self.tried.values()), default=0))
+        return [self.find_best(mixture) for mixture in mixtures]
 
 
 class LanguageSearch:
@@ -183,9 +225,13 @@ class LanguageSearch:
         self.windows = windows or [len(passage)]
         self.mbpa: Trials[Trial] = Trials(search, "MbPA", self._judge_mbpa, self._is_allowed)
         self._own = passage.own[step - 1 :: step]
-        self._cache = self._own  # until one is chosen
+        self._whole = range(len(passage))
+        self._chosen_cache: Cache | None = None
+        self._caches: dict[range, Tensor] = {}
         self._engine = engine_for(passage.keys.device)
         self._retrievals: dict[int, Retrieval] = {}
+        self._scales: dict[int, list[Tensor]] = {}
+        self._memory = min(self.windows)  # until one is chosen
         whole, beginning = len(passage), len(self.beginning)
         self._record(LSTM, whole, {}, perplexity(passage.own))
         if step > 1:
@@ -200,9 +246,8 @@ class LanguageSearch:
         pairs = itertools.product(self.windows, self.grids.cache_scales)
         trials.try_new("windows and scales", [Cache(scale, window) for window, scale in pairs])
         if trials.tried:
-            best = trials.find_best()
-            self._cache = self._score_cache(best)
-            self._record_choices("cache.", asdict(best))
+            self._chosen_cache = trials.find_best()
+            self._record_choices("cache.", asdict(self._chosen_cache))
 
     def choose_mbpa(self) -> None:
         """Choose a memory size, and settings of MbPA alone, beside the cache and on top of dynamic
@@ -217,12 +262,47 @@ class LanguageSearch:
             mine = [trial for trial in tried if trial.window == window]
             bests.append([self.mbpa.find_best(mixture, mine) for mixture in (0, 1)])
         alone, beside = min(bests, key=lambda pair: tried[pair[0]][0] * tried[pair[1]][1])
-        self._record_choices("", {"memory": alone.window})
+        window = alone.window
+        mine = [trial for trial in tried if trial.window == window]
+        finalists = [
+            self.mbpa.list_best(self.config.search.finalists, mixture, mine) for mixture in (0, 1)
+        ]
+        finals = Trials(self.search, "MbPA", partial(self._judge_mbpa, positions=self._whole))
+        finals.try_new("finalists", itertools.chain(*finalists))
+        if len(finals.tried) == len({*finalists[0], *finalists[1]}):
+            alone, beside = finals.find_best(0), finals.find_best(1)
+        self._memory = window
+        self._record_choices("", {"memory": window})
         self._record_choices("mbpa.", asdict(alone.local))
         self._record_choices("combined.", asdict(beside.local))
+        single = [trial for trial in tried if trial.local.steps == 1]
+        if single:
+            self._record_choices("one_step.", asdict(self.mbpa.find_best(1, single).local))
         fast = [trial for trial in tried if _is_fast(trial.local)]
         if self.config.dynamic.on_top and fast:
             self._record_choices("dynamic.mbpa.", asdict(self.mbpa.find_best(1, fast).local))
+
+    def choose_gate(self) -> None:
+        """Choose the adaptations of the gated mixture, one after the other, among those tried."""
+        if not self.mbpa.tried:
+            return
+        pool = {str(place): trial for place, trial in enumerate(self._list_pool())}
+        scores = self._score_pool(pool)
+        chosen: tuple[str, ...] = ()
+        trials: Trials[tuple[str, ...]] = Trials(
+            self.search, GATED, partial(self._judge_gate, scores, pool)
+        )
+        for part in GATE_PARTS:
+            rest = [(*chosen, name) for name in pool if name not in chosen]
+            trials.try_new(f"{part} adaptation", rest)
+            best = trials.find_best() if trials.tried else (next(iter(pool)),)
+            if best == chosen:
+                break  # another adaptation gains nothing
+            chosen = best
+        for place, part in enumerate(GATE_PARTS):
+            trial = pool[chosen[min(place, len(chosen) - 1)]]
+            self._record_choices(f"gate.{part}.", {"memory": trial.window})
+            self._record_choices(f"gate.{part}.local.", asdict(trial.local))
 
     def choose_dynamic(self) -> None:
         """Choose settings for the rule of Krause et al. and for Adam. If none was tried, the fields
@@ -234,16 +314,54 @@ class LanguageSearch:
         rms = Trials(self.search, DYNAMIC, partial(self._judge_dynamic, DYNAMIC))
         rms.try_new("rates", [replace(pulled, epsilon=epsilon, lr=lr) for epsilon, lr in pairs])
         rms.vary("pull", lambda best: [replace(best, decay=d) for d in grids.dynamic_decays])
-        factors = grids.dynamic_rate_factors
-        rms.vary(
-            "rates again", lambda best: [replace(best, lr=_round(f * best.lr)) for f in factors]
-        )
         adam = Trials(self.search, ADAM, partial(self._judge_dynamic, ADAM))
         if start.adam_lr:
             adam.try_new("rates", [replace(start, adam_lr=rate) for rate in grids.adam_rates])
+        rms.climb(
+            grids.rounds,
+            {
+                "rates and pulls": self._change_rate_and_pull,
+                "segments": self._change_segment,
+                "ε": self._change_epsilon,
+            },
+        )
         for trials in (rms, adam):
             if trials.tried:
-                self._record_choices("dynamic.", _describe_dynamic(trials.name, trials.find_best()))
+                best = self._judge_finalists(trials)
+                self._record_choices("dynamic.", _describe_dynamic(trials.name, best))
+
+    def _judge_finalists(self, trials: Trials[Dynamic]) -> Dynamic:
+        """Return the best of the best settings, judged on the whole text if there is time."""
+        whole = partial(self._judge_dynamic, trials.name, text=self.passage.targets)
+        finals = Trials(self.search, trials.name, whole)
+        best = trials.list_best(self.config.search.finalists)
+        finals.try_new("finalists", best)
+        return (finals if len(finals.tried) == len(best) else trials).find_best()
+
+    def _change_rate_and_pull(self, best: Dynamic) -> list[Dynamic]:
+        factors = itertools.product(
+            self.grids.dynamic_rate_factors, self.grids.dynamic_decay_factors
+        )
+        return [
+            replace(best, lr=_round(a * best.lr), decay=_round(b * best.decay)) for a, b in factors
+        ]
+
+    def _change_segment(self, best: Dynamic) -> list[Dynamic]:
+        options = itertools.product(self.grids.dynamic_segments, self.grids.dynamic_rate_factors)
+        return [
+            replace(best, segment=segment, lr=_round(a * best.lr))
+            for segment, a in options
+            if a >= 1
+        ]
+
+    def _change_epsilon(self, best: Dynamic) -> list[Dynamic]:
+        factors = itertools.product(
+            self.grids.dynamic_epsilon_factors, self.grids.dynamic_rate_factors
+        )
+        return [
+            replace(best, epsilon=_round(a * best.epsilon), lr=_round(b * best.lr))
+            for a, b in factors
+        ]
 
     def compare(self) -> None:
         """Try settings for comparison only: the optimum, and several steps with the paper's numbers
@@ -274,11 +392,54 @@ class LanguageSearch:
         pairs += itertools.product(grids.rates, grids.steps)
         trials = [Trial(largest, replace(grids.start, lr=lr, steps=steps)) for lr, steps in pairs]
         self.mbpa.try_new("rates and steps", trials)
-        self.mbpa.vary("memory sizes", lambda best: [best._replace(window=w) for w in windows])
-        self.mbpa.vary("neighbours", lambda best: [best.change(k=k) for k in grids.counts])
-        self.mbpa.vary("kernels", self._change_kernel)
-        self.mbpa.vary("rates and steps again", self._change_rate_and_steps)
-        self.mbpa.vary("pull back", self._change_decay)
+        self.mbpa.climb(
+            grids.rounds,
+            {
+                "memory sizes": lambda best: [best._replace(window=w) for w in windows],
+                "neighbours": lambda best: [best.change(k=k) for k in grids.counts],
+                "kernels": self._change_kernel,
+                "rates and steps again": self._change_rate_and_steps,
+                "pull back": self._change_decay,
+            },
+        )
+
+    def _list_pool(self) -> list[Trial]:
+        """Return good adaptations of different reach: the best of each number of steps, number of
+        neighbours, kernel and memory size, and the best of all, by either mixture.
+        """
+        found: dict[Trial, None] = {}
+        kinds: tuple[Callable[[Trial], object], ...] = (
+            lambda trial: trial.local.steps,
+            lambda trial: (trial.local.kernel, trial.local.kernel_scale),
+            lambda trial: trial.local.k,
+            lambda trial: trial.window,
+        )
+        bests = []
+        for kind in kinds:
+            groups: dict[object, list[Trial]] = {}
+            for trial in self.mbpa.tried:
+                groups.setdefault(kind(trial), []).append(trial)
+            bests += [self.mbpa.find_best(1, group) for group in groups.values()]
+        by_worth = sorted(dict.fromkeys(bests), key=lambda trial: self.mbpa.tried[trial][1])
+        found.update(dict.fromkeys(self.mbpa.find_best(mixture) for mixture in (0, 1)))
+        found.update(dict.fromkeys(by_worth))
+        return list(found)[: self.grids.gate_pool]
+
+    def _score_pool(self, pool: Mapping[str, Trial]) -> TokenScores:
+        parts = [
+            score_components(
+                self.model.decoder,
+                self._retrieve(self._memory),
+                {trial.window: self._retrieve(trial.window)},
+                self.config.gate,
+                {name: trial.reach},
+                self._chosen_cache if name == "0" else None,
+                self.positions,
+                self._engine,
+            )
+            for name, trial in pool.items()
+        ]
+        return reduce(TokenScores.join, parts)
 
     def _is_allowed(self, trial: Trial) -> bool:
         """Return whether a run with these settings would be fast enough."""
@@ -309,30 +470,55 @@ class LanguageSearch:
     # Judgements: perplexities, which are also recorded
 
     def _judge_cache(self, cache: Cache) -> list[float]:
-        found = self.search.judge(cache, lambda: [self._mix(self._score_cache(cache))])
+        def compute() -> list[float]:
+            return [_mix(self._own, self._score_cache(cache, self.positions))]
+
+        found = self.search.judge(cache, compute)
         setting = {"window": cache.window, "scale": cache.scale}
         self._record(CACHE, len(self.positions), setting, found[0])
         return found
 
-    def _judge_mbpa(self, trial: Trial) -> list[float]:
+    def _judge_mbpa(self, trial: Trial, positions: range | None = None) -> list[float]:
+        """Return the perplexities alone and beside the cache, of the tokens of the search unless
+        others are given.
+        """
+        at = positions or self.positions
+
         def compute() -> list[float]:
             predictor = trial.local.predictor(trial.window)
             retrieval, head = self._retrieve(trial.window), self.model.decoder
-            adapted = score_adapted(head, retrieval, predictor, self.positions, self._engine)
-            return [self._mix(adapted), self._mix(adapted, self._cache)]
+            adapted = score_adapted(head, retrieval, predictor, at, self._engine)
+            own, cache = self.passage.own[at.start : at.stop : at.step], self._score_chosen(at)
+            return [_mix(own, adapted), _mix(own, adapted, cache)]
 
-        found = self.search.judge(trial, compute)
+        found = self.search.judge((trial, len(at)), compute)
         for method, value in zip((MBPA, BOTH), found, strict=True):
             setting = {"window": trial.window, **asdict(trial.local)}
-            self._record(method, len(self.positions), setting, value)
+            self._record(method, len(at), setting, value)
         return found
 
-    def _judge_dynamic(self, method: str, settings: Dynamic) -> list[float]:
-        training, text = self.config.training, self.beginning
+    def _judge_gate(
+        self, scores: TokenScores, pool: Mapping[str, Trial], chosen: tuple[str, ...]
+    ) -> list[float]:
+        reaches = [pool[name] for name in chosen]
+        names = (*chosen, *((CACHE_PART,) if self._chosen_cache is not None else ()))
+        found = self.search.judge(
+            ("gate", reaches), lambda: [judge_mixture(scores, names, self.config.gate)]
+        )
+        setting = {f"adaptation {place}": repr(reach) for place, reach in enumerate(reaches, 1)}
+        self._record(GATED, len(self.positions), setting, found[0])
+        return found
+
+    def _judge_dynamic(
+        self, method: str, settings: Dynamic, text: Tensor | None = None
+    ) -> list[float]:
+        """Return the perplexity of the beginning of the text unless another part is given."""
+        training = self.config.training
+        text = self.beginning if text is None else text
 
         def make_update(params: Params) -> Update:
             if method == DYNAMIC:
-                return RMSUpdate(params, self._gradient_scale, settings)
+                return RMSUpdate(params, self._find_gradient_scale(settings), settings)
             betas = training.beta1, training.beta2
             return AdamUpdate(params, settings.adam_lr, self._moments, *betas)
 
@@ -341,17 +527,21 @@ class LanguageSearch:
             network = DynamicEvaluation(self.model, make_update, settings)
             return [perplexity(network.read(inputs, text).own)]
 
-        found = self.search.judge((method, settings), compute)
+        found = self.search.judge((method, settings, len(text)), compute)
         self._record(method, len(text), _describe_dynamic(method, settings), found[0])
         return found
 
-    def _mix(self, *parts: Tensor) -> float:
-        """Return the perplexity of the LSTM mix with these components, with the best weights."""
-        logs = torch.stack([self._own, *parts])
-        return perplexity(mix(logs, solve_weights(logs)))
+    def _score_chosen(self, positions: range) -> Tensor:
+        """Return the scores of the chosen cache, or the LSTM's own before one is chosen."""
+        cache = self._chosen_cache
+        if cache is None:
+            return self.passage.own[positions.start : positions.stop : positions.step]
+        if positions not in self._caches:
+            self._caches[positions] = self._score_cache(cache, positions)
+        return self._caches[positions]
 
-    def _score_cache(self, cache: Cache) -> Tensor:
-        return score_cache(self.passage, cache.window, (cache.scale,), self.positions)[0]
+    def _score_cache(self, cache: Cache, positions: range) -> Tensor:
+        return score_cache(self.passage, cache.window, (cache.scale,), positions)[0]
 
     def _retrieve(self, window: int) -> Retrieval:
         if window not in self._retrievals:
@@ -359,9 +549,15 @@ class LanguageSearch:
             self._retrievals[window] = retrieve(self.passage, window, most)
         return self._retrievals[window]
 
-    @cached_property
-    def _gradient_scale(self) -> list[Tensor]:
-        return load_gradient_scale(self.config, self.context, self.model, self.corpus, "gradients")
+    def _find_gradient_scale(self, settings: Dynamic) -> list[Tensor]:
+        """Return the root mean square gradients, which depend on the length of a segment."""
+        length = settings.segment
+        if length not in self._scales:
+            config = replace(self.config, dynamic=settings)
+            self._scales[length] = load_gradient_scale(
+                config, self.context, self.model, self.corpus, f"gradients-{length}"
+            )
+        return self._scales[length]
 
     @cached_property
     def _moments(self) -> dict[str, Any] | None:
@@ -383,7 +579,14 @@ def _describe_dynamic(method: str, settings: Dynamic) -> dict[str, float]:
     """Return the fields that are chosen for a method."""
     if method == ADAM:
         return {"adam_lr": settings.adam_lr}
-    return {"lr": settings.lr, "epsilon": settings.epsilon, "decay": settings.decay}
+    names = "lr", "epsilon", "decay", "segment"
+    return {name: getattr(settings, name) for name in names}
+
+
+def _mix(*parts: Tensor) -> float:
+    """Return the perplexity of a mixture of these components, with the best weights."""
+    logs = torch.stack(parts)
+    return perplexity(mix(logs, solve_weights(logs)))
 
 
 def _is_fast(local: SoftmaxAdaptation) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,6 +21,7 @@ EXAMPLES = 8
 CONTEXT = 8  # words shown before a token
 REMEMBERED = 4  # words shown before a memory
 MEMORIES = 2  # shown per token
+TIMES_REMEMBERED = (0, 1, 2, 4, 8, 16, 64)  # least number of each bucket
 
 
 def improvements(
@@ -62,6 +66,42 @@ def improvements(
             {**told, "name": "improvement_of_tokens", "value": overall},
         ]
     return records
+
+
+def improvements_by_memory(
+    tokens: Int[Tensor, "T"],
+    before: Float[Tensor, "T"],
+    after: Float[Tensor, "T"],
+    window: int,
+) -> list[Record]:
+    """Return by how many percent perplexity falls, by how often the memory held the word.
+
+    Args:
+        window: number of most recent tokens that are remembered.
+    """
+    seen = count_before(tokens, window)
+    gains = (after - before).double()
+    records: list[Record] = []
+    for least, most in itertools.pairwise((*TIMES_REMEMBERED, len(tokens) + 1)):
+        inside = (seen >= least) & (seen < most)
+        if not bool(inside.any()):
+            continue
+        told: Record = {"times_remembered": least, "tokens": int(inside.sum())}
+        overall = 100 * (1 - float((-gains[inside].mean()).exp()))
+        records.append({**told, "name": "improvement_by_memory", "value": overall})
+    return records
+
+
+def count_before(tokens: Int[Tensor, "T"], window: int) -> Int[Tensor, "T"]:
+    """Return how often each token's word is among the `window` tokens before it."""
+    counts: Counter[int] = Counter()
+    words, found = tokens.tolist(), []
+    for place, word in enumerate(words):
+        if place > window:
+            counts[words[place - window - 1]] -= 1
+        found.append(counts[word])
+        counts[word] += 1
+    return torch.tensor(found)
 
 
 def examples(
