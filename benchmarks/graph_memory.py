@@ -86,6 +86,8 @@ def main() -> int:
     parser.add_argument("--queries", type=int, default=300)
     parser.add_argument("--precision", default="int8")
     parser.add_argument("--expansion", type=int, default=None, help="that searches begin with")
+    parser.add_argument("--connectivity", type=int, default=None, help="links per node")
+    parser.add_argument("--expansion-add", type=int, default=None, help="candidates for links")
     parser.add_argument("--clinc150", action="store_true", help="compare accuracy instead")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/mbpa/embeddings"))
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/graph-memory.json"))
@@ -113,7 +115,12 @@ def main() -> int:
 
 def run_stages(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     entries = arguments.entries
-    named = {} if arguments.expansion is None else {"expansion_search": arguments.expansion}
+    named = {
+        "expansion_search": arguments.expansion,
+        "connectivity": arguments.connectivity,
+        "expansion_add": arguments.expansion_add,
+    }
+    named = {name: value for name, value in named.items() if value is not None}
     sentences = Sentences(entries, 0)
     memory = mbpa.GraphMemory(entries, KEY_DIM, precision=arguments.precision, **named)
     start = time.perf_counter()

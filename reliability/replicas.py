@@ -40,6 +40,7 @@ from reliability.trial import BrokenPromiseError, Trial
 REPLICAS, WRITERS = 3, 4
 START_LIMIT_S, SETTLE_LIMIT_S = 60.0, 120.0
 KILLS = {"replica": 5, "writer": 4, "terminated backend": 2, "killed backend": 1, "database": 2}
+SHOWN_RECORDS = 12  # of a writer that did not end
 MAX_PAUSE_S = 1.0  # between two kills
 LESSONS_PER_KILL = 2  # at least acknowledged in between, so that a busy machine tries as much
 LONGEST_CUT_S = 4.0
@@ -217,7 +218,8 @@ class Writer:
     def start(self) -> None:
         self._life += 1
         name = f"{self._number}-{self._life}"
-        arguments = name, self._folder / f"{name}.jsonl", self._ports, self._folder / "stop"
+        self._record = self._folder / f"{name}.jsonl"
+        arguments = name, self._record, self._ports, self._folder / "stop"
         self._process = _context.Process(target=_write, args=arguments)
         self._process.start()
 
@@ -228,7 +230,11 @@ class Writer:
     def join(self) -> None:
         self._process.join(SETTLE_LIMIT_S)
         if self._process.exitcode != 0:
-            raise BrokenPromiseError(f"a writer ended with {self._process.exitcode}")
+            ended = f"a writer ended with {self._process.exitcode}"
+            if self._process.exitcode is None:
+                ended = f"a writer has not ended after {SETTLE_LIMIT_S:g} s"
+            last = self._record.read_text().splitlines()[-SHOWN_RECORDS:]
+            raise BrokenPromiseError("; ".join([ended, "its last records", *last]))
 
 
 class Record:

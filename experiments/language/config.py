@@ -301,8 +301,10 @@ class LanguageConfig:
 PAPER = apply_tuned_settings(
     LanguageConfig(
         # docs/paper.md explains how these were found.
-        training=TrainingSettings(epochs=520, decay_to=0.25),
-        search=SearchBudget(seconds=900.0),
+        training=TrainingSettings(
+            epochs=420, decay_from=0.5, decay_to=0.3, dropouts=Dropouts(words=0.1)
+        ),
+        search=SearchBudget(dynamic_tokens=20_000, seconds=240.0, max_neighbor_steps=32_768),
     ),
     "language",
     "paper",
@@ -353,7 +355,7 @@ PRESETS = {
             ),
             # The paper did not try Adam here either; MbPA on top would take ten minutes.
             dynamic=Dynamic(adam_lr=0.0, on_top=False),
-            search=SearchBudget(tokens=5_000, dynamic_tokens=20_000, max_neighbor_steps=2_560),
+            search=SearchBudget(tokens=8_000, dynamic_tokens=20_000, seconds=240.0),
         ),
         "language",
         "paper-wikitext-2",

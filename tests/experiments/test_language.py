@@ -239,14 +239,23 @@ def test_no_score_depends_on_what_comes_later(
     other = corpus.test.clone()
     other[until:] = corpus.test[until:].flip(0) + 1
     changed = replace(corpus, test=other % len(corpus.words))
-    parts = tuple(dict.fromkeys(itertools.chain(*METHODS.values())))
-    found = []
+    names = itertools.chain(*METHODS.values(), *evaluation.PAPER_WEIGHTS.values())
+    parts = tuple(dict.fromkeys(name for name in names if name != "gated"))
+    found, gated = [], []
     for name, each in (("causal", corpus), ("changed", changed)):
         context = context_in(folder, name)
         with context.workspace.alone():
-            found.append(Text(model, each, CONFIG, context, 0, "test").parts(parts))
+            text = Text(model, each, CONFIG, context, 0, "test")
+            found.append(text.parts(parts))
+            gated.append(text.token_scores)
     same = (found[0] - found[1]).nan_to_num(0).abs() < 1e-6
     assert same[:, :until].all()
+    for one, other in zip(*(each.select(each.names) for each in gated), strict=True):
+        torch.testing.assert_close(one[:until], other[:until], atol=1e-5, rtol=0)
+        assert not torch.allclose(one[until:], other[until:], atol=1e-3)
+    # What a gate knows about a word does not depend on the word itself.
+    features = [each.select(each.names)[0] for each in gated]
+    torch.testing.assert_close(features[0][until], features[1][until], atol=1e-5, rtol=0)
     later = dict(zip(parts, (~same[:, until:]).any(1).tolist(), strict=True))
     assert [name for name in parts if not later[name]] == ["uniform"]
 
@@ -512,7 +521,9 @@ def test_all_methods_are_scored_on_both_texts_with_weights_of_the_first(
     model: LanguageModel, corpus: Corpus, records: list[Record], folder: Path
 ) -> None:
     found = {(r["method"], r["split"]): r["value"] for r in records if r["name"] == "perplexity"}
-    assert set(found) == set(itertools.product(METHODS, ("valid", "test")))
+    both = itertools.product((*METHODS, *evaluation.GATED_METHODS), ("valid", "test"))
+    papers = itertools.product(evaluation.PAPER_WEIGHTS, ("test",))
+    assert set(found) == {*both, *papers}
     assert all(r["corpus"] == "ptb" for r in records)
     first = first_word(corpus)
     valid, test = (read_passage(model, tokens, first) for tokens in (corpus.valid, corpus.test))
@@ -522,8 +533,8 @@ def test_all_methods_are_scored_on_both_texts_with_weights_of_the_first(
     expected = perplexity(mix(torch.stack([test.own, caches[1]]), weights))
     assert found["LSTM + cache", "test"] == pytest.approx(expected, rel=1e-6)
     assert found["LSTM + MbPA + cache", "valid"] <= found["LSTM + cache", "valid"] + 1e-9
-    last = [r["method"] for r in records if r["name"] != "weight"][-5:-1]  # and one of Adam's
-    assert set(last) == {evaluation.DYNAMIC, evaluation.ALL}
+    last = [r["method"] for r in records if r["name"] != "weight"][-7:-1]  # and one of Adam's
+    assert set(last) == {evaluation.DYNAMIC, evaluation.ALL, evaluation.EVERYTHING}
     timed = {r["method"] for r in records if r["name"] == "seconds"}
     assert {"LSTM", "LSTM + cache", "LSTM + MbPA", evaluation.LOOP} == timed
 
@@ -545,6 +556,9 @@ def test_what_takes_long_can_be_left_out(
         "LSTM + MbPA + cache",
         "memory only",
         "LSTM + dynamic evaluation",
+        *evaluation.GATED_METHODS,
+        evaluation.EVERYTHING,
+        *evaluation.PAPER_WEIGHTS,
     }
 
 
@@ -654,7 +668,12 @@ GRIDS = Grids(
     priors=(0.1,),
     dynamic_rates={2e-3: (5e-4, 1e-3), 2e-4: (6e-5,)},
     dynamic_decays=(0.0,),
-    dynamic_rate_factors=(2.0,),
+    dynamic_rate_factors=(1.0, 2.0),
+    dynamic_decay_factors=(1.0, 2.0),
+    dynamic_epsilon_factors=(),
+    dynamic_segments=(10,),
+    rounds=3,
+    gate_pool=4,
     adam_rates=(3e-5, 1e-4),
 )
 
@@ -719,9 +738,12 @@ def test_a_search_tries_everything_once_in_a_fixed_order(whole: list[Record]) ->
     assert {r["split"] for r in tried} == {"valid"}
     assert all(r["name"] in ("perplexity", "chosen") for r in whole)  # nothing was left out
     order = [str(r.get("setting", r.get("rule", r.get("method")))) for r in whole]
-    places = [order.index(name) for name in ("cache.scale", "mbpa.k", "dynamic.lr", "map")]
+    stages = ("cache.scale", "mbpa.k", "gate.first.memory", "map", "dynamic.lr")
+    places = [order.index(name) for name in stages]
     assert places == sorted(places)  # the optimum is for comparison only
-    assert {r["tokens"] for r in tried if "rule" in r or "scale" in r} == {13}
+    assert {r["tokens"] for r in tried if "scale" in r} == {13}
+    judged = {r["tokens"] for r in tried if "rule" in r}
+    assert judged == {13, TOKENS}  # the best again on all tokens
     mbpa = perplexities(whole, evaluation.MBPA)
     assert {r["kernel"] for r in mbpa} == {"inverse_distance", "uniform", "gaussian", "exp_dot"}
     assert {r["decay"] for r in mbpa} == {0.0, 0.05} or all(
@@ -739,10 +761,15 @@ def test_the_chosen_settings_are_those_that_did_best(
     assert settled.dynamic.mbpa.steps <= 5
     cache = min(perplexities(whole, evaluation.CACHE), key=value_of)
     assert (settled.cache.window, settled.cache.scale) == (cache["window"], cache["scale"])
-    positions = range(9, TOKENS, 10)
+    positions = range(TOKENS)
     for method, local in ((evaluation.MBPA, settled.mbpa), (evaluation.BOTH, settled.combined)):
         tried = [r for r in perplexities(whole, method) if r["rule"] == "gradient"]
-        best = min((r for r in tried if r["window"] == settled.memory), key=value_of)
+        mine = [r for r in tried if r["window"] == settled.memory]
+        by_few = sorted((r for r in mine if r["tokens"] == 13), key=value_of)
+        finalists = [r for r in mine if r["tokens"] == TOKENS]
+        names = list(vars(local))
+        assert [by_few[0][name] for name in names] in [[r[n] for n in names] for r in finalists]
+        best = min(finalists, key=value_of)
         assert {name: best[name] for name in vars(local)} == vars(local)
         predictor = local.predictor(settled.memory)
         retrieval = retrieve(text, settled.memory, local.k)
@@ -750,7 +777,7 @@ def test_the_chosen_settings_are_those_that_did_best(
         if method == evaluation.BOTH:
             window, scales = settled.cache.window, (settled.cache.scale,)
             parts.append(score_cache(text, window, scales, positions)[0])
-        logs = torch.stack([text.own[9::10], *parts])
+        logs = torch.stack([text.own, *parts])
         found = perplexity(mix(logs, solve_weights(logs)))
         assert found == pytest.approx(value_of(best), rel=1e-4)
 
@@ -762,33 +789,40 @@ def test_the_memory_is_the_one_with_which_both_mixtures_do_best(whole: list[Reco
             min(
                 value_of(r)
                 for r in perplexities(whole, method)
-                if (r["window"], r["rule"]) == (window, "gradient")
+                if (r["window"], r["rule"], r["tokens"]) == (window, "gradient", 13)
             )
             for method in (evaluation.MBPA, evaluation.BOTH)
         )
     assert choices(whole)["memory"] == min(products, key=lambda window: products[window])
 
 
-def test_dynamic_evaluation_tries_pulls_and_then_rates_around_the_best(
+def test_dynamic_evaluation_is_searched_until_nothing_gains_and_judged_on_all_text(
     whole: list[Record],
 ) -> None:
-    tried = {
-        (r["lr"], r["epsilon"], r["decay"]): value_of(r)
-        for r in perplexities(whole, evaluation.DYNAMIC)
-    }
-    first = [(5e-4, 2e-3, 0.002), (1e-3, 2e-3, 0.002), (6e-5, 2e-4, 0.002)]
+    names = ("lr", "epsilon", "decay", "segment")
+    found = perplexities(whole, evaluation.DYNAMIC)
+    tried, finals = (
+        {tuple(r[name] for name in names): value_of(r) for r in found if r["tokens"] == tokens}
+        for tokens in (40, TOKENS)
+    )
+    first = [(5e-4, 2e-3, 0.002, 5), (1e-3, 2e-3, 0.002, 5), (6e-5, 2e-4, 0.002, 5)]
     assert list(tried)[:3] == first
-    lr, epsilon, _ = min(first, key=lambda each: tried[each])
-    assert list(tried)[3] == (lr, epsilon, 0.0)
-    lr, epsilon, decay = min(list(tried)[:4], key=lambda each: tried[each])
-    assert list(tried)[4:] == [(2 * lr, epsilon, decay)]
+    lr, epsilon, *_ = min(first, key=lambda each: tried[each])
+    assert list(tried)[3] == (lr, epsilon, 0.0, 5)
+    lr, epsilon, decay, segment = min(tried, key=lambda each: tried[each])
+    assert (2 * lr, epsilon, decay, segment) in tried
+    assert (lr, epsilon, 2 * decay, segment) in tried
+    assert {each[3] for each in tried} == {5, 10}
+    assert list(finals) == sorted(tried, key=lambda each: tried[each])[: len(finals)]
+    assert len(finals) == SEARCHED.search.finalists
     chosen = choices(whole)
-    names = ("lr", "epsilon", "decay")
-    best = min(tried, key=lambda each: tried[each])
+    best = min(finals, key=lambda each: finals[each])
     assert tuple(chosen[f"dynamic.{name}"] for name in names) == best
     adam = perplexities(whole, evaluation.ADAM)
-    assert [r["adam_lr"] for r in adam] == [3e-5, 1e-4]
-    assert chosen["dynamic.adam_lr"] == min(adam, key=value_of)["adam_lr"]
+    assert [r["adam_lr"] for r in adam if r["tokens"] == 40] == [3e-5, 1e-4]
+    final = [r for r in adam if r["tokens"] == TOKENS]
+    assert len(final) == 2
+    assert chosen["dynamic.adam_lr"] == min(final, key=value_of)["adam_lr"]
     alone = {r["tokens"]: r.get("part") for r in perplexities(whole, evaluation.LSTM)}
     assert alone == {TOKENS: None, 13: "spread", 40: "beginning"}
 
@@ -807,12 +841,15 @@ def test_a_search_that_runs_out_of_time_chooses_from_what_it_tried(
     tried = [r for r in few if "window" in r and r.get("method") != evaluation.BOTH]
     assert len(tried) == math.ceil(seconds)  # one second each
     assert [r for r in whole if r in tried] == tried
+    # Dynamic evaluation has as many seconds of its own.
+    dynamic = perplexities(few, evaluation.DYNAMIC) + perplexities(few, evaluation.ADAM)
+    assert len(dynamic) == math.ceil(seconds)
     chosen = choices(few)
     assert ("memory" in chosen) == (seconds > 4)  # the cache comes first
     assert {"cache.window", "cache.scale"} <= set(chosen)
-    assert not any(name.startswith("dynamic.l") for name in chosen)
+    assert "dynamic.lr" in chosen
     left_out = {r["stage"]: r["value"] for r in few if r["name"] == "settings_left_out"}
-    assert left_out["LSTM + dynamic evaluation: rates"] == 3
+    assert left_out.get("LSTM + dynamic evaluation: rates", 0) == max(0, 3 - math.ceil(seconds))
     error = capsys.readouterr().err
     assert f"mbpa: the budget of {seconds:g} s is used up" in error
     assert all(f"{stage} ({number})" in error for stage, number in left_out.items())
@@ -834,7 +871,7 @@ def test_a_search_looks_at_nothing_that_it_is_to_choose() -> None:
     changed = replace(CONFIG, memory=7, mbpa=SoftmaxAdaptation(lr=3.0), cache=Cache(scale=9.0))
     changed = replace(changed, dynamic=replace(CONFIG.dynamic, lr=0.5, mbpa=SoftmaxAdaptation(k=3)))
     assert make(changed) == make(CONFIG) == make(make(changed))
-    for kept in ({"segment": 7}, {"on_top": False}, {"statistics": 9}, {"adam_lr": 0.0}):
+    for kept in ({"on_top": False}, {"statistics": 9}, {"adam_lr": 0.0}):
         dynamic = replace(CONFIG.dynamic, **kept)
         found = dataclasses.asdict(make(replace(CONFIG, dynamic=dynamic)).dynamic)
         assert kept.items() <= found.items()
