@@ -52,8 +52,9 @@ MIN_STALE_NODES = 64
 QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 MAX_EXPANSION = 2048
 CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 256, 50  # that choose the first width of searches
-EXPANSION_FACTOR = 1.25  # by which a search is widened or narrowed
-SPARE_SHARE = 0.6  # of the misses that the target allows, below which a search is narrowed
+WIDENING, NARROWING = 1.25, 1.12  # factors by which searches are widened and narrowed
+AIMED_SHARE = 0.85  # of the misses that the target allows; what a new graph is calibrated to
+SPARE_SHARE = 0.7  # of them, below which a search is narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
 
 
@@ -122,7 +123,7 @@ class GraphMemory(Memory):
         precision: Precision = "int8",
         target_recall: float = 0.98,
         exact_below: int = 10_000,
-        connectivity: int = 16,
+        connectivity: int = 24,
         expansion_add: int = 128,
         expansion_search: int = 128,
         background: bool = True,
@@ -577,14 +578,14 @@ class GraphMemory(Memory):
         if (expected < 0).all():
             return self._expansion
         expansion = self._least_expansion
-        wanted = 1 - 0.75 * (1 - self.target_recall)
+        wanted = 1 - AIMED_SHARE * (1 - self.target_recall)
         while expansion < MAX_EXPANSION and not self._is_stopping:
             reach = self._widen(k + k // 8 + 8)
             found = graph.search(queries, reach, expansion=max(reach, expansion), threads=1)
             hits = (expected[:, :, None] == found[:, None]).any(2)
             if hits[expected >= 0].mean() >= wanted:
                 break
-            expansion = min(MAX_EXPANSION, math.ceil(EXPANSION_FACTOR * expansion))
+            expansion = min(MAX_EXPANSION, math.ceil(NARROWING * expansion))
         return expansion
 
     def _swap(self, graph: Graph, old: list[int], slots: Ints, labels: Ints) -> None:
@@ -666,10 +667,10 @@ class GraphMemory(Memory):
             return
         before, nodes = self._expansion, sum(map(len, self._graphs.values()))
         if recall < self.target_recall:
-            self._expansion = min(MAX_EXPANSION, math.ceil(before * EXPANSION_FACTOR))
+            self._expansion = min(MAX_EXPANSION, math.ceil(before * WIDENING))
             self._wants_rebuild = self.stale > STALE_SHARE * nodes
         elif 1 - recall < SPARE_SHARE * (1 - self.target_recall):
-            self._expansion = max(self._least_expansion, int(before / EXPANSION_FACTOR))
+            self._expansion = max(self._least_expansion, int(before / NARROWING))
         if self._expansion != before:
             self._meter.clear()
 
