@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
+import oracle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -114,6 +116,88 @@ def test_attention_is_adaptation_of_a_constant_head_for_regression() -> None:
         predictor = mbpa.Adapted(rule, k=12, kernel=mbpa.InverseDistance(), params=params)
         adapted = model_with(head, predictor, keys, targets)
         assert (adapted(queries) - vote(queries)).abs().max() <= 1e-9
+
+
+class PrintedEquation4(mbpa.Rule):
+    """The contextual update with the signs that the paper prints."""
+
+    def __init__(self, lr: float, steps: int, decay: float) -> None:
+        self.lr, self.steps, self.decay = lr, steps, decay
+
+    def update(self, params, grads, start, state):
+        moved = {
+            name: p + self.lr * grads[name] - self.decay * (start[name] - p)
+            for name, p in params.items()
+        }
+        return moved, None
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_every_step_lowers_the_weighted_loss_over_the_neighbours(head: str) -> None:
+    torch.manual_seed(0)
+    network = heads()[head].double()
+    keys, labels = torch.randn(20, 5).double(), torch.randint(3, (20,))
+    for query in torch.randn(6, 5).double():
+        index, distances = oracle.nearest(keys, query, 5)
+        near, wanted, weights = keys[index], labels[index], oracle.weigh(distances)
+        losses = []
+        for steps in range(5):
+            rule = mbpa.Gradient(0.05, max(steps, 1))
+            adapted = network
+            if steps:
+                adapted = oracle.adapt_one(
+                    network, rule, "cross_entropy", None, near, wanted, weights
+                )
+                model = model_with(network, mbpa.Adapted(rule, k=5), keys, labels)
+                expected = adapted(query[None]).log_softmax(1)
+                assert (model(query[None]) - expected).abs().max() <= 1e-9
+            with torch.no_grad():
+                each = oracle.loss_of_each("cross_entropy", adapted(near), wanted)
+            losses.append(float((weights * each).sum()))
+        assert all(later < earlier for earlier, later in itertools.pairwise(losses))
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_equation_4_as_printed_climbs_the_loss_and_flees_the_weights(head: str) -> None:
+    torch.manual_seed(0)
+    keys, labels = torch.randn(20, 5).double(), torch.randint(3, (20,))
+
+    def loss_and_change(predictor: mbpa.Predictor) -> tuple[Tensor, Tensor]:
+        """With each stored key as a query, whose one neighbour is that entry."""
+        model = model_with(heads()[head].double(), predictor, keys, labels)
+        why = model.explain(keys)
+        return -why.after.gather(1, labels[:, None])[:, 0], why.change
+
+    network = heads()[head].double()
+    before = -network(keys).log_softmax(1).gather(1, labels[:, None])[:, 0]
+    ours, printed = (
+        [loss_and_change(mbpa.Adapted(rule(0.1, 4, decay=decay), k=1)) for decay in (0.0, 0.2)]
+        for rule in (mbpa.Gradient, PrintedEquation4)
+    )
+    for (loss, _), (climbed, _) in zip(ours, printed, strict=True):
+        assert (loss < before).all()
+        assert (climbed > before).all()
+    assert (ours[1][1] < ours[0][1]).all()  # decay pulls back
+    assert (printed[1][1] > printed[0][1]).all()
+
+
+def test_equation_10_as_printed_has_its_maximum_at_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(12, 2, generator=generator, dtype=torch.float64)
+    labels = torch.arange(12) % 3
+    query = torch.randn(1, 2, generator=generator, dtype=torch.float64)
+    head = Constant(torch.zeros(3).double())
+    model = model_with(head, mbpa.NeighborVote(k=12), keys, labels)
+    why = model.explain(query)
+    weights, values = why.weights[0], why.neighbors.values[0]
+
+    def printed(logits: Tensor) -> float:
+        return float((weights * (logits[values] - logits.logsumexp(0))).sum())
+
+    attention = model(query)[0]
+    for _ in range(20):
+        nearby = attention + 0.1 * torch.randn(3, generator=generator, dtype=torch.float64)
+        assert printed(nearby) < printed(attention)
 
 
 @pytest.mark.parametrize("rule", [mbpa.Gradient, mbpa.RMSprop, mbpa.Adam])
