@@ -6,6 +6,8 @@ of one preset. `experiments report results --documents README.md docs/*.md` rewr
     <!-- results: permuted-mnist paper: Accuracy after 20 tasks -->
     <!-- end of results -->
 
+`claims` in place of an experiment stands for the paper's claims (`experiments.claims`).
+
 A title may be followed by the rows to show, given by their first cells: `TITLE | MLP | MbPA`. A
 figure is a PNG file in the folder `figures` beside the document. It carries a digest of the results
 and of the code it was drawn with, so that a test can tell whether it is current.
@@ -24,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments import EXPERIMENTS
+from experiments import EXPERIMENTS, claims
 from experiments.errors import ExperimentError
 from experiments.experiment import find
 from experiments.report import draw_figure, make_sections
@@ -147,6 +149,8 @@ def _escape_cell(cell: str) -> str:
 def _load_sections(
     folder: Path, experiment: str, preset: str
 ) -> tuple[list[Result], Sequence[Section]]:
+    if experiment == claims.NAME:
+        return [], claims.make_sections(folder, preset)
     if experiment not in EXPERIMENTS:
         raise ExperimentError(f"no experiment is called {experiment!r}: see `{PROGRAM} list`")
     results = [found for found in read_results(folder, experiment) if found.preset == preset]

@@ -1,0 +1,99 @@
+"""Claims of abstract, introduction and conclusion, most of which sum up others."""
+
+from __future__ import annotations
+
+from experiments.claims import continual, images, language
+from experiments.claims.claim import (
+    Claim,
+    Evidence,
+    Outcome,
+    PytestNode,
+    judged,
+    not_tested,
+    summary,
+)
+
+
+def _any_network(evidence: Evidence) -> Outcome:
+    found = {
+        "an MLP": continual.BEATS_MLP,
+        "a residual network": images.OUTPERFORMS,
+        "an LSTM (PTB)": language.PTB_MBPA,
+        "an LSTM (WikiText-2)": language.WIKITEXT_MBPA,
+    }
+    verdicts = {name: claim.judge(evidence).verdict for name, claim in found.items()}
+    seen = "; ".join(f"{name}: {verdict.value}" for name, verdict in verdicts.items())
+    return Outcome(
+        judged([verdict.value == "holds" for verdict in verdicts.values()], seen).verdict,
+        seen,
+        tuple(found.values()),
+    )
+
+
+CLAIMS = (
+    summary("abstract", "MbPA alleviates catastrophic forgetting", continual.BEATS_MLP),
+    summary(
+        "abstract",
+        "It acquires new knowledge fast and stably",
+        images.OUTPERFORMS,
+        images.IS_FASTER,
+        images.LEARNS_FROM_FEW,
+        images.KEEPS_OLD,
+    ),
+    summary(
+        "abstract, conclusion",
+        "It counters imbalanced class labels",
+        images.WINS_UNBALANCED,
+        images.WIDER_GAP,
+        images.SUITS_SCARCITY,
+    ),
+    summary(
+        "abstract, conclusion",
+        "It learns during evaluation: large gains over LSTMs, and on top of the cache",
+        language.PTB_MBPA,
+        language.WIKITEXT_MBPA,
+        language.LARGEST_DROP,
+    ),
+    summary(
+        "3",
+        "It competes with shallow mixing and often works better (PTB, ImageNet)",
+        language.PTB_BEATS_CACHE,
+        images.OUTPERFORMS,
+    ),
+    summary(
+        "conclusion",
+        "In continual learning it is comparable to EWC or, in many cases, better",
+        continual.BEATS_EWC,
+        continual.SWITCHES,
+    ),
+    Claim(
+        "3, 4",
+        "It does not depend on the domain or on the kind of network",
+        "it improves on the network alone, as the rows named have it",
+        _any_network,
+        (
+            *continual.BEATS_MLP.tested_by,
+            *images.OUTPERFORMS.tested_by,
+            *language.RUNS,
+            PytestNode(
+                "tests/modules/test_split.py", "test_head_of_embed_is_the_model_in_eval_mode"
+            ),
+        ),
+    ),
+    not_tested(
+        "conclusion",
+        "It adapts rapidly to new classes in large-scale image classification",
+        "Tiny ImageNet has 200 classes; [imagenet.md](imagenet.md) has the commands for all 1,000",
+    ),
+    not_tested(
+        "1",
+        "The adaptation is efficient",
+        "the paper gives no times; ours are in [engine.md](engine.md) and "
+        "[experiments.md](experiments.md#language-modelling)",
+    ),
+    not_tested(
+        "1",
+        "Networks, people and animals learn as the theory of complementary learning systems says",
+        "background, not a result of the paper",
+    ),
+)
