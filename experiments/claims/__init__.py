@@ -90,7 +90,7 @@ def make_sections(folder: Path, preset: str) -> list[Section]:
     judged = judge_claims(evidence)
     every = [claim for claims in PARTS.values() for claim in claims]
     numbers = {claim: number for number, claim in enumerate(every, start=1)}
-    columns = ["", "the paper says", "holds if", "seen here", "verdict", "reproduce with"]
+    columns = ["the paper says", "seen here", "verdict", "reproduce with"]
     tables = [
         Table(
             part,
@@ -104,25 +104,22 @@ def make_sections(folder: Path, preset: str) -> list[Section]:
 
 
 def _tell(claim: Claim, outcome: Outcome, numbers: dict[Claim, int]) -> list[str]:
+    """Return the row of a claim."""
+    says = f"{numbers[claim]}. {claim.says} ({claim.place})"
+    criterion = claim.holds_if
+    if outcome.rests_on:
+        rows = [str(numbers[each]) for each in outcome.rests_on]
+        criterion = f"row{'s' if rows[1:] else ''} {', '.join(rows)} {criterion}"
+    seen = outcome.seen
+    if claim.differences:
+        listed = ", ".join(f"[{number}]({DIFFERENCES})" for number in claim.differences)
+        seen += f" · differences {listed}"
     return [
-        str(numbers[claim]),
-        f"{claim.says} ({claim.place})",
-        claim.holds_if,
-        _tell_seen(claim, outcome, numbers),
+        f"{says} *Holds if {criterion}.*" if criterion else says,
+        seen,
         f"**{outcome.verdict.value}**",
         ", ".join(f"`{command}`" for command in claim.tested_by),
     ]
-
-
-def _tell_seen(claim: Claim, outcome: Outcome, numbers: dict[Claim, int]) -> str:
-    told = outcome.seen
-    if outcome.rests_on:
-        rows = [str(numbers[each]) for each in outcome.rests_on]
-        told = f"row{'s' if rows[1:] else ''} {', '.join(rows)}: {told}"
-    if claim.differences:
-        listed = ", ".join(f"[{number}]({DIFFERENCES})" for number in claim.differences)
-        told += f" · differences {listed}"
-    return told
 
 
 def _note_seeds(claims: Sequence[Claim], evidence: Evidence) -> str:

@@ -202,7 +202,7 @@ class Outcome:
     verdict: Verdict
     seen: str
     rests_on: tuple[Claim, ...] = ()
-    """Claims that this one sums up; their rows are named."""
+    """Claims that this one sums up; their rows are named before its criterion."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Claim:
     """Section, table or figure."""
     says: str
     holds_if: str
-    """The criterion, in words."""
+    """The criterion, in words that continue “holds if”."""
     judge: Callable[[Evidence], Outcome]
     tested_by: tuple[Command | PytestNode, ...] = ()
     differences: tuple[int, ...] = ()
@@ -252,9 +252,7 @@ def summary(place: str, says: str, *parts: Claim) -> Claim:
 
     commands = dict.fromkeys(command for part in parts for command in part.tested_by)
     differences = sorted({number for part in parts for number in part.differences})
-    return Claim(
-        place, says, "the rows named do", judge, tuple(commands), differences=tuple(differences)
-    )
+    return Claim(place, says, "do", judge, tuple(commands), differences=tuple(differences))
 
 
 def tell_number(value: float, digits: int = 1, *, sign: bool = False) -> str:

@@ -81,7 +81,7 @@ def test_the_page_shows_every_claim() -> None:
     page = (ROOT / "docs" / "claims.md").read_text("utf-8")
     for part in PARTS:
         assert f"<!-- results: {NAME} {PRESET}: {part} -->" in page
-    assert re.findall(r"^\| (\d+) \|", page, re.MULTILINE) == [
+    assert re.findall(r"^\| (\d+)\. ", page, re.MULTILINE) == [
         str(number) for number in range(1, len(CLAIMS) + 1)
     ]
 
