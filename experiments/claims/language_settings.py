@@ -24,7 +24,6 @@ from experiments.claims.language import (
     NAME,
     RUNS,
     SHARE,
-    WIKITEXT,
     Corpus,
 )
 from experiments.errors import ExperimentError
@@ -61,15 +60,24 @@ def _one_step_is_best(evidence: Evidence) -> Outcome:
 
 
 def _optimum_gains_as_much(evidence: Evidence) -> Outcome:
-    found = _at_optimum(WIKITEXT, evidence)
-    tokens = WIKITEXT.trials(evidence)[0]["tokens"]
-    (alone,) = evidence.tried(NAME, WIKITEXT.preset, method=LSTM, tokens=tokens)
-    fall = value_of(alone) - found
-    seen = (
-        f"WikiText-2: {value_of(alone):.1f} to {found:.1f}: −{fall:.1f} "
-        f"(paper −{WIKITEXT.valid_mbpa}), {tokens:,} tokens of the validation text"
-    )
-    return judged([fall >= SHARE * WIKITEXT.valid_mbpa], seen)
+    checks, told = [], []
+    for corpus in CORPORA:
+        tokens = corpus.trials(evidence)[0]["tokens"]
+        alone = [
+            value_of(record)
+            for record in evidence.tried(NAME, corpus.preset, method=LSTM)
+            if record["tokens"] == tokens and record.get("part") != "beginning"
+        ]
+        if not alone:  # an earlier search did not score the LSTM on the tokens of the trials
+            continue
+        found = _at_optimum(corpus, evidence)
+        fall = alone[0] - found
+        checks.append(fall >= SHARE * corpus.valid_mbpa)
+        told.append(
+            f"{corpus.name}: {alone[0]:.1f} to {found:.1f}: −{fall:.1f} "
+            f"(paper −{corpus.valid_mbpa:.1f}), {tokens:,} tokens of the validation text"
+        )
+    return judged(checks, "; ".join(told))
 
 
 def _setting_is_best(
@@ -149,7 +157,7 @@ CLAIMS = (
         "The settings of the paper (one step at 0.15, 256 of the last 5,000 tokens) give its gain",
         f"they lower our perplexity by at least {SHARE:.0%} of the paper's fall",
         _optimum_gains_as_much,
-        (WIKITEXT.search,),
+        SEARCHES,
         (32,),
     ),
     Claim(
