@@ -22,7 +22,7 @@ LAYERS = ("0", "2", "4")
 SEARCH_SEED = 1000
 """Seed of the search for settings; no run uses it."""
 BY_SIZE = ("der_alpha", "der_beta", "vote_k", "vote_bandwidth")
-LOCALS = ("alone", "random", "on_ewc", "on_replay", "on_der")
+LOCALS = ("alone", "random", "on_ewc", "on_replay", "on_der", "on_der_logits")
 """Fields of the config that have one value per memory size, and those composed of such fields."""
 
 Number = TypeVar("Number", int, float)
@@ -127,6 +127,10 @@ class PermutedMnistConfig:
     """MbPA on the network trained by replay."""
     on_der: AdaptationBySize = field(default_factory=AdaptationBySize)
     """MbPA on the network trained by DER++."""
+    on_der_logits: AdaptationBySize = field(default_factory=lambda: AdaptationBySize(lr=(0.001,)))
+    """The same towards the stored logits of the neighbours, by squared error, instead of their
+    labels. Rates are smaller: logits are farther apart than probabilities.
+    """
     switching: bool = True
     """Also run a stream whose task changes every `switch_every` examples."""
     switch_every: int = 500

@@ -26,12 +26,14 @@ COLORS = {
     "MbPA + EWC": "#e06a5a",
     "MbPA + replay": "#762a83",
     "MbPA + DER++": "#2166ac",
+    "MbPA + DER++ (logits)": "#67a9cf",
 }
 SHADES = ("#f4a582", "#e5735c", "#c8303a", "#8e0f26")
 """Colours of MbPA, by memory size."""
 REHEARSING = ("replay", "DER++", "A-GEM")
 ON_MEMORY = ("kernel vote", "random memories", "MbPA")
-COMBINED = ("MbPA + EWC", "MbPA + replay", "MbPA + DER++")
+ON_DER = ("MbPA + DER++", "MbPA + DER++ (logits)")
+COMBINED = ("MbPA + EWC", "MbPA + replay", *ON_DER)
 SIZED = (*REHEARSING, *ON_MEMORY, *COMBINED)
 ERRORS = (4, 5, 6, 8, 10, 15, 20, 30, 50)
 """Ticks of the axis of errors, in percent."""
@@ -106,7 +108,7 @@ def sections(results: Sequence[Result]) -> list[Section]:
     sequence = Section(
         title="Tasks in sequence",
         text=text,
-        tables=[_final(scores), _claims(scores)],
+        tables=[_final(scores), _claims(scores), *_gains_on_der(scores)],
         figures=[
             Figure("permuted-mnist-left", _left_caption(scores), _drawing(scores, _draw_left)),
             Figure("permuted-mnist-right", _right_caption(scores), _drawing(scores, _draw_right)),
@@ -206,6 +208,29 @@ def _claims(scores: Scores) -> Table:
     ]
     note = "Means are compared; how far seeds differ is in the table above."
     return Table("The paper's claims", ["claim", "here", f"percent, n = {told}"], rows, note)
+
+
+def _gains_on_der(scores: Scores) -> list[Table]:
+    """Compare MbPA with DER++, seed by seed: both have the same network and the same examples."""
+    rows = []
+    for method in ON_DER:
+        if not (scores.has("DER++") and scores.has(method)):
+            continue
+        cells = [method]
+        for ours, theirs in zip(scores.at_sizes(method), scores.at_sizes("DER++"), strict=True):
+            assert ours
+            assert theirs
+            pairs = zip(ours.values, theirs.values, strict=True)
+            gain = Spread(tuple(a - b for a, b in pairs))
+            least = f", at least {min(gain.values):+.2f}" if gain.values[1:] else ""
+            cells.append(f"{gain.mean:+.2f} ± {gain.deviation:.2f}{least}")
+        rows.append(cells)
+    note = (
+        "Differences of the same seed: the same network, trained by DER++, and the same stored "
+        f"examples; {scores.seeds}, and the smallest of them."
+    )
+    columns = ["method", *(f"n = {size:,}" for size in scores.sizes)]
+    return [Table("MbPA on DER++ minus DER++ alone, points", columns, rows, note)] if rows else []
 
 
 def _verdict(holds: bool) -> str:

@@ -1,11 +1,15 @@
-"""The accuracy of every method on all tasks so far, with one retrieval per memory."""
+"""The accuracy of every method on all tasks so far, with one retrieval per memory.
+
+A size has two memories with the same images as keys: one holds labels, the other the logits that
+the network trained by DER++ had for them when they were stored.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -20,11 +24,14 @@ from experiments.permuted_mnist.config import (
     PermutedMnistConfig,
     of_size,
 )
-from experiments.permuted_mnist.stream import PIXELS, generator
-from experiments.permuted_mnist.training import Training
+from experiments.permuted_mnist.stream import CLASSES, PIXELS, generator
+from experiments.permuted_mnist.training import StackedNetwork, Training
 from experiments.results import Record
 
 MAX_QUERIES = {"cuda": 10_000, "cpu": 1_000}  # at a time
+TOWARDS_LOGITS = "MbPA + DER++ (logits)"
+DRAWN = ("random memories", "MbPA", "MbPA + EWC")
+"""Methods with a memory that figures show after every task; the others are scored at the end."""
 MethodAtSize = tuple[str, int | None]
 """A method, and the index of its memory among the sizes if it has one."""
 
@@ -64,14 +71,24 @@ class TaskScores:
 
 
 def score_methods(training: Training, place: int, images: int) -> dict[MethodAtSize, TaskScores]:
-    """Score all methods of one seed, on this many images of every task so far."""
+    """Score the methods of one seed, on this many images of every task so far.
+
+    Before the last task, methods with a memory are left out unless their curves are drawn.
+    """
     config = training.config
     scores: dict[MethodAtSize, TaskScores] = defaultdict(TaskScores)
     networks = copy_networks(training, place)
-    memories = {
-        size: memory_of(training, place, size) for size in range(len(config.memory_per_task))
+    sizes = range(len(config.memory_per_task))
+    memories = {size: memory_of(training, place, size) for size in sizes}
+    logits = {size: logits_of(training, place, size) for size in sizes}
+    models = {
+        size: {
+            method: model
+            for method, model in _models(config, networks, memory, logits[size], size).items()
+            if training.is_over or method in DRAWN
+        }
+        for size, memory in memories.items()
     }
-    models = {size: _models(config, networks, memory, size) for size, memory in memories.items()}
     for part, (tasks, queries, answers) in enumerate(questions(training, place, images)):
         for name, network in networks.items():
             scores[name].take(tasks, answers, partial(network, queries))
@@ -87,6 +104,8 @@ def score_methods(training: Training, place: int, images: int) -> dict[MethodAtS
                     start = now(queries.device)
                     found = random_neighbors(memory, queries, model.predictor.k, draws)
                     needed = now(queries.device) - start
+                elif method == TOWARDS_LOGITS:
+                    found = with_logits(neighbors, logits[size])
                 predict = partial(model, keys=queries, neighbors=found)
                 if not part and queries.is_cuda:
                     predict()  # compile kernels before timing
@@ -152,13 +171,48 @@ def memory_of(training: Training, place: int, size: int) -> mbpa.ExactMemory:
     return memory
 
 
+def logits_of(
+    training: Training, place: int, size: int, index: int | None = None
+) -> Float[Tensor, "N 10"] | None:
+    """Return the logits stored for DER++ with everything in the memory; `None` without DER++.
+
+    Args:
+        index: the network among those trained by DER++; by default the first with this seed and
+            this memory.
+    """
+    for group in training.groups:
+        if group.logits is None:
+            continue
+        if index is None:
+            index = group.networks.index(StackedNetwork(place, size))
+        passed = training.kept.starts[training.done]
+        return group.logits[index, training.kept.positions_in_memory(place, size, passed)]
+    return None
+
+
+def hold_logits(memory: mbpa.Memory, logits: Float[Tensor, "N 10"]) -> mbpa.ExactMemory:
+    """Return a memory with the same keys that holds logits instead of labels."""
+    keys = memory.entries().keys
+    targets = mbpa.ExactMemory(
+        len(keys), PIXELS, value_shape=(CLASSES,), value_dtype=logits.dtype, device=keys.device
+    )
+    targets.write(keys, logits)
+    return targets
+
+
+def with_logits(neighbors: mbpa.Neighbors, logits: Float[Tensor, "N 10"]) -> mbpa.Neighbors:
+    """Return neighbours read from a memory of labels with their logits as values."""
+    return replace(neighbors, values=logits[neighbors.ids.to(logits.device)])
+
+
 def _models(
     config: PermutedMnistConfig,
     networks: dict[MethodAtSize, nn.Sequential],
     memory: mbpa.Memory,
+    logits: Float[Tensor, "N 10"] | None,
     size: int,
 ) -> dict[str, mbpa.MbPA]:
-    """Return all models that read this memory."""
+    """Return all models with a memory of this size."""
     plain = networks["MLP", None]
     kernel = make_kernel(of_size(config.vote_bandwidth, size))
     vote = mbpa.NeighborVote(kernel, k=of_size(config.vote_k, size))
@@ -171,10 +225,17 @@ def _models(
         network = networks.get((method, size), networks.get((method, None)))
         if network is not None:
             heads[f"MbPA + {method}"] = network, local.predictor(size)
-    return {
+    models = {
         method: mbpa.MbPA(head=head, memory=memory, predictor=predictor)
         for method, (head, predictor) in heads.items()
     }
+    if logits is not None:
+        models[TOWARDS_LOGITS] = mbpa.MbPA(
+            head=networks["DER++", size],
+            memory=hold_logits(memory, logits),
+            predictor=config.on_der_logits.predictor(size),
+        )
+    return models
 
 
 def adaptations_on_top(config: PermutedMnistConfig) -> dict[str, AdaptationBySize]:

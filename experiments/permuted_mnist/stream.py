@@ -171,10 +171,17 @@ class StoredExamples:
         places = self._firsts[block] + positions % self.block_size
         return self.streams.at(seeds, self._tasks[block], places)
 
+    def positions_in_memory(self, seed: int, size: int, passed: int) -> Int[Tensor, "N"]:
+        """Return the positions of everything stored after `passed` examples have passed, in order
+        of time.
+        """
+        stored = torch.arange(self.count(size, passed), device=self.streams.device)
+        seeds, sizes = torch.full_like(stored, seed), torch.full_like(stored, size)
+        return self.positions(sizes, seeds, stored)
+
     def memory(
         self, seed: int, size: int, passed: int
     ) -> tuple[Float[Tensor, "N 784"], Int[Tensor, "N"]]:
         """Return everything stored after `passed` examples have passed, in order of time."""
-        stored = torch.arange(self.count(size, passed), device=self.streams.device)
-        seeds, sizes = torch.full_like(stored, seed), torch.full_like(stored, size)
-        return self.examples_at(seeds, self.positions(sizes, seeds, stored))
+        positions = self.positions_in_memory(seed, size, passed)
+        return self.examples_at(torch.full_like(positions, seed), positions)

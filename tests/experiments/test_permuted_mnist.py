@@ -34,10 +34,13 @@ from experiments.permuted_mnist.config import (
 from experiments.permuted_mnist.figures import sections
 from experiments.permuted_mnist.scoring import (
     copy_networks,
+    hold_logits,
+    logits_of,
     memory_of,
     questions,
     random_neighbors,
     score_methods,
+    with_logits,
 )
 from experiments.permuted_mnist.stream import StoredExamples, Streams, blocks_of, load_digits
 from experiments.permuted_mnist.training import Training
@@ -46,7 +49,8 @@ from experiments.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
 METHODS = ["MLP", "EWC", "replay", "DER++", "A-GEM", "kernel vote", "random memories", "MbPA"]
-METHODS += ["MbPA + EWC", "MbPA + replay", "MbPA + DER++"]
+METHODS += ["MbPA + EWC", "MbPA + replay", "MbPA + DER++", "MbPA + DER++ (logits)"]
+DRAWN_AFTER_EVERY_TASK = {*METHODS[:5], "random memories", "MbPA", "MbPA + EWC"}
 TINY = replace(
     PRESETS["smoke"],
     examples=200,
@@ -209,13 +213,16 @@ def test_rehearsed_examples_have_passed_and_bring_the_logits_of_their_time(
 # The run
 
 
-def test_every_method_is_scored_after_every_task(records: list[Record]) -> None:
+def test_every_method_is_scored_at_the_end_and_every_curve_after_every_task(
+    records: list[Record],
+) -> None:
     sequence = of(records, stream="sequence", name="mean_accuracy", split="test")
     assert {r["method"] for r in sequence} == set(METHODS)
     for method in METHODS:
         sizes = [None] if method in ("MLP", "EWC") else [10, 40]
+        tasks = (1, 2, 3) if method in DRAWN_AFTER_EVERY_TASK else (3,)
         found = [(r["tasks_seen"], r["memory_per_task"]) for r in of(sequence, method=method)]
-        assert sorted(found, key=str) == sorted(itertools.product((1, 2, 3), sizes), key=str)
+        assert sorted(found, key=str) == sorted(itertools.product(tasks, sizes), key=str)
     assert all(0 <= float(r["value"] or 0) <= 1 for r in sequence)
     switching = of(records, stream="switching", name="mean_accuracy")
     assert {"MLP", "EWC", "EWC, told every switch", "MbPA"} <= {r["method"] for r in switching}
@@ -271,6 +278,46 @@ def test_scores_are_those_of_each_method_on_its_own(training: Training) -> None:
         right = float((parametric(queries).argmax(1) == answers).double().mean())
         assert scores["EWC", None].accuracies[task] == pytest.approx(right)
     assert sum(len(answers) for _, _, answers in questions(training, 0, 60)) == 180
+
+
+def test_adapting_to_logits_starts_from_the_outputs_of_the_time_of_storing(
+    training: Training,
+) -> None:
+    """The model of the method `(logits)` is a plain one on a memory of logits."""
+    networks, memory = copy_networks(training, 0), memory_of(training, 0, 1)
+    group = next(group for group in training.groups if group.method == "DER++")
+    index = [network.size for network in group.networks].index(1)
+    logits = logits_of(training, 0, 1)
+    assert logits is not None
+    assert group.logits is not None
+    images, _ = training.kept.memory(0, 1, 600)
+    for entry in (0, 41, 119):
+        position = next(
+            position
+            for position in range(600)
+            if torch.equal(
+                training.kept.examples_at(torch.tensor(0), torch.tensor(position))[0],
+                images[entry],
+            )
+        )
+        assert torch.equal(logits[entry], group.logits[index, position])
+    queries, answers = training.streams.queries(0, 2, 60)
+    targets = hold_logits(memory, logits)
+    model = mbpa.MbPA(
+        head=networks["DER++", 1], memory=targets, predictor=TINY.on_der_logits.predictor(1)
+    )
+    shared = with_logits(memory.read(queries, 10), logits)
+    assert torch.allclose(model(keys=queries, neighbors=shared), model(queries), atol=1e-5)
+    right = float((model(queries).argmax(1) == answers).double().mean())
+    found = score_methods(training, 0, 60)["MbPA + DER++ (logits)", 1].accuracies[2]
+    assert found == pytest.approx(right, abs=0.04)
+    before = (networks["DER++", 1](memory.entries().keys) - logits).square().mean()
+    nearer = mbpa.MbPA(
+        head=networks["DER++", 1],
+        memory=targets,
+        predictor=mbpa.Adapted(mbpa.Gradient(0.01, 5), k=1),
+    )
+    assert (nearer(memory.entries().keys) - logits).square().mean() < 0.9 * before
 
 
 def test_memories_at_random_are_entries_of_the_memory(training: Training) -> None:
@@ -353,6 +400,7 @@ GRIDS = tuning.Grids(
     der_alphas=(0.3,),
     der_betas=(0.5, 1.0),
     rates=(0.1, 0.3),
+    logit_rates=(0.001, 0.01),
     steps=(1, 3),
     counts=(5, 10),
     bandwidths=(0.0, 2.0),
@@ -377,6 +425,12 @@ def test_the_search_chooses_on_images_of_its_own_and_resumes_where_it_was(
     setting = {name: chosen[f"alone.{name}", 40] for name in vars(AdaptationBySize())}
     taken = float(of(adapted, **setting)[0]["value"] or 0)
     assert taken >= max(float(r["value"] or 0) for r in adapted) - tuning.ACCURACY_TOLERANCE
+    towards_logits = of(records, method="MbPA + DER++ (logits)", memory_per_task=40)
+    setting = {name: chosen[f"on_der_logits.{name}", 40] for name in vars(AdaptationBySize())}
+    taken = float(of(towards_logits, **setting)[0]["value"] or 0)
+    best_value = max(float(r["value"] or 0) for r in towards_logits)
+    assert taken >= best_value - tuning.TOLERANCE_ON_DER
+    assert {r["lr"] for r in towards_logits} == set(GRIDS.logit_rates)
     most = GRIDS.count_settings(len(TINY.memory_per_task))
     assert most // 2 < len(of(records, name="mean_accuracy")) <= most
 
@@ -413,6 +467,23 @@ def test_the_report_is_made_of_records_alone(records: list[Record]) -> None:
     )[0]["value"]
     assert mbpa_row[2] == f"{100 * float(value or 0):.2f} ± 0.00"
     assert len(parts[0].tables[1].rows) == 5  # the claims
+    gains = parts[0].tables[2]
+    assert [row[0] for row in gains.rows] == ["MbPA + DER++", "MbPA + DER++ (logits)"]
+    alone, both = (
+        float(
+            of(
+                records,
+                stream="sequence",
+                method=method,
+                memory_per_task=10,
+                tasks_seen=3,
+                name="mean_accuracy",
+            )[0]["value"]
+            or 0
+        )
+        for method in ("DER++", "MbPA + DER++ (logits)")
+    )
+    assert gains.rows[1][1].startswith(f"{100 * (both - alone):+.2f} ± 0.00, at least ")
     stored = {row[0]: float(row[1]) for row in parts[1].tables[0].rows}
     network = 4 * (784 * 24 + 24 + 24 * 24 + 24 + 240 + 10) / 1e6
     assert stored["EWC as published, parameters and Fisher of every task"] == pytest.approx(
