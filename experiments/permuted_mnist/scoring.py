@@ -104,8 +104,8 @@ def score_methods(training: Training, place: int, images: int) -> dict[MethodAtS
                     start = now(queries.device)
                     found = random_neighbors(memory, queries, model.predictor.k, draws)
                     needed = now(queries.device) - start
-                elif method == TOWARDS_LOGITS:
-                    found = with_logits(neighbors, logits[size])
+                elif (stored := logits[size]) is not None and method == TOWARDS_LOGITS:
+                    found = with_logits(neighbors, stored)
                 predict = partial(model, keys=queries, neighbors=found)
                 if not part and queries.is_cuda:
                     predict()  # compile kernels before timing

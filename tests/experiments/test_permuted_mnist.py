@@ -220,9 +220,9 @@ def test_every_method_is_scored_at_the_end_and_every_curve_after_every_task(
     assert {r["method"] for r in sequence} == set(METHODS)
     for method in METHODS:
         sizes = [None] if method in ("MLP", "EWC") else [10, 40]
-        tasks = (1, 2, 3) if method in DRAWN_AFTER_EVERY_TASK else (3,)
+        seen = (1, 2, 3) if method in DRAWN_AFTER_EVERY_TASK else (3,)
         found = [(r["tasks_seen"], r["memory_per_task"]) for r in of(sequence, method=method)]
-        assert sorted(found, key=str) == sorted(itertools.product(tasks, sizes), key=str)
+        assert sorted(found, key=str) == sorted(itertools.product(seen, sizes), key=str)
     assert all(0 <= float(r["value"] or 0) <= 1 for r in sequence)
     switching = of(records, stream="switching", name="mean_accuracy")
     assert {"MLP", "EWC", "EWC, told every switch", "MbPA"} <= {r["method"] for r in switching}
@@ -280,7 +280,7 @@ def test_scores_are_those_of_each_method_on_its_own(training: Training) -> None:
     assert sum(len(answers) for _, _, answers in questions(training, 0, 60)) == 180
 
 
-def test_adapting_to_logits_starts_from_the_outputs_of_the_time_of_storing(
+def test_logits_to_adapt_to_are_those_of_the_time_of_storing(
     training: Training,
 ) -> None:
     """The model of the method `(logits)` is a plain one on a memory of logits."""
