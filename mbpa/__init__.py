@@ -5,7 +5,7 @@ from mbpa.adaptation import Engine
 from mbpa.errors import CheckpointError, MissingExtraError
 from mbpa.evaluation import leave_one_out
 from mbpa.explanation import Explanation
-from mbpa.kernels import ExpDot, Gaussian, InverseDistance, Uniform
+from mbpa.kernels import Balanced, ExpDot, Gaussian, InverseDistance, Uniform
 
 # Earlier names of the kernels, which still work.
 from mbpa.kernels import exp_dot as exp_dot
@@ -27,6 +27,7 @@ __all__ = [
     "Adam",
     "AdaptationGrid",
     "Adapted",
+    "Balanced",
     "CheckpointError",
     "Engine",
     "ExactMemory",

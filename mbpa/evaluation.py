@@ -8,7 +8,7 @@ Shapes: B queries at a time, Q in all, K neighbours, C classes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ def leave_one_out(
     model.check_predictor(predictor)
     entries = LabelledQueries.from_entries(model).sample(queries, seed)
     found = []
-    for batch in read_batches(model, entries, predictor.k, predictor.keys_for, progress):
+    for batch in read_batches(model, entries, [predictor], progress):
         with own_precision(batch.keys):
             context = model.build_context(batch.keys, batch.neighbors)
             found.append(predictor(context.nearest(predictor.k)))
@@ -160,21 +160,31 @@ class QueryBatch(NamedTuple):
 
 
 def read_batches(
-    model: MbPA, queries: LabelledQueries, k: int, keys_for: int, progress: bool = False
+    model: MbPA,
+    queries: LabelledQueries,
+    predictors: Sequence[Predictor],
+    progress: bool = False,
+    *,
+    with_keys: bool = True,
 ) -> Iterator[QueryBatch]:
-    """Yield batches of queries with at least their k nearest neighbours, themselves excluded.
+    """Yield batches of queries with the neighbours that all predictors need, themselves excluded.
 
-    There may be fewer neighbours if the memory does not hold k.
+    There may be fewer neighbours if the memory does not hold as many.
     """
-    extra = int(queries.ids is not None)
+    memory, extra = model.memory, int(queries.ids is not None)
+    k = max(predictor.k for predictor in predictors)
+    keys_for = max(predictor.keys_for for predictor in predictors) if with_keys else 0
     keys_for = keys_for + extra if keys_for else 0
+    counts_labels = any(predictor.uses_label_counts for predictor in predictors)
     rows = count_batch_rows(model, keys_for)
     starts = range(0, len(queries.keys), rows)
     for start in tqdm(starts, desc="scoring", unit="batch", file=sys.stderr, disable=not progress):
         part = slice(start, start + rows)
-        neighbors = model.memory.read(queries.keys[part], max(1, k) + extra, keys_for=keys_for)
+        with memory.lock:
+            neighbors = memory.read(queries.keys[part], max(1, k) + extra, keys_for=keys_for)
+            neighbors = memory.count_labels(neighbors) if counts_labels else neighbors
         if queries.ids is not None:
-            neighbors = leave_out(neighbors, queries.ids[part])
+            neighbors = leave_out(neighbors, queries.ids[part], queries.values[part])
         yield QueryBatch(queries.keys[part], queries.values[part], queries.weights[part], neighbors)
 
 
@@ -183,11 +193,13 @@ def count_batch_rows(model: MbPA, keys_for: int) -> int:
     return min(MAX_BATCH_QUERIES, model.count_rows_per_read(keys_for))
 
 
-def leave_out(neighbors: Neighbors, ids: Int[Tensor, "B"]) -> Neighbors:
-    """Remove from each query's neighbours the one with the given id.
+def leave_out(
+    neighbors: Neighbors, ids: Int[Tensor, "B"], values: Shaped[Tensor, "B *V"]
+) -> Neighbors:
+    """Remove from each query's neighbours the one with the given id, which has the given value.
 
     Where that id is not among them, the last neighbour is removed, so that all rows keep the same
-    length.
+    length. In counts of labels it is left out everywhere.
     """
     width = neighbors.ids.shape[1]
     if width < 2:
@@ -201,4 +213,7 @@ def leave_out(neighbors: Neighbors, ids: Int[Tensor, "B"]) -> Neighbors:
         return tensor.gather(1, places.expand(-1, -1, *tensor.shape[2:]))
 
     others: dict[str, Any] = {name: take_others(getattr(neighbors, name)) for name in TENSORS}
+    if neighbors.label_counts is not None:
+        is_same = neighbors.values == values.to(neighbors.values.device)[:, None]
+        others["label_counts"] = take_others((neighbors.label_counts - is_same.long()).clamp_min(1))
     return replace(neighbors, **others)

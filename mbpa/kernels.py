@@ -3,7 +3,8 @@
 A kernel is called as `kernel(distances, dots)` with squared Euclidean distances and inner products,
 both of shape (B, K). It returns log-weights (B, K) up to a constant per row; `neighbor_weights`
 normalises them. Any function of that form is a kernel. Those defined here are classes, so that they
-can be compared, printed and saved.
+can be compared, printed and saved. `Balanced` wraps a kernel and also takes the number of entries
+that the memory holds of each neighbour's label.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mbpa.memory import Neighbors, validation
 from mbpa.replay import assume
 
-Kernel = Callable[[Tensor, Tensor], Tensor]
+PlainKernel = Callable[[Tensor, Tensor], Tensor]
+"""A kernel of distances and inner products alone."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,55 @@ class Uniform:
         return torch.zeros_like(distances)
 
 
+@dataclass(frozen=True)
+class Balanced:
+    """Another kernel, divided by how many entries of the neighbour's label the memory holds,
+    `k(h, q) / countᵖ`.
+
+    Neighbours of a label with few entries are few, so labels with many entries outvote them. With
+    p = 1 all labels have the same total weight in a memory whose entries are all equally near. The
+    counts are those of the memory at the time of the read: what was overwritten or deleted does not
+    count. Which entries are the k nearest does not depend on them.
+
+    Args:
+        kernel: weights the neighbours by their distance.
+        power: p, from 0 to 1; 0 is the kernel itself.
+
+    Example:
+        >>> import torch, mbpa
+        >>> memory = mbpa.ExactMemory(capacity=10, key_dim=1)
+        >>> ids = memory.write(torch.tensor([[1.0], [1.0], [1.0], [1.0]]), [0, 0, 0, 1])
+        >>> vote = mbpa.NeighborVote(mbpa.Balanced(mbpa.InverseDistance()), k=4)
+        >>> model = mbpa.MbPA(head=torch.nn.Linear(1, 2), memory=memory, predictor=vote)
+        >>> model(torch.tensor([[0.0]])).exp()
+        tensor([[0.5000, 0.5000]])
+    """
+
+    kernel: PlainKernel
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_kernel(self.kernel)
+        if isinstance(self.kernel, Balanced):
+            raise ValueError(f"kernel must not be balanced already, got {self.kernel}")
+        _parse_field(self, "power")
+        if not 0 <= self.power <= 1:
+            raise ValueError(f"power must be between 0 and 1, got {self.power}")
+
+    def __call__(
+        self,
+        distances: Float[Tensor, "B K"],
+        dots: Float[Tensor, "B K"],
+        label_counts: Int[Tensor, "B K"],
+    ) -> Float[Tensor, "B K"]:
+        logs = self.kernel(distances, dots)
+        return logs - self.power * label_counts.to(logs.dtype).log()
+
+
+Kernel: TypeAlias = PlainKernel | Balanced
+"""What predictors take as a kernel."""
+
+
 # Earlier names of the classes, which still work.
 inverse_distance: TypeAlias = InverseDistance
 gaussian: TypeAlias = Gaussian
@@ -113,7 +164,14 @@ def neighbor_weights(kernel: Kernel, neighbors: Neighbors) -> Float[Tensor, "B K
 
     Padding has weight 0, so a row that consists of padding alone sums to 0.
     """
-    logs = kernel(neighbors.distances, neighbors.dots)
+    if isinstance(kernel, Balanced):
+        if neighbors.label_counts is None:
+            raise ValueError(
+                f"{kernel} needs the label counts of neighbors: memory.count_labels(neighbors)"
+            )
+        logs = kernel(neighbors.distances, neighbors.dots, neighbors.label_counts)
+    else:
+        logs = kernel(neighbors.distances, neighbors.dots)
     if logs.shape != neighbors.mask.shape:
         raise ValueError(
             f"a kernel must return log-weights of shape {tuple(neighbors.mask.shape)}, "
@@ -125,6 +183,14 @@ def neighbor_weights(kernel: Kernel, neighbors: Neighbors) -> Float[Tensor, "B K
     limits = torch.finfo(logs.dtype)
     logs = logs.clamp(limits.min, limits.max).masked_fill(~neighbors.mask, -torch.inf)
     return logs.softmax(1).masked_fill(~neighbors.mask, 0)
+
+
+def check_kernel(kernel: object) -> None:
+    """Raise `ValueError` unless this is a function or an instance of a kernel."""
+    if not callable(kernel) or isinstance(kernel, type):
+        raise ValueError(
+            f"kernel must be a function or an instance, such as mbpa.Uniform(), got {kernel!r}"
+        )
 
 
 def _parse_field(kernel: object, name: str) -> None:

@@ -185,18 +185,20 @@ class MbPA(MemoryModule):
         """
         flat, _ = self._flatten_keys((), {}, keys)
 
+        def compare(keys: Tensor) -> Comparison:
+            context = self.build_context(keys, found := self._read(keys))
+            return Comparison(context.parametric, self.predictor(context), found)
+
         def compute(keys: Tensor) -> tuple[Tensor, ...]:
-            found = self._read(keys)
-            context = self.build_context(keys, found)
-            tensors = [] if found is None else [getattr(found, name) for name in TENSORS]
-            return context.parametric, self.predictor(context), *tensors
+            both = compare(keys)
+            tensors = [getattr(both.neighbors, name) for name in TENSORS if both.neighbors]
+            return both.before, both.after, *tensors
 
         with self.memory.lock, own_precision(flat):
             form = self._find_form(flat) if is_replayed(flat) else None
             if form is None:
-                before, after, *tensors = compute(flat)
-            else:
-                before, after, *tensors = self._replayer.run(("compare", form), compute, flat)
+                return compare(flat)
+            before, after, *tensors = self._replayer.run(("compare", form), compute, flat)
             neighbors = None
             if tensors:
                 named = dict(zip(TENSORS, tensors, strict=True))
@@ -218,8 +220,11 @@ class MbPA(MemoryModule):
     def _find_form(self, keys: Float[Tensor, "B *D"]) -> Hashable | None:
         """Return what a prediction depends on besides values on the GPU; `None` if unknown.
 
-        It is known for a linear head and parts of this library, but not for code of the user.
+        It is known for a linear head and parts of this library, but not for code of the user, nor
+        for counts of labels, which are made anew after each write.
         """
+        if self.predictor.uses_label_counts:
+            return None
         layout, description = self.memory.layout, describe(self.predictor)
         head = LinearHead.find(self._head.running, ())
         if layout is None or head is None or custom_parts(description):
@@ -379,6 +384,8 @@ class MbPA(MemoryModule):
         k = max(1, self.predictor.k)
         with self.memory.lock, own_precision(keys):
             neighbors = self.memory.read_causally(keys, labels, k, keys_for=self.predictor.keys_for)
+            if self.predictor.uses_label_counts:
+                neighbors = self.memory.count_labels(neighbors, labels)
             prediction = self.predictor(self.build_context(keys, neighbors))
             scores = prediction.gather(1, labels[:, None])[:, 0]
             self.memory.write(keys, labels)
@@ -576,7 +583,9 @@ class MbPA(MemoryModule):
     def _read(self, keys: Float[Tensor, "B *D"]) -> Neighbors | None:
         if not self.predictor.k:
             return None
-        return self.memory.read(keys, self.predictor.k, keys_for=self.predictor.keys_for)
+        with self.memory.lock:
+            found = self.memory.read(keys, self.predictor.k, keys_for=self.predictor.keys_for)
+            return self.memory.count_labels(found) if self.predictor.uses_label_counts else found
 
     def _trim_neighbors(self, neighbors: Neighbors, queries: int) -> Neighbors:
         """Return as many of the neighbours as the predictor uses; `ValueError` if too few."""
@@ -589,6 +598,8 @@ class MbPA(MemoryModule):
                 f"the predictor needs {k} neighbors and the keys of {keys_for}, got {width} "
                 f"and the keys of {with_keys}"
             )
+        if self.predictor.uses_label_counts and neighbors.label_counts is None:
+            neighbors = self.memory.count_labels(neighbors)
         return neighbors.first(k)
 
 

@@ -25,7 +25,7 @@ from mbpa.adaptation import (
     Problem,
     require_convex,
 )
-from mbpa.kernels import InverseDistance, Kernel, neighbor_weights
+from mbpa.kernels import Balanced, InverseDistance, Kernel, check_kernel, neighbor_weights
 from mbpa.memory import Memory, Neighbors, validation
 from mbpa.replay import assume
 from mbpa.rules import AUTO, MAP, Gradient, Rule, require_rule
@@ -90,6 +90,11 @@ class Predictor(abc.ABC):
     def keys_for(self) -> int:
         """The number of neighbours whose keys it uses, too."""
         return 0
+
+    @property
+    def uses_label_counts(self) -> bool:
+        """Whether neighbours must come with the counts of `Memory.count_labels`."""
+        return False
 
     def check(self, head: nn.Module, memory: Memory) -> None:  # noqa: B027 (most accept any)
         """Raise `ValueError` if the predictor cannot work with this head and this memory.
@@ -186,7 +191,12 @@ class Adapted(Predictor):
     def keys_for(self) -> int:
         return self.k
 
+    @property
+    def uses_label_counts(self) -> bool:
+        return isinstance(self.kernel, Balanced)
+
     def check(self, head: nn.Module, memory: Memory) -> None:
+        _check_balance(self, memory)
         names = [name for name, _ in head.named_parameters()]
         for name in self.params or ():
             if name not in names:
@@ -255,7 +265,12 @@ class NeighborVote(Predictor):
         if not 0 <= self.smoothing <= 1:
             raise ValueError(f"smoothing must be between 0 and 1, got {self.smoothing}")
 
+    @property
+    def uses_label_counts(self) -> bool:
+        return isinstance(self.kernel, Balanced)
+
     def check(self, head: nn.Module, memory: Memory) -> None:
+        _check_balance(self, memory)
         if self.smoothing and not memory.holds_labels:
             raise ValueError("smoothing is for labels, the memory holds regression targets")
 
@@ -318,6 +333,10 @@ class Mixture(Predictor):
     def keys_for(self) -> int:
         return max(part.keys_for for part in self.mixed)
 
+    @property
+    def uses_label_counts(self) -> bool:
+        return any(part.uses_label_counts for part in self.mixed)
+
     def check(self, head: nn.Module, memory: Memory) -> None:
         for part in self.mixed:
             part.check(head, memory)
@@ -340,11 +359,12 @@ class Mixture(Predictor):
 
 def _check_neighbors(predictor: Adapted | NeighborVote) -> None:
     object.__setattr__(predictor, "k", validation.count("k", predictor.k))
-    if not callable(predictor.kernel) or isinstance(predictor.kernel, type):
-        raise ValueError(
-            f"kernel must be a function or an instance, such as mbpa.Uniform(), "
-            f"got {predictor.kernel!r}"
-        )
+    check_kernel(predictor.kernel)
+
+
+def _check_balance(predictor: Adapted | NeighborVote, memory: Memory) -> None:
+    if predictor.uses_label_counts and not memory.holds_labels:
+        raise ValueError(f"{predictor.kernel} is for labels, the memory holds regression targets")
 
 
 def in_short(part: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from mbpa.kernels import ExpDot, Gaussian, InverseDistance, Uniform
+from mbpa.kernels import Balanced, ExpDot, Gaussian, InverseDistance, Uniform
 from mbpa.predictors import Adapted, Mixture, NeighborVote, Parametric, Predictor
 from mbpa.rules import MAP, Adam, Gradient, RMSprop
 
@@ -20,6 +20,7 @@ _CLASSES: dict[str, type] = {
     "gaussian": Gaussian,
     "exp_dot": ExpDot,
     "uniform": Uniform,
+    "balanced": Balanced,
 }
 _NAMES = {cls: name for name, cls in _CLASSES.items()}
 

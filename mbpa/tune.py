@@ -176,7 +176,7 @@ def tune(
     asked = asked.sample(validation.count("queries", queries), seed, balanced)
     search = _Search(model, AdaptationGrid() if candidates is None else candidates)
     search.measure(asked)
-    for batch in read_batches(model, asked, search.k, search.keys_for, progress):
+    for batch in read_batches(model, asked, search.known, progress):
         search.score(batch)
     trials = search.rank_trials(objective)
     return Tuning(trials, objective, len(asked.keys), left_out=asked.ids is not None)
@@ -190,11 +190,10 @@ class _Search:
         self._grid = candidates if isinstance(candidates, AdaptationGrid) else None
         given = () if isinstance(candidates, AdaptationGrid) else _check_predictors(candidates)
         self._listed: list[Predictor] = [model.predictor, Parametric(), *given]
-        known = [*self._listed, *(self._grid.make_adaptations(1.0) if self._grid else ())]
-        for predictor in known:
+        self.known = [*self._listed, *(self._grid.make_adaptations(1.0) if self._grid else ())]
+        """All candidates; bandwidths are not in their unit yet."""
+        for predictor in self.known:
             model.check_predictor(predictor)
-        self.k = max(predictor.k for predictor in known)
-        self.keys_for = max(predictor.keys_for for predictor in known)
         self._nearest: float | None = None  # the unit of bandwidths
         self._predictors: list[Predictor] = []
         self._sums: list[Tensor] = []
@@ -204,11 +203,12 @@ class _Search:
         """Measure the unit of bandwidths in advance, if the queries take more than one batch."""
         if self._grid is None or not any(self._grid.bandwidth):
             return
-        if len(queries.keys) <= count_batch_rows(self._model, self.keys_for + 1):
+        keys_for = max(predictor.keys_for for predictor in self.known)
+        if len(queries.keys) <= count_batch_rows(self._model, keys_for + 1):
             return
         found = [
             _square_nearest(batch.neighbors)
-            for batch in read_batches(self._model, queries, self.k, keys_for=0)
+            for batch in read_batches(self._model, queries, self.known, with_keys=False)
         ]
         self._nearest = _average_distance(torch.cat(found))
 

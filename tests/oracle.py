@@ -37,10 +37,19 @@ def nearest(keys: Tensor, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(order), distances[order]
 
 
-def weigh(distances: Tensor, power: float = 4.0) -> Tensor:
-    """Weights of neighbours at these squared distances; the default power is that of `Adapted`."""
-    weights = 1 / (1e-3 + distances) ** power
+def weigh(distances: Tensor, power: float = 4.0, counts: Tensor | float = 1.0) -> Tensor:
+    """Weights of neighbours at these squared distances; the default power is that of `Adapted`.
+
+    They are divided by `counts`, one number per neighbour.
+    """
+    weights = 1 / (1e-3 + distances) ** power / counts
     return weights / weights.sum()
+
+
+def count_labels(values: Tensor, index: Tensor) -> Tensor:
+    """Number of entries that have the label of each of the entries at these places."""
+    listed = values.tolist()
+    return torch.tensor([listed.count(listed[place]) for place in index.tolist()])
 
 
 def adapted_outputs(
@@ -53,12 +62,18 @@ def adapted_outputs(
     values: Tensor,
     k: int,
     power: float = 4.0,
+    balance: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs of the adapted heads and norms of their changes, one query at a time."""
+    """Outputs of the adapted heads and norms of their changes, one query at a time.
+
+    The weights of neighbours are divided by the number of entries with their label, to the power
+    `balance`.
+    """
     outputs, changes = [], []
     for query in queries:
         index, distances = nearest(keys, query, k)
-        weights = weigh(distances, power)
+        counts = count_labels(values, index).double() ** balance if balance else 1.0
+        weights = weigh(distances, power, counts)
         adapted = adapt_one(head, rule, loss, params, keys[index], values[index], weights)
         squares = [
             (new - old).square().sum()

@@ -104,8 +104,33 @@ def test_an_infinite_weight_takes_all() -> None:
         assert neighbor_weights(kernel, found).tolist() == [[0.5, 0.5, 0.0]]
 
 
+def test_balanced_weights_are_divided_by_how_often_a_label_occurs() -> None:
+    memory = mbpa.ExactMemory(10, 1, dtype=torch.float64)
+    memory.write(torch.tensor([[1.0], [1.0], [2.0], [1.0], [3.0]]).double(), [7, 7, 7, 7, 2])
+    found = memory.count_labels(memory.read(torch.zeros(1, 1).double(), 5))
+    assert found.label_counts is not None
+    assert found.label_counts.tolist() == [[4, 4, 4, 4, 1]]
+    for power in (0.0, 0.3, 1.0):
+        plain = 1 / (1e-3 + torch.tensor([1.0, 1.0, 1.0, 4.0, 9.0]).double())
+        expected = plain / torch.tensor([4.0, 4.0, 4.0, 4.0, 1.0]).double() ** power
+        weights = neighbor_weights(mbpa.Balanced(mbpa.InverseDistance(), power), found)
+        assert (weights[0] - expected / expected.sum()).abs().max() < 1e-12
+    assert found.first(2).label_counts.tolist() == [[4, 4]]
+    twice = mbpa.Neighbors.concatenate([found, found])
+    assert twice.rows(slice(1, 2)).label_counts.tolist() == found.label_counts.tolist()
+
+
+def test_labels_can_only_be_counted_in_a_memory_of_labels() -> None:
+    memory = mbpa.ExactMemory(10, 2, value_dtype=torch.float32)
+    memory.write(torch.ones(1, 2), torch.ones(1))
+    with pytest.raises(ValueError, match="for labels, the memory holds regression targets"):
+        memory.count_labels(memory.read(torch.ones(1, 2), 1))
+
+
 def test_bad_kernels_are_refused() -> None:
     found, _, _ = neighbors()
+    with pytest.raises(ValueError, match=r"needs the label counts of neighbors: memory.count_lab"):
+        neighbor_weights(mbpa.Balanced(mbpa.Uniform()), found)
     with pytest.raises(ValueError, match=r"log-weights of shape \(1, 5\), got \(1,\)"):
         neighbor_weights(lambda distances, dots: distances.sum(1), found)
     with pytest.raises(ValueError, match="must not return NaN"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,46 @@ def test_the_neural_cache_is_a_vote_over_the_whole_memory() -> None:
     model, queries = model_with(mbpa.NeighborVote(mbpa.exp_dot(0.4), k=30))
     expected = votes(model, queries, 30, lambda h, q: torch.exp(0.4 * h @ q))
     assert (model(queries).exp() - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_a_balanced_vote_follows_what_the_memory_holds_now(power: float) -> None:
+    """After overwriting and deleting, and with neighbours that were read before."""
+    kernel = mbpa.Balanced(mbpa.InverseDistance(), power)
+    model, queries = model_with(mbpa.NeighborVote(kernel, k=9))
+
+    def check() -> None:
+        entries = model.memory.entries()
+        labels = {tuple(key.tolist()): int(v) for _, key, v in zip(*entries, strict=True)}
+        counts = entries.values.bincount(minlength=CLASSES).double()
+
+        def weigh(h: Tensor, q: Tensor) -> Tensor:
+            return 1 / (1e-3 + (h - q).square().sum()) / counts[labels[tuple(h.tolist())]] ** power
+
+        expected = votes(model, queries, 9, weigh)
+        assert (model(queries).exp() - expected).abs().max() < 1e-12
+        found = model.memory.read(queries, 12)
+        assert (model(queries, neighbors=found).exp() - expected).abs().max() < 1e-12
+        why = model.explain(queries)
+        assert (why.after.exp() - expected).abs().max() < 1e-12
+
+    check()
+    model.write(torch.randn(12, 3).double(), torch.zeros(12, dtype=torch.int64))  # overwrites 12
+    check()
+    model.memory.delete(model.memory.ids[-9:])
+    check()
+    model.memory.replace_keys(model.memory.ids[:2], torch.randn(2, 3).double())
+    model.memory.resize(14)
+    check()
+
+
+def test_a_balanced_predictor_is_saved_with_the_model(tmp_path: Path) -> None:
+    kernel = mbpa.Balanced(mbpa.Gaussian(0.7), 0.5)
+    model, queries = model_with(mbpa.Adapted(mbpa.Gradient(0.5, 3), k=6, kernel=kernel))
+    model.save(tmp_path / "model")
+    loaded = mbpa.MbPA.load(tmp_path / "model")
+    assert loaded.predictor == model.predictor
+    assert torch.equal(loaded(queries), model(queries))
 
 
 def test_smoothing_spreads_a_share_over_all_classes() -> None:
@@ -159,6 +200,10 @@ def test_probabilities_sum_to_one() -> None:
         (lambda: mbpa.inverse_distance(None), "epsilon must be a finite number, got None"),
         (lambda: mbpa.InverseDistance(power="4"), "power must be a finite number, got '4'"),
         (lambda: mbpa.InverseDistance(power=-1), "power must be positive, got -1"),
+        (lambda: mbpa.Balanced(mbpa.Uniform(), 1.5), "power must be between 0 and 1, got 1.5"),
+        (lambda: mbpa.Balanced(mbpa.Uniform(), "1"), "power must be a finite number, got '1'"),
+        (lambda: mbpa.Balanced(mbpa.Uniform), "kernel must be a function or an instance"),
+        (lambda: mbpa.Balanced(mbpa.Balanced(mbpa.Uniform())), "must not be balanced already"),
         (lambda: mbpa.NeighborVote(smoothing="a"), "smoothing must be a finite number, got 'a'"),
         (lambda: mbpa.NeighborVote(k=True), "k must be a whole number, got True"),
         (lambda: mbpa.Mixture(mbpa.Parametric(), weights=("1",)), "weights must be a finite"),
@@ -191,3 +236,7 @@ def test_a_predictor_that_does_not_fit_head_or_memory_is_refused() -> None:
         model_with(mbpa.Adapted(mbpa.Gradient(0.1), loss="squared_error"))
     with pytest.raises(ValueError, match="smoothing is for labels"):
         model_with(mbpa.NeighborVote(smoothing=0.1), targets=True)
+    balanced = mbpa.Balanced(mbpa.InverseDistance())
+    for predictor in (mbpa.NeighborVote(balanced), mbpa.Adapted(kernel=balanced)):
+        with pytest.raises(ValueError, match=r"Balanced\(.*is for labels, the memory holds regr"):
+            model_with(predictor, targets=True)

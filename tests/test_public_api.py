@@ -16,7 +16,7 @@ PUBLIC = {
     *("MbPA", "split", "score_stream", "Engine", "Explanation"),
     *("tune", "AdaptationGrid", "Tuning", "leave_one_out"),
     *("Memory", "ExactMemory", "GraphMemory", "ShardedMemory", "Neighbors"),
-    *("InverseDistance", "Gaussian", "ExpDot", "Uniform"),
+    *("InverseDistance", "Gaussian", "ExpDot", "Uniform", "Balanced"),
     *("Rule", "Gradient", "RMSprop", "Adam", "MAP"),
     *("Predictor", "Parametric", "Adapted", "NeighborVote", "Mixture"),
     *("CheckpointError", "MissingExtraError"),

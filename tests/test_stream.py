@@ -23,6 +23,11 @@ PREDICTORS = {
         mbpa.NeighborVote(mbpa.exp_dot(0.3), k=50),
         weights=(0.6, 0.2, 0.2),
     ),
+    "balanced": mbpa.Mixture(
+        mbpa.Adapted(mbpa.Gradient(0.7, 2), k=4, kernel=mbpa.Balanced(mbpa.InverseDistance())),
+        mbpa.NeighborVote(mbpa.Balanced(mbpa.Gaussian(1.0), 0.5), k=9, smoothing=0.1),
+        weights=(0.5, 0.5),
+    ),
 }
 
 

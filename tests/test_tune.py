@@ -62,6 +62,7 @@ PREDICTORS = [
     mbpa.Adapted(mbpa.Gradient("auto", 4), k=6),
     mbpa.Mixture(mbpa.Parametric(), mbpa.NeighborVote(mbpa.Gaussian(1.0), k=9), weights=(0.4, 0.6)),
     mbpa.NeighborVote(k=100, smoothing=0.1),  # more than there are
+    mbpa.Adapted(mbpa.Gradient(0.5, 4), k=6, kernel=mbpa.Balanced(mbpa.InverseDistance())),
 ]
 
 
@@ -85,6 +86,18 @@ def test_an_entry_among_more_copies_than_are_read_is_left_out_too() -> None:
     assert (leave_one_out(model, predictor).predictions - expected).abs().max() < 1e-9
 
 
+def test_a_balanced_candidate_is_scored_as_it_would_predict() -> None:
+    model, plain = make_model(), mbpa.InverseDistance()
+    kernels = [plain, mbpa.Balanced(plain, 0.0), mbpa.Balanced(plain, 1.0)]
+    adapted = [mbpa.Adapted(mbpa.Gradient(0.5, 4), k=9, kernel=kernel) for kernel in kernels]
+    losses = {trial.predictor: trial.loss for trial in mbpa.tune(model, candidates=adapted).trials}
+    assert losses[adapted[1]] == pytest.approx(losses[adapted[0]], rel=1e-12)
+    labels = model.memory.entries().values
+    for predictor in adapted:
+        expected, _ = loss_and_accuracy(predictions_without(model, predictor), labels)
+        assert losses[predictor] == pytest.approx(expected, rel=1e-9)
+
+
 def test_regression_is_left_out_too() -> None:
     model = make_model(20, has_labels=False)
     found = leave_one_out(model)
@@ -98,9 +111,9 @@ def test_regression_is_left_out_too() -> None:
 
 def test_entries_of_a_read_are_dropped_by_id_and_the_last_where_there_is_none() -> None:
     memory = make_model(10).memory
-    _, keys, _ = memory.entries()
+    _, keys, labels = memory.entries()
     found = memory.read(keys[:3], 5, keys_for=3)
-    others = leave_out(found, torch.tensor([0, int(found.ids[1, 2]), 999]))
+    others = leave_out(found, torch.tensor([0, int(found.ids[1, 2]), 999]), labels[:3])
     assert others.ids[0].tolist() == found.ids[0, 1:].tolist()  # itself, the nearest
     assert others.ids[1].tolist() == found.ids[1, [0, 1, 3, 4]].tolist()
     assert others.ids[2].tolist() == found.ids[2, :4].tolist()
@@ -131,7 +144,7 @@ def test_a_trial_is_what_the_predictor_does_on_validation_data() -> None:
 def test_a_trial_is_what_the_predictor_does_when_entries_are_left_out() -> None:
     model = make_model(20)
     result = mbpa.tune(model, candidates=PREDICTORS, objective="accuracy")
-    assert len(result.trials) == 5  # with the model's own, and none
+    assert len(result.trials) == len(PREDICTORS) + 2  # with the model's own, and none
     assert result.left_out
     labels = model.memory.entries().values
     for trial in result.trials:

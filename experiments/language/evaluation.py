@@ -57,6 +57,7 @@ from experiments.language.passage import (
 from experiments.language.words import examples, improvements, improvements_by_memory
 from experiments.measures import wait_for_device
 from experiments.results import Record
+from mbpa.kernels import neighbor_weights
 
 Found = TypeVar("Found")
 
@@ -488,8 +489,7 @@ def loop_scores(
     for position in positions:
         at = range(position, position + 1)
         near = retrieval.neighbors(at, predictor.k, retrieval.window + 1)
-        weights = predictor.kernel(near.distances, near.dots)
-        weights = weights.masked_fill(~near.mask, -math.inf).softmax(1)[0]
+        weights = neighbor_weights(predictor.kernel, near)[0]
         start = [p.detach() for p in (head.weight, head.bias)]
         params = [p.clone().requires_grad_() for p in start]
         optimizer = torch.optim.SGD(params, lr=local.lr)

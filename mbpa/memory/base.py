@@ -16,6 +16,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -30,6 +31,8 @@ from mbpa.memory.ranking import (
     SCRATCH_BYTES,
     UnwrittenEntries,
     Windows,
+    count_equal,
+    count_equal_between,
     find_unsure,
     full_precision,
     measure_candidates,
@@ -543,6 +546,43 @@ class Memory(Copyable, EntryForm, abc.ABC):
             own = UnwrittenEntries(queries, stored, values, self._to_tensor(new_ids), since)
             return self._shape_keys(own.merge_into(past, k, keys_for))
 
+    def count_labels(
+        self, neighbors: Neighbors, arriving: Int[Tensor, "B"] | None = None
+    ) -> Neighbors:
+        """Return these neighbours with `label_counts`, for the kernel `Balanced`.
+
+        Hold `lock` during the read and this call if other threads write. Labels are sorted when
+        they are first counted after a change, so counting takes longest then.
+
+        Args:
+            neighbors: neighbours from a read of this memory.
+            arriving: for neighbours from `read_causally`, the labels that were passed there: each
+                entry counts what it would see.
+        """
+        if not self.holds_labels:
+            raise ValueError("label counts are for labels, the memory holds regression targets")
+        wanted = neighbors.values.to(torch.int64).contiguous()
+        with self._lock:
+            self._prepare(change=False)
+            if arriving is None:
+                counts = count_equal(self._sort_labels(), wanted)
+            else:
+                seen = torch.cat([self._read_labels(), arriving.to(self.device, torch.int64)])
+                last = len(self) + torch.arange(len(wanted), device=self.device)
+                first = (last - self.capacity).clamp_min(0)  # what came before is overwritten
+                counts = count_equal_between(seen, wanted, first, last)
+        return replace(neighbors, label_counts=counts.masked_fill(~neighbors.mask, 1))
+
+    def _sort_labels(self) -> Int[Tensor, "M"]:
+        if self._sorted_labels is None:
+            self._sorted_labels = self._read_labels().sort().values
+        return self._sorted_labels
+
+    def _read_labels(self) -> Int[Tensor, "M"]:
+        """Return the labels of all entries, oldest first."""
+        slots = self._to_tensor(self._ring.oldest(len(self)))
+        return self._read_values(slots).to(torch.int64)
+
     def _read(
         self,
         queries: Float[Tensor, "B D"],
@@ -661,6 +701,7 @@ class Memory(Copyable, EntryForm, abc.ABC):
     def _change(self, hook: Callable[..., None], *arguments: Any) -> None:
         """Call a hook; if it raises, remember that what the backend holds is unknown."""
         self._is_unsure = True
+        self._sorted_labels = None
         hook(*arguments)
         self._is_unsure = False
 
@@ -718,6 +759,7 @@ class Memory(Copyable, EntryForm, abc.ABC):
 
     def _set_ring(self, ring: Ring) -> None:
         self._ring = ring
+        self._sorted_labels = None
         self._change_revision()
         self._set_slot_ids(ring.capacity)
 

@@ -23,7 +23,7 @@ _revisions = itertools.count()  # no two memories ever share a revision
 
 
 class Copyable:
-    """The part of a memory that is not copied: its lock, its recordings, its revision."""
+    """The part of a memory that is not copied: lock, recordings, revision, sorted labels."""
 
     is_local = True
     """Whether the object itself holds its entries, so that copies and state dicts include them."""
@@ -31,6 +31,7 @@ class Copyable:
     _lock: threading.RLock
     _replayer: Replayer
     _revision: int
+    _sorted_labels: Tensor | None = None
 
     def _set_up(self) -> None:
         self._lock, self._replayer = threading.RLock(), Replayer()
@@ -111,4 +112,4 @@ class Packed(NamedTuple):
         return tensor.to(device)
 
 
-_UNCOPIED = {"_lock", "_replayer", "_revision"}
+_UNCOPIED = {"_lock", "_replayer", "_revision", "_sorted_labels"}

@@ -43,6 +43,9 @@ class Neighbors:
     one."""
     capacity: int
     """Capacity of the memory at the time of reading; all slots are below it."""
+    label_counts: Int[Tensor, "B K"] | None = None
+    """Number of entries that have the same label as the neighbour, itself included; 1 for padding.
+    `None` unless `Memory.count_labels` added it."""
 
     def first(self, k: int) -> Neighbors:
         """Return only the first k neighbours of each query.
@@ -82,6 +85,9 @@ class Neighbors:
             },
             revision=self.revision,
             capacity=self.capacity,
+            label_counts=_join_counts(
+                [self, other], lambda counts: counts[0].index_copy(0, rows, counts[1])
+            ),
         )
 
     @staticmethod
@@ -97,14 +103,26 @@ class Neighbors:
             **{name: torch.cat([getattr(part, name) for part in parts]) for name in TENSORS},
             revision=parts[0].revision,
             capacity=parts[0].capacity,
+            label_counts=_join_counts(parts, torch.cat),
         )
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Neighbors:
         mapped: dict[str, Any] = {name: function(getattr(self, name)) for name in TENSORS}
+        if self.label_counts is not None:
+            mapped["label_counts"] = function(self.label_counts)
         return replace(self, **mapped)
 
 
+def _join_counts(
+    parts: list[Neighbors], join: Callable[[list[Tensor]], Tensor]
+) -> Int[Tensor, "B K"] | None:
+    """Join the label counts of several parts; `None` unless all of them have some."""
+    counts = [part.label_counts for part in parts if part.label_counts is not None]
+    return join(counts) if len(counts) == len(parts) else None
+
+
 TENSORS = ("values", "distances", "dots", "mask", "ids", "slots", "keys")
+"""Fields that every `Neighbors` has."""
 
 
 class Candidates(NamedTuple):

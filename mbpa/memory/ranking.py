@@ -314,3 +314,30 @@ def _split(numbers: Float[Tensor, "N D"], bits: int) -> tuple[Tensor, Tensor]:
     """Split float32 numbers into their `bits` leading bits and the rest, both exact."""
     large = (numbers.view(torch.int32) & -(1 << (24 - bits))).view(torch.float32)
     return large, numbers - large
+
+
+# Counting labels
+
+
+def count_equal(ordered: Int[Tensor, "M"], wanted: Int[Tensor, "*W"]) -> Int[Tensor, "*W"]:
+    """Return how many of the rising numbers `ordered` equal each of the wanted ones."""
+    last = torch.searchsorted(ordered, wanted, right=True)
+    return last - torch.searchsorted(ordered, wanted)
+
+
+def count_equal_between(
+    numbers: Int[Tensor, "N"],
+    wanted: Int[Tensor, "B K"],
+    first: Int[Tensor, "B"],
+    last: Int[Tensor, "B"],
+) -> Int[Tensor, "B K"]:
+    """Return how many of `numbers`, from the place `first` to before the place `last` of each row,
+    equal each of the wanted ones.
+    """
+    distinct, ranks = numbers.unique(return_inverse=True)
+    size = len(numbers) + 1
+    # Sorted by number, then by place: equal numbers between two places lie next to each other.
+    ordered = (ranks * size + torch.arange(len(numbers), device=numbers.device)).sort().values
+    start = torch.searchsorted(distinct, wanted) * size
+    counts = torch.searchsorted(ordered, start + last[:, None])
+    return counts - torch.searchsorted(ordered, start + first[:, None])

@@ -206,6 +206,11 @@ class StoredMemory(Memory):
     ) -> Neighbors:
         return self._repeat(partial(super().read_causally, keys, values, k, keys_for=keys_for))
 
+    def count_labels(
+        self, neighbors: Neighbors, arriving: Int[Tensor, "B"] | None = None
+    ) -> Neighbors:
+        return self._repeat(partial(super().count_labels, neighbors, arriving))
+
     def _repeat(self, call: Callable[[], T]) -> T:
         for _ in range(MAX_READ_ATTEMPTS - 1):
             with contextlib.suppress(StaleReadError):

@@ -86,7 +86,10 @@ class AdaptedModel(ServedModel):
         return ExplainedJudgement(Judgement(why.after), why.before, self.labels, sources)
 
     def _read(self, keys: Float[Tensor, "B D"]) -> mbpa.Neighbors | None:
-        return self._reader.read(keys, self._predictor.k) if self._predictor.k else None
+        if not self._predictor.k:
+            return None
+        counted = self._predictor.uses_label_counts
+        return self._reader.read(keys, self._predictor.k, with_label_counts=counted)
 
     def _list_sources(self, why: mbpa.Explanation) -> Sources:
         """Return the examples behind the answer to one query, and how far the parameters moved."""

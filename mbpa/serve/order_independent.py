@@ -47,7 +47,9 @@ class OrderIndependentReader:
         """The head's column for each label number that entries are written with; `None`: they are
         the same."""
 
-    def read(self, queries: Float[Tensor, "B D"], k: int) -> Neighbors:
+    def read(
+        self, queries: Float[Tensor, "B D"], k: int, *, with_label_counts: bool = False
+    ) -> Neighbors:
         """Return the `k` entries nearest to each query, with columns of the head as values.
 
         Equally near entries are ordered by key, then by column.
@@ -59,6 +61,8 @@ class OrderIndependentReader:
             while reach < len(self.memory) and _is_cut(found.distances, k):
                 reach *= 4
                 found = self.memory.read(queries, reach, keys_for=0)
+            if with_label_counts:
+                found = self.memory.count_labels(found)
             columns = found.values if self.columns is None else self.columns[found.values]
             order = self._order(found, columns)[:, :k]
             ids = found.ids.gather(1, order)
@@ -72,6 +76,9 @@ class OrderIndependentReader:
             ids=ids,
             slots=found.slots.gather(1, order),
             keys=keys,
+            label_counts=found.label_counts
+            if found.label_counts is None
+            else found.label_counts.gather(1, order),
         )
 
     def _order(self, found: Neighbors, columns: Int[Tensor, "B R"]) -> Int[Tensor, "B R"]:

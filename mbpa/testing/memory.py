@@ -213,6 +213,8 @@ def _reads_causally(make: MakeMemory, exact: bool) -> None:
         twins.write(twins.keys(written))
         keys, values = twins.keys(12), twins.values(12)
         found = twins.memory.read_causally(keys, values, k, keys_for=keys_for)
+        if twins.memory.holds_labels:
+            found = twins.memory.count_labels(found, values)
         twins.agree("read_causally")
         for row in range(12):
             twins.check_row(found, row, keys[row], k, keys_for)

@@ -90,6 +90,8 @@ class Twins:
     def read(self, queries: Tensor, k: int, keys_for: int | None = None) -> Neighbors:
         given = queries.clone()
         found = self.memory.read(queries, k, keys_for=keys_for)
+        if self.memory.holds_labels:
+            found = self.memory.count_labels(found)
         require_same("read leaves its queries as they are", given.tolist(), queries.tolist())
         width = min(k, len(self.entries))
         require_same("shape of what read returns", (len(queries), width), tuple(found.mask.shape))
@@ -125,6 +127,12 @@ class Twins:
             require_same(f"ids of the {k} nearest", nearest, ids)
         width = min(found.mask.shape[1], k if keys_for is None else keys_for)
         require_same("number of neighbours with keys", width, found.keys.shape[1])
+        if found.label_counts is not None:
+            labels = [value.tolist() for _, _, value in self.entries]
+            expected = [labels.count(label) for label in found.values[row].tolist()[:count]]
+            counts = found.label_counts[row].tolist()
+            require_same("entries of each neighbour's label", expected, counts[:count])
+            require_same("label counts of padding", [1] * len(blank), counts[count:])
         entries = {id_: (key.tolist(), value.tolist()) for id_, key, value in self.entries}
         for place, id_ in enumerate(ids):
             self._check_neighbor(found, row, place, id_, *entries[id_], query.tolist())

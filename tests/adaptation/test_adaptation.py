@@ -64,6 +64,7 @@ def make_model(
     loss: object = None,
     params: tuple[str, ...] | None = None,
     power: float = 4,
+    balance: float | None = None,
     engine: mbpa.Engine | None = None,
 ) -> mbpa.MbPA:
     memory = mbpa.ExactMemory(
@@ -73,7 +74,8 @@ def make_model(
         value_shape=tuple(values.shape[1:]),
         value_dtype=values.dtype,
     )
-    kernel = mbpa.InverseDistance(power=power)
+    plain = mbpa.InverseDistance(power=power)
+    kernel = plain if balance is None else mbpa.Balanced(plain, balance)
     predictor = mbpa.Adapted(rule, k=K, kernel=kernel, loss=loss, params=params)
     model = mbpa.MbPA(head=head, memory=memory, predictor=predictor, engine=engine)
     model.write(keys, values)
@@ -235,6 +237,29 @@ def test_chunks_of_any_size_agree(path: str) -> None:
         answers.append(make_model(head.double(), keys, values, rule, engine=engine)(queries))
     assert (answers[0] - answers[2]).abs().max() <= 1e-12
     assert (answers[1] - answers[2]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("balance", [0.5, 1.0])
+@pytest.mark.parametrize("rule_name", RULES)
+@pytest.mark.parametrize("head_name", HEADS)
+def test_every_path_equals_the_loop_with_weights_balanced_over_labels(
+    head_name: str, rule_name: str, balance: float
+) -> None:
+    head, shape = make_head(head_name)
+    head, rule = head.double(), RULES[rule_name](4)
+    keys, values, queries = data(shape, "cross_entropy", torch.float64)
+    values = torch.where(torch.arange(ENTRIES) < 30, 0, values)  # one label has most of the entries
+    loop = (head, rule, "cross_entropy", None, queries[:3], keys, values, K)
+    expected, changes = oracle.adapted_outputs(*loop, balance=balance)
+    plain, _ = oracle.adapted_outputs(*loop)
+    assert (expected.log_softmax(1) - plain.log_softmax(1)).abs().max() > 1e-3  # it does matter
+    for path in paths_for(head_name, rule):
+        engine = mbpa.Engine(path=path)
+        model = make_model(head, keys, values, rule, balance=balance, engine=engine)
+        assert (model(queries)[:3] - expected.log_softmax(1)).abs().max() <= 1e-9, path
+        why = model.explain(queries[:3])
+        assert (why.change - changes).abs().max() <= 1e-9, path
+        assert (model.compare(queries[:3]).after - expected.log_softmax(1)).abs().max() <= 1e-9
 
 
 def test_chunks_keep_to_the_scratch_budget() -> None:

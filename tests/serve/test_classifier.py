@@ -675,6 +675,19 @@ def test_equally_near_entries_come_in_an_order_of_their_content(copies):
     torch.testing.assert_close(found[0][1], exact)
 
 
+def test_an_order_independent_read_counts_labels_as_they_were_written():
+    keys = random_keys(6, DIM, seed=1)
+    memory = mbpa.ExactMemory(10, DIM)
+    memory.write(keys, [2, 2, 2, 0, 0, 1])
+    reader = OrderIndependentReader(memory)
+    reader.columns = torch.tensor([7, 7, 4])  # two labels share a column
+    found = reader.read(QUERIES[:3], 6, with_label_counts=True)
+    expected = {0: 3, 1: 3, 2: 3, 3: 2, 4: 2, 5: 1}
+    assert found.label_counts.tolist() == [
+        [expected[id] for id in row] for row in found.ids.tolist()
+    ]
+
+
 def test_a_directory_that_is_no_run_is_refused(tmp_path, untaught):
     with pytest.raises(
         RunError, match=r"is not a run \(it has no run\.json\): create one with `mbpa teach`"
