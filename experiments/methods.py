@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import mbpa
 from experiments.search import Grid
-from mbpa.kernels import Kernel
+from mbpa.kernels import PlainKernel
 
 VOTE_WEIGHTS: Grid = {"weight": tuple(place / 10 for place in range(1, 10))}
 """Weights of the vote in a `VoteMixture` that a search tries."""
@@ -34,7 +34,7 @@ UNSCALED = Scale()
 """The scale of settings that are given as they are used."""
 
 
-def make_kernel(bandwidth: float, scale: Scale = UNSCALED) -> Kernel:
+def make_kernel(bandwidth: float, scale: Scale = UNSCALED) -> PlainKernel:
     """Return a Gaussian kernel, or the paper's inverse distance if the bandwidth is 0."""
     return mbpa.gaussian(bandwidth * scale.near) if bandwidth else mbpa.inverse_distance()
 

@@ -16,12 +16,19 @@ from experiments.images import neighbourhoods, sensitivity
 from experiments.images.config import ImagesConfig
 from experiments.images.figures import incremental_sections, unbalanced_sections
 from experiments.images.incremental import run_split
+from experiments.images.methods import BalancedAdaptation
 from experiments.images.neighbourhood_figures import neighbourhood_sections
 from experiments.images.presets import PRESETS, count_images_per_epoch
 from experiments.images.sensitivity_figures import sensitivity_sections
 from experiments.images.task import make_image_task
-from experiments.images.tuning import make_search_config, tune
+from experiments.images.tuning import (
+    make_balance_search_config,
+    make_search_config,
+    tune,
+    tune_balance,
+)
 from experiments.results import Record
+from experiments.tuned_settings import apply_tuned_settings
 
 __all__ = [
     "INCREMENTAL",
@@ -33,6 +40,7 @@ __all__ = [
     "tune",
 ]
 
+UNBALANCED_NAME = "unbalanced-images"
 SCARCE = 0.1
 UNTIL_TWENTY = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 12.5, 15.0, 17.5, 20.0)
 
@@ -47,6 +55,18 @@ def run(config: ImagesConfig, context: Context) -> BySeed:
         return run_each_seed(config.seeds, context, run_seed, tick=bar.update)
 
 
+def make_unbalanced(name: str, preset: ImagesConfig) -> ImagesConfig:
+    """Return a preset with few images of some classes; its balance of classes was searched so."""
+    config = replace(
+        preset,
+        scarce=SCARCE,
+        points=UNTIL_TWENTY if name == "paper" else preset.points,
+        capacity=count_images_per_epoch(replace(preset, scarce=SCARCE)),
+        balanced=BalancedAdaptation(**vars(preset.gradient)),
+    )
+    return apply_tuned_settings(config, UNBALANCED_NAME, name) if name == "paper" else config
+
+
 INCREMENTAL = Experiment(
     name="incremental-images",
     summary="a network that knows half of the classes meets all of them",
@@ -59,20 +79,14 @@ INCREMENTAL = Experiment(
 )
 
 UNBALANCED = Experiment(
-    name="unbalanced-images",
+    name=UNBALANCED_NAME,
     summary="the same, with a tenth of the data for half of the new classes",
     reproduces="paper, section 4.2.1, figure 5 left",
-    presets={
-        name: replace(
-            preset,
-            scarce=SCARCE,
-            points=UNTIL_TWENTY if name == "paper" else preset.points,
-            capacity=count_images_per_epoch(replace(preset, scarce=SCARCE)),
-        )
-        for name, preset in PRESETS.items()
-    },
+    presets={name: make_unbalanced(name, preset) for name, preset in PRESETS.items()},
     run=run,
     sections=unbalanced_sections,
+    searched=make_balance_search_config,
+    tune=tune_balance,
 )
 
 NEIGHBOURHOODS = Experiment(

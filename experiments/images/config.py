@@ -8,6 +8,8 @@ from typing import Literal
 from experiments.config_checks import check_minima, check_rising, check_seeds
 from experiments.images.methods import (
     METHODS,
+    BalancedAdaptation,
+    ImageMethod,
     ImageMethodSettings,
     Model,
     PreservingAdaptation,
@@ -67,6 +69,7 @@ class ImagesConfig:
     mixture: VoteMixture = field(default_factory=lambda: VoteMixture(k=50))
     rmsprop: ScaledAdaptation = field(default_factory=lambda: ScaledAdaptation("rmsprop", lr=0.001))
     gradient: ScaledAdaptation = field(default_factory=ScaledAdaptation)
+    balanced: BalancedAdaptation = field(default_factory=BalancedAdaptation)
     retraining: RetrainedLayer = field(default_factory=RetrainedLayer)
     kept: PreservingAdaptation = field(default_factory=PreservingAdaptation)
 
@@ -116,12 +119,18 @@ class ImagesConfig:
         found: ImageMethodSettings = getattr(self, METHODS[method].settings)
         return found
 
+    @property
+    def methods(self) -> dict[str, ImageMethod]:
+        """The methods to compare, by name."""
+        is_scarce = self.scarce < 1
+        return {name: each for name, each in METHODS.items() if is_scarce or not each.needs_scarce}
+
     def models(self, situation: Situation, with_own_layers: bool = True) -> dict[str, Model]:
         """Return the methods to compare in this situation, optionally without those that have a
         layer of their own.
         """
         return {
             name: make_model(self.settings(name) if method.settings else None, situation)
-            for name, method in METHODS.items()
+            for name, method in self.methods.items()
             if with_own_layers or not method.has_own_layer
         }

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.drawing import Spread, curve, finish, legend_below, repetitions, told
+from experiments.drawing import (
+    Spread,
+    curve,
+    finish,
+    legend_below,
+    repetitions,
+    sentence,
+    told,
+)
 from experiments.images.methods import METHODS
 from experiments.results import Result, value_of
 from experiments.sections import Figure, Section, Table
@@ -51,7 +59,9 @@ class Scores:
 
     @property
     def methods(self) -> list[str]:
-        return list(dict.fromkeys(str(key[1]) for key in self._values))
+        """The methods that were measured in every split."""
+        first, *others = ([str(r["method"]) for r in each.metrics] for each in self.results)
+        return [name for name in dict.fromkeys(first) if all(name in each for each in others)]
 
     def spread(
         self, name: str, method: str, subset: str, epochs: float, **varied: float
@@ -80,6 +90,19 @@ class Scores:
     @property
     def splits(self) -> str:
         return repetitions(len(self.results), "split")
+
+
+def find_lead(scores: Scores, method: str, subset: str) -> dict[float, Spread]:
+    """Return the lead over the parametric model by epochs, computed per split, in points."""
+    ours = scores.across("epochs", "top1", method, subset)
+    theirs = scores.across("epochs", "top1", "parametric", subset)
+    return {epochs: subtract(spread, theirs[epochs]) for epochs, spread in ours.items()}
+
+
+def subtract(ours: Spread, theirs: Spread) -> Spread:
+    """Return the difference of two measurements in each split."""
+    pairs = zip(ours.values, theirs.values, strict=True)
+    return Spread(tuple(mine - other for mine, other in pairs))
 
 
 def data_in_words(config: Mapping[str, Any]) -> str:
@@ -159,12 +182,36 @@ def unbalanced_sections(results: Sequence[Result]) -> list[Section]:
         Section(
             title="Few images of some new classes",
             text=(
-                f"Half of the new classes have {share:.0%} of their images; the test is balanced.",
+                f"Half of the new classes have {share:.0%} of their images; the test is balanced. "
+                "`MbPA (balanced)` is `MbPA (gradient)` with the weight of each neighbour divided "
+                "by a power of the number of entries that the memory holds of its class.",
             ),
-            tables=[table],
+            tables=[table, _table_of_leads(scores, last)],
             figures=[figure],
         )
     ]
+
+
+def _table_of_leads(scores: Scores, last: float) -> Table:
+    """Return whether the lead over the parametric model is wider on scarce classes."""
+    rows, spans = [], list(dict.fromkeys((min(1.0, last), last)))
+    for method in scores.methods:
+        leads = [find_lead(scores, method, subset) for subset in ("novel-scarce", "novel-full")]
+        if method == "parametric" or not all(span in lead for span in spans for lead in leads):
+            continue
+        cells: list[str] = []
+        for span in spans:
+            scarce, full = (lead[span] for lead in leads)
+            cells += [each.told(1) for each in (scarce, full, subtract(scarce, full))]
+        rows.append([method, *cells])
+    words = "scarce", "others", "difference"
+    return Table(
+        "Lead over the parametric model on new classes, points",
+        ["method", *(f"{word}, at {span:g}" for span in spans for word in words)],
+        rows,
+        f"By epochs. Difference: by how much the lead is wider on scarce classes. "
+        f"{sentence(scores.splits)}.",
+    )
 
 
 def _table(scores: Scores, subset: str) -> Table:

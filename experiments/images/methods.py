@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -90,6 +90,23 @@ class ScaledAdaptation(PredictorSettings):
             start = self.initial_square
             rule = mbpa.RMSprop(self.lr, self.steps, self.decay, initial_square=start)
         return mbpa.Adapted(rule, k=self.k, kernel=make_kernel(self.bandwidth, scale))
+
+
+@dataclass(frozen=True)
+class BalancedAdaptation(ScaledAdaptation):
+    """An adaptation in which neighbours of a class with few entries have more weight."""
+
+    power: float = 1.0
+    """Power of the number of entries of a neighbour's class by which its weight is divided."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.power <= 1:
+            raise ValueError(f"power must be between 0 and 1, got {self.power}")
+
+    def predictor(self, scale: Scale = UNSCALED) -> mbpa.Adapted:
+        kernel = mbpa.Balanced(make_kernel(self.bandwidth, scale), self.power)
+        return replace(super().predictor(scale), kernel=kernel)
 
 
 @dataclass(frozen=True)
@@ -200,6 +217,8 @@ class ImageMethod(ComparedMethod):
     """Whether the method ignores the trained layer, and so knows nothing before the first entry."""
     has_own_layer: bool = False
     """Whether the method builds a layer from the memory and ignores the one that keeps learning."""
+    needs_scarce: bool = False
+    """Whether the method is compared only where some classes have fewer images than others."""
 
 
 NEIGHBOURS: Grid = {"k": (10, 20, 50, 100, 200), "bandwidth": (0.0, 0.3, 0.5, 0.7, 1.0)}
@@ -211,6 +230,7 @@ RMSPROP_STEPS: Grid = {
     "initial_square": (0.0, 1.0),
 }
 PENALTIES: Grid = {"penalty": (0.03, 0.1, 0.3, 1.0, 3.0)}
+BALANCES: Grid = {"power": (0.0, 0.25, 0.5, 0.75, 1.0)}
 MARGINS = tuple(place / 20 for place in range(31))  # last in each grid: outputs are shared
 KEPT_RATES: Grid = {"penalty": (0.07, 0.15, 0.3, 0.6), "lr": (0.1, 0.3, 1.0), "offset": MARGINS}
 KEPT_NEIGHBOURS: Grid = {"k": (20, 50, 100), "bandwidth": (0.3, 0.5, 0.7), "offset": MARGINS}
@@ -225,6 +245,7 @@ METHODS: dict[str, ImageMethod] = {
     "MbPA (gradient)": ImageMethod(
         "#67a9cf", "gradient", (GRADIENT_STEPS, NEIGHBOURS, GRADIENT_STEPS, DECAYS)
     ),
+    "MbPA (balanced)": ImageMethod("#01665e", "balanced", (BALANCES,), needs_scarce=True),
     "retrained": ImageMethod("#b8a1cf", "retraining", (PENALTIES,), has_own_layer=True),
     "MbPA (kept)": ImageMethod(
         "#762a83",

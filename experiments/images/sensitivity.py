@@ -31,7 +31,7 @@ from experiments.images.incremental import (
     split_answers,
     stream_of,
 )
-from experiments.images.methods import WITH_SETTINGS, Model, make_model
+from experiments.images.methods import Model, make_model
 from experiments.images.presets import PAPER, QUICK, SMOKE, copy_fields
 from experiments.images.task import ImageTask, make_image_task
 from experiments.results import Record
@@ -160,7 +160,7 @@ class Study:
         """Measure methods with other numbers of neighbours and otherwise the same settings."""
         situation, records = situation_of(moment, self.task), list[Record]()
         models: dict[tuple[str, int], Model] = {}
-        for name in WITH_SETTINGS:
+        for name in (name for name, method in self.config.methods.items() if method.settings):
             settings: Any = self.config.settings(name)
             for k in self.config.counts if hasattr(settings, "k") else ():
                 if k <= len(moment.memory):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from math import nan
 from typing import TYPE_CHECKING
 
 from experiments.drawing import Spread, curve, finish, legend_below, sentence, told
@@ -13,6 +14,7 @@ from experiments.images.figures import (
     color_of,
     data_in_words,
     draw_curves,
+    find_lead,
     in_epochs,
     square_root,
     unzipped,
@@ -98,6 +100,8 @@ def _draw_varied(canvas: matplotlib.figure.Figure, scores: Scores, axis: str, ac
                 panel.axhline(
                     layer.mean, color=color, linestyle=":", linewidth=1.8, label="parametric"
                 )
+                low, high = layer.mean - layer.deviation, layer.mean + layer.deviation
+                panel.axhspan(low, high, color=color, alpha=0.15, linewidth=0)
             places: set[float] = set()
             for method in scores.methods:
                 points = scores.across(axis, "top1", method, subset, epochs=epochs)
@@ -220,8 +224,7 @@ def _draw_rates(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
         for method in methods:
             for lr in rates:
                 points = scores.across("epochs", "top1", method, subset, lr=lr)
-                mean = [spread.mean for spread in points.values()]
-                panel.plot(list(points), mean, color=color_of(method), linewidth=widths[lr])
+                curve(panel, *unzipped(points), color_of(method), "", width=widths[lr])
         finish(panel, "epochs of all classes", title=title)
         square_root(panel)
     panels[0].set_ylabel("top-1 accuracy (%)")
@@ -282,26 +285,11 @@ def _caught_up(scores: Scores, last: float) -> Table:
 
 
 def _when(scores: Scores, method: str, subset: str, last: float) -> str:
-    lead = _lead(scores, method, subset)
+    lead = find_lead(scores, method, subset)
     for epochs in lead:
         if all(later.mean <= 0 for at, later in lead.items() if at >= epochs):
             return f"{epochs:g}"
     return f"not within {last:g}"
-
-
-def _lead(scores: Scores, method: str, subset: str) -> dict[float, Spread]:
-    """Return the lead over the parametric model, computed per split."""
-    ours = scores.across("epochs", "top1", method, subset)
-    theirs = scores.across("epochs", "top1", "parametric", subset)
-    return {
-        epochs: Spread(
-            tuple(
-                mine - other
-                for mine, other in zip(spread.values, theirs[epochs].values, strict=True)
-            )
-        )
-        for epochs, spread in ours.items()
-    }
 
 
 def _adapting(scores: Scores) -> list[str]:
@@ -315,21 +303,25 @@ def _corrections(scores: Scores) -> Table:
         for name, words in CORRECTIONS.items():
             for subset in ("novel", "pre-trained"):
                 of = scores.across("epochs", name, method, subset)
-                ends = of[points[0]], of[points[-1]]
-                ratio = ends[1].mean / ends[0].mean if ends[0].mean else math.nan
-                cells = [_significant(end.mean) for end in ends]
-                rows.append([method, words, SUBSETS[subset], *cells, f"{ratio:.2f}"])
+                first, last = of[points[0]], of[points[-1]]
+                pairs = zip(first.values, last.values, strict=True)
+                ratio = Spread(tuple(after / before for before, after in pairs if before) or (nan,))
+                cells = [_significant(first), _significant(last), ratio.told(2)]
+                rows.append([method, words, SUBSETS[subset], *cells])
     return Table(
         "Does the correction shrink?",
         ["method", "", "", *(f"after {point:g}" for point in (points[0], points[-1])), "ratio"],
         rows,
-        "Mean of ‖θˣ − θ‖, and of KL(adapted ‖ layer) in nats; how many answers the "
-        f"adaptation changes. Of {scores.config['explained']:,} images, {scores.splits}.",
+        "‖θˣ − θ‖, and KL(adapted ‖ layer) in nats, each averaged over "
+        f"{scores.config['explained']:,} images; how many answers the adaptation changes. "
+        f"{sentence(scores.splits)}.",
     )
 
 
-def _significant(value: float) -> str:
-    return f"{value:.3g}"
+def _significant(spread: Spread) -> str:
+    """Format with three significant digits, and the deviation with as many decimal places."""
+    size = math.floor(math.log10(abs(spread.mean))) if spread.mean else 0
+    return spread.told(max(0, 2 - size))
 
 
 def _draw_corrections(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
@@ -338,7 +330,7 @@ def _draw_corrections(canvas: matplotlib.figure.Figure, scores: Scores) -> None:
     for method in _adapting(scores):
         for subset, style in STYLES.items():
             label, color = f"{method}, {SUBSETS[subset]}", color_of(method)
-            points = _lead(scores, method, subset)
+            points = find_lead(scores, method, subset)
             curve(lead, *unzipped(points), color, label, style, marker="o")
             for name, panel in measured.items():
                 points = scores.across("epochs", name, method, subset)

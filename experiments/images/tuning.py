@@ -7,6 +7,9 @@ over all classes, averaged over the points. A method that must keep the old clas
 accuracy on new classes after `TARGET_EPOCHS`, on more held-out images. Such a setting counts only
 if it is then at most `MAX_LOST_POINTS` behind the best of layer, vote and mixture on the old
 classes; other settings are judged by how much they fall short (`shortfall`).
+
+The unbalanced experiment has a search of its own, for the balance of classes alone, with its own
+stream.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from experiments.images.incremental import (
     situation_of,
 )
 from experiments.images.methods import (
+    METHODS,
     WITH_SETTINGS,
+    BalancedAdaptation,
     ImageMethod,
     ImageMethodSettings,
     Model,
@@ -45,6 +50,8 @@ from experiments.methods import Vote
 from experiments.results import Record
 from experiments.search import Search, count_settings
 
+SEARCHED = {name: each for name, each in WITH_SETTINGS.items() if not each.needs_scarce}
+"""Methods whose settings are searched with as many images of every class."""
 SPLIT = 0
 POINTS_EPOCHS = (0.05, 0.1, 0.3, 1.0, 3.0)
 """Epochs of the stream after which settings are judged."""
@@ -64,9 +71,17 @@ limit, for noise.
 def make_search_config(config: ImagesConfig) -> ImagesConfig:
     """Return the config that the search runs with."""
     fresh = ImagesConfig()
-    fields = "lr", *(method.settings for method in WITH_SETTINGS.values())
+    fields = "lr", *(method.settings for method in SEARCHED.values())
     untuned: dict[str, Any] = {name: getattr(fresh, name) for name in fields}
     return replace(config, seeds=(SPLIT,), part="validation", points=POINTS_EPOCHS, **untuned)
+
+
+def make_balance_search_config(config: ImagesConfig) -> ImagesConfig:
+    """Return the config with which the balance of classes is searched; all else is as chosen."""
+    untuned = BalancedAdaptation(**vars(config.gradient))
+    return replace(
+        config, seeds=(SPLIT,), part="validation", points=POINTS_EPOCHS, balanced=untuned
+    )
 
 
 def tune(config: ImagesConfig, context: Context) -> BySeed:
@@ -75,21 +90,34 @@ def tune(config: ImagesConfig, context: Context) -> BySeed:
     return {None: search_settings(make_image_task(config, context, SPLIT), config, context)}
 
 
+def tune_balance(config: ImagesConfig, context: Context) -> BySeed:
+    """The same for methods that are compared only where some classes have few images."""
+    config = make_balance_search_config(config)
+    task = make_image_task(config, context, SPLIT)
+    methods = {name: method for name, method in METHODS.items() if method.needs_scarce}
+    return {None: search_settings(task, config, context, methods=methods, layer_rates=())}
+
+
 def search_settings(
     task: ImageTask,
     config: ImagesConfig,
     context: Context,
     *,
-    methods: Mapping[str, ImageMethod] = WITH_SETTINGS,
+    methods: Mapping[str, ImageMethod] = SEARCHED,
     layer_rates: tuple[float, ...] = LAYER_RATES,
     target_epochs: float = TARGET_EPOCHS,
     scored_images: int = SCORED_IMAGES,
 ) -> list[Record]:
-    """Search with the stream of a task, at the points of the config; return all records."""
+    """Search with the stream of a task, at the points of the config; return all records.
+
+    Args:
+        layer_rates: rates of the last layer to try; if there are none, it keeps its rate.
+    """
     grids = [grid for method in methods.values() for grid in method.stages]
     with Search(context, expected_settings=len(layer_rates) + count_settings(grids)) as search:
         images = ImageSearch(task, config, search, methods, target_epochs, scored_images)
-        images.choose_layer_rate(layer_rates)
+        if layer_rates:
+            images.choose_layer_rate(layer_rates)
         for method in methods:
             images.choose(method)
     return search.records

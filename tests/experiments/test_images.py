@@ -25,6 +25,8 @@ from experiments.images.incremental import (
     fit_known_layer,
     make_head,
     moments,
+    most_queries,
+    predict_in_slices,
     run_split,
     select_scored,
     situation_of,
@@ -33,6 +35,7 @@ from experiments.images.incremental import (
 )
 from experiments.images.methods import (
     METHODS,
+    BalancedAdaptation,
     PreservingAdaptation,
     RetrainedLayer,
     ScaledAdaptation,
@@ -207,7 +210,7 @@ def test_the_memory_holds_what_has_passed_and_the_layer_learns(task: ImageTask) 
 def test_everything_is_measured_at_every_point(task: ImageTask) -> None:
     records = run_split(task, SMOKE, 1)
     methods = {r["method"] for r in of(records, name="top1")}
-    assert methods == set(METHODS)
+    assert methods == set(METHODS) - {"MbPA (balanced)"}  # all classes have as many images
     for method in methods:
         for subset in ("novel", "pre-trained", "all"):
             found = of(records, name="top1", method=method, subset=subset)
@@ -228,7 +231,7 @@ def test_curves_begin_with_what_is_known_before_the_first_entry(task: ImageTask)
     records = run_split(task, SMOKE, 1)
     queries, answers = select_scored(task, SMOKE)
     known = 100 * float((make_head(task)(queries).argmax(1) == answers).double().mean())
-    for method in METHODS:
+    for method in SMOKE.methods:
         first = 0.0 if method == "memory only" else known
         (then,) = of(records, name="top1", method=method, subset="all", epochs=0.1)
         (area,) = of(records, name="auc", method=method, subset="all", epochs=0.1)
@@ -290,7 +293,7 @@ def test_other_experiments_have_the_same_features(
     if experiment is NEIGHBOURHOODS:
         assert {"right_alone", "wrong_alone"} <= {r["name"] for r in records}
     else:
-        assert {r["method"] for r in of(records, name="top1")} == set(METHODS)
+        assert {r["method"] for r in of(records, name="top1")} == set(SMOKE.methods)
 
 
 def test_the_report_is_made_of_records_alone(task: ImageTask) -> None:
@@ -308,6 +311,7 @@ def test_the_report_is_made_of_records_alone(task: ImageTask) -> None:
             for seed in (1, 2)
         ]
         (section,) = experiment.sections(results)
+        assert {row[0] for row in section.tables[0].rows} >= set(config.methods)
         method = next(row for row in section.tables[0].rows if row[0] == "memory only")
         subset, epochs = ("novel-scarce", 1.0) if scarce < 1 else ("novel", 0.1)
         value = of(records, name="top1", method="memory only", subset=subset, epochs=epochs)
@@ -349,7 +353,7 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     situation = Situation(head, mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3, known, 1)
     situation.memory.write(torch.ones(1, 3), [4])
     found = {name: model.predictor for name, model in config.models(situation).items()}
-    assert list(found) == list(METHODS)
+    assert list(found) == list(config.methods)
     assert found["memory only"] == mbpa.NeighborVote(mbpa.gaussian(2.0), k=7)
     vote = mbpa.NeighborVote(mbpa.gaussian(1.0), k=9)
     assert found["mixture"] == mbpa.Mixture(mbpa.Parametric(), vote, weights=(0.7, 0.3))
@@ -416,6 +420,30 @@ def test_what_keeps_the_old_classes_adapts_a_layer_of_the_memory_and_holds_new_c
     assert torch.equal(only.argmax(1), found(queries.sqrt()).argmax(1))
 
 
+def test_scarce_classes_have_a_method_that_weighs_neighbours_by_the_entries_of_their_class(
+    task: ImageTask,
+) -> None:
+    config = replace(SMOKE, scarce=0.1, points=(1.0,), balanced=BalancedAdaptation(lr=2.0, k=30))
+    assert set(config.methods) == set(METHODS)
+    (moment,) = moments(task, config, 1)
+    situation, queries = situation_of(moment, task), task.test[:40]
+    models = config.models(situation)
+    kernel = models["MbPA (balanced)"].predictor.kernel
+    plain = ScaledAdaptation(lr=2.0, k=30).predictor(situation.scale)
+    assert kernel == mbpa.Balanced(plain.kernel, 1.0)
+    expected = mbpa.MbPA(
+        head=situation.head, memory=situation.memory, predictor=replace(plain, kernel=kernel)
+    )(queries)
+    said = dict(predict_in_slices(models, queries))[slice(0, most_queries(queries, 50))]
+    assert torch.allclose(said["MbPA (balanced)"], expected, atol=1e-4)
+    nothing = replace(config.balanced, power=0.0).predictor(situation.scale)
+    unbalanced = mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=plain)(queries)
+    same = mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=nothing)(queries)
+    assert torch.allclose(same, unbalanced, atol=1e-5)
+    scarce = 3  # the first of the new classes
+    assert (expected - unbalanced)[:, scarce].mean() > 0
+
+
 def test_rmsprop_starts_where_it_is_told_to() -> None:
     local = ScaledAdaptation("rmsprop", lr=0.01, steps=3, decay=0.1, initial_square=1.0)
     rule = local.predictor(Scale(4.0, 10.0)).rule
@@ -430,6 +458,7 @@ def test_rmsprop_starts_where_it_is_told_to() -> None:
         (lambda: VoteMixture(weight=1.5), "weight must be between 0 and 1, got 1.5"),
         (lambda: ScaledAdaptation(lr=0.0), "lr positive"),
         (lambda: ScaledAdaptation(decay=-0.1), "decay and initial_square must not be negative"),
+        (lambda: BalancedAdaptation(power=1.5), "power must be between 0 and 1, got 1.5"),
         (lambda: PreservingAdaptation(offset=math.inf), "offset must be finite, got inf"),
         (lambda: PreservingAdaptation(penalty=0.0), "penalty must be positive, got 0.0"),
         (lambda: PreservingAdaptation(k=0), "k must be at least 1"),

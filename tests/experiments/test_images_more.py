@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +35,12 @@ from experiments.images.incremental import (
     compare_models,
     moments,
     run_split,
+    select_scored,
     situation_of,
 )
 from experiments.images.methods import (
     WITH_SETTINGS,
+    BalancedAdaptation,
     ImageMethod,
     PreservingAdaptation,
     ScaledAdaptation,
@@ -249,6 +252,65 @@ def test_what_is_to_keep_the_old_classes_is_judged_by_new_ones_unless_it_loses_t
     assert (settled["kept.k"], settled["kept.offset"]) == best
 
 
+def test_the_balance_of_classes_is_searched_with_few_images_of_some(
+    task: ImageTask, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "make_image_task", lambda config, context, seed: task)
+    config = replace(UNBALANCED.presets["smoke"], batch=8, gradient=ScaledAdaptation(lr=3.0, k=15))
+    records = tuning.tune_balance(config, context)[None]
+    tried = {float(r["power"] or 0): float(r["value"] or 0) for r in of(records, name="top1")}
+    assert set(tried) == {0.0, 0.25, 0.5, 0.75, 1.0}
+    assert {r["method"] for r in of(records, name="top1")} == {"MbPA (balanced)"}
+    (chosen,) = of(records, name="chosen")
+    assert chosen["setting"] == "balanced.power"
+    assert tried[float(chosen["value"] or 0)] == max(tried.values())
+    searched = tuning.make_balance_search_config(config)
+    assert searched == tuning.make_balance_search_config(searched)
+    queries, truth = select_scored(task, searched)
+    values = []
+    for moment in moments(task, searched, tuning.SPLIT):
+        settings = BalancedAdaptation(**vars(config.gradient), power=0.5)
+        model = make_model(settings, situation_of(moment, task))
+        values.append(100 * float((model(queries).argmax(1) == truth).double().mean()))
+    assert tried[0.5] == pytest.approx(sum(values) / len(values))
+
+
+def test_the_lead_over_the_layer_is_compared_split_by_split(task: ImageTask) -> None:
+    config = replace(UNBALANCED.presets["smoke"], points=(0.5, 1.0))
+    splits = [run_split(task, replace(config, lr=lr), 1) for lr in (0.1, 0.3)]
+    results = [
+        result("unbalanced-images", config, found, seed) for seed, found in enumerate(splits)
+    ]
+    (section,) = UNBALANCED.sections(results)
+    leads = section.tables[1]
+    assert [row[0] for row in leads.rows] == [n for n in config.methods if n != "parametric"]
+    row = next(row for row in leads.rows if row[0] == "MbPA (balanced)")
+    expected = []
+    for found in splits:
+        value = {
+            (r["method"], r["subset"]): float(r["value"] or 0)
+            for r in of(found, name="top1", epochs=1.0)
+        }
+        scarce, full = (
+            value["MbPA (balanced)", subset] - value["parametric", subset]
+            for subset in ("novel-scarce", "novel-full")
+        )
+        expected.append((scarce, full, scarce - full))
+    for cell, values in zip(row[1:], zip(*expected, strict=True), strict=True):
+        mean, deviation = map(float, cell.split(" ± "))
+        assert mean == pytest.approx(statistics.fmean(values), abs=0.051)
+        assert deviation == pytest.approx(statistics.stdev(values), abs=0.051)
+
+
+def test_a_method_that_some_splits_lack_is_not_in_the_report(task: ImageTask) -> None:
+    config = UNBALANCED.presets["smoke"]
+    records = run_split(task, config, 1)
+    older = [record for record in records if record["method"] != "MbPA (balanced)"]
+    results = [result("unbalanced-images", config, found) for found in (older, records)]
+    for table in UNBALANCED.sections(results)[0].tables:
+        assert "MbPA (balanced)" not in {row[0] for row in table.rows}
+
+
 def test_the_search_says_what_it_ran_with_and_forgets_what_was_chosen_before() -> None:
     tuned = replace(PAPER, lr=0.7, gradient=ScaledAdaptation(lr=9.0), seeds=(3,))
     asked = Run(INCREMENTAL, "paper", tuned, Path("results"), "tune").settings
@@ -275,11 +337,14 @@ def test_the_paper_preset_is_what_the_search_chose() -> None:
 
 
 def test_all_experiments_have_the_settings_of_the_comparison() -> None:
-    fields = ["lr", "momentum", *(method.settings for method in WITH_SETTINGS.values())]
+    fields = ["lr", "momentum", *(method.settings for method in tuning.SEARCHED.values())]
     for experiment in (UNBALANCED, SENSITIVITY, NEIGHBOURHOODS):
         for name, config in experiment.presets.items():
             for field in fields:
                 assert getattr(config, field) == getattr(PRESETS[name], field)
+    for config in UNBALANCED.presets.values():  # besides the balance, there is no difference
+        power = config.balanced.power
+        assert config.balanced == BalancedAdaptation(**vars(config.gradient), power=power)
 
 
 def test_images_that_are_stored_twice_do_not_change_the_scale(task: ImageTask) -> None:
@@ -382,7 +447,7 @@ def test_one_retrieval_serves_all_numbers_of_neighbours(
 ) -> None:
     moment = next(iter(moments(task, replace(SENSITIVE, points=(0.5,)), 1)))
     study, situation = Study(task, SENSITIVE, 1), situation_of(moment, task)
-    for method in WITH_SETTINGS:
+    for method in (name for name in WITH_SETTINGS if name in SENSITIVE.methods):
         settings: Any = SENSITIVE.settings(method)
         for k in (1, 10) if hasattr(settings, "k") else ():
             model = make_model(replace(settings, k=k), situation)
@@ -486,7 +551,9 @@ def test_the_report_of_sensitivities_says_when_the_layer_catches_up(
     (first,) = of(records, name="change", method="MbPA (gradient)", subset="novel", epochs=0.5)
     wanted = ["MbPA (gradient)", "change of the layer", "new classes"]
     row = next(row for row in shrinks.rows if row[:3] == wanted)
-    assert row[3] == f"{float(first['value'] or 0) + 1:.3g}"
+    mean, deviation = map(float, row[3].split(" ± "))
+    assert mean == pytest.approx(float(first["value"] or 0) + 1, rel=0.01)
+    assert deviation == pytest.approx(2**0.5, rel=0.02)
     assert [len(section.figures) for section in sections] == [1, 1, 1, 2]
     for section in sections:
         for canvas in drawn(section):
