@@ -48,6 +48,11 @@ class ImagesConfig:
     """Average features over the image and a copy shrunk to this share of its side; 1: no copy."""
     held_out: int = 50
     """Training images per class that are scored, and not trained on, if `part` is validation."""
+    rehearsed: int = 0
+    """Training images per known class that are set aside for a rehearsal.
+    The network is not trained on them, and they never arrive: `MbPA (kept)` chooses its margin by
+    them. 0: its margin is `kept.offset`.
+    """
     scored: int = 10_000
     """Maximum number of images to score."""
     pretraining: Pretraining = field(default_factory=Pretraining)
@@ -61,7 +66,7 @@ class ImagesConfig:
     """Momentum of SGD on the last layer."""
     capacity: int = 100_000
     """Capacity of the memory.
-    The default is one epoch of Tiny ImageNet, beyond which images would be stored twice.
+    Presets have one epoch of Tiny ImageNet, beyond which images would be stored twice.
     """
     scarce: float = 1.0
     """Share of their images that half of the new classes have."""
@@ -85,8 +90,9 @@ class ImagesConfig:
         """Check what can be known without reading data: a folder may hold any part of ImageNet."""
         if self.size < 8:
             raise ValueError(f"size must be at least 8, got {self.size}")
-        if self.enlarged < 0:
-            raise ValueError(f"enlarged must not be negative, got {self.enlarged}")
+        for name in ("enlarged", "rehearsed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 < self.shrunk <= 1:
             raise ValueError(f"shrunk must be above 0 and at most 1, got {self.shrunk}")
         if self.pretraining.padding >= self.size:
@@ -96,11 +102,12 @@ class ImagesConfig:
             )
         if self.dataset == "imagenet":
             return
-        if self.held_out > 400:
+        if self.held_out + self.rehearsed > 400:
             raise ValueError(
-                f"held_out must be at most 400 of the 500 per class, got {self.held_out}"
+                "held_out and rehearsed must be at most 400 of the 500 per class, "
+                f"got {self.held_out} and {self.rehearsed}"
             )
-        trained = self.classes // 2 * (500 - self.spared)
+        trained = self.classes // 2 * (500 - self.spared - self.rehearsed)
         if self.pretraining.batch > trained:
             raise ValueError(
                 f"pretraining.batch must be at most {trained}, the number of training images, "

@@ -16,7 +16,7 @@ from torch.nn import functional
 import mbpa
 from experiments.errors import ExperimentError
 from experiments.images.config import ImagesConfig
-from experiments.images.methods import METHODS, Model, Situation
+from experiments.images.methods import METHODS, MarginModel, Model, Rehearsal, Situation
 from experiments.images.roots import KnownLayer, translate_layer
 from experiments.images.spacing import measure_spacing
 from experiments.images.task import ImageTask
@@ -130,14 +130,21 @@ def run_split(task: ImageTask, config: ImagesConfig, seed: int) -> list[Record]:
     nothing = torch.zeros_like(start)  # what an empty memory gets right
     from_memory = {name for name, method in METHODS.items() if method.is_memory_alone}
     records: list[Record] = []
+    margins: list[Record] = []
     for moment in moments(task, config, seed):
-        right = compare_models(config.models(situation_of(moment, task)), queries, answers)
-        records += record_accuracies(right, groups, {**shared, "epochs": moment.epochs})
+        models, at = config.models(situation_of(moment, task, config)), {"epochs": moment.epochs}
+        right = compare_models(models, queries, answers)
+        records += record_accuracies(right, groups, {**shared, **at})
+        margins += [
+            {"method": name, **shared, **at, "name": "margin", "value": float(model.margins.max())}
+            for name, model in models.items()
+            if isinstance(model, MarginModel)
+        ]
     before = {name: nothing if name in from_memory else start for name in right}
     records += areas(record_accuracies(before, groups, {**shared, "epochs": 0.0}) + records)
     known: Record = {"method": "parametric", "subset": "pre-trained", "epochs": 0.0, **shared}
     known |= {"made_on": task.made_on}
-    return [*records, {**known, "name": "pretrained_top1", "value": 100 * task.known}]
+    return [*records, *margins, {**known, "name": "pretrained_top1", "value": 100 * task.known}]
 
 
 def record_accuracies(
@@ -218,11 +225,19 @@ def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
     return max(1, READ_BYTES[queries.device.type] // (k * queries.shape[1] * queries.itemsize))
 
 
-def situation_of(moment: Moment, task: ImageTask) -> Situation:
-    """Return everything that methods can use at this moment."""
+def situation_of(moment: Moment, task: ImageTask, config: ImagesConfig | None = None) -> Situation:
+    """Return everything that methods can use at this moment.
+
+    Args:
+        config: has the settings of the baselines of a rehearsal; without it there is none.
+    """
     copies = int(moment.passed[-len(moment.memory) :].bincount().max())
     scale = Scale(measure_spacing(moment.memory, copies), key_length(task))
-    return Situation(moment.head, moment.memory, scale, task.old, fit_known_layer(task), copies)
+    known, rehearsal = fit_known_layer(task), None
+    if config is not None and task.rehearsal is not None and task.rehearsal_labels is not None:
+        baselines = None, config.vote, config.mixture
+        rehearsal = Rehearsal(task.rehearsal, task.rehearsal_labels, baselines)
+    return Situation(moment.head, moment.memory, scale, task.old, known, copies, rehearsal)
 
 
 def fit_known_layer(task: ImageTask) -> KnownLayer:

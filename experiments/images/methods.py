@@ -13,11 +13,12 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import mbpa
 from experiments.images.roots import KnownLayer, Roots, roots_of
+from experiments.measures import percent
 from experiments.methods import (
     UNSCALED,
     VOTE_WEIGHTS,
@@ -27,6 +28,16 @@ from experiments.methods import (
     make_kernel,
 )
 from experiments.search import Grid
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsal:
+    """Images of known classes that nothing has been trained on, to try a method with."""
+
+    queries: Float[Tensor, "R D"]
+    answers: Int[Tensor, "R"]
+    baselines: tuple[PredictorSettings | None, ...]
+    """Settings of the methods with which accuracy is compared; `None` is the layer alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +53,15 @@ class Situation:
     """The layer of square roots as it was before anything new arrived."""
     copies: int
     """How often one image may be in the memory."""
+    rehearsal: Rehearsal | None = None
+
+    @cached_property
+    def rehearsed_baseline(self) -> float:
+        """The accuracy of the best baseline on the images of the rehearsal, in percent."""
+        assert self.rehearsal is not None
+        queries, answers = self.rehearsal.queries, self.rehearsal.answers
+        models = [make_model(settings, self) for settings in self.rehearsal.baselines]
+        return max(percent(model(queries).argmax(1) == answers) for model in models)
 
     @cached_property
     def roots(self) -> Roots:
@@ -141,24 +161,52 @@ class PreservingAdaptation(ScaledAdaptation, ModelSettings):
     penalty: float = 0.15
     """Penalty on changes of the layer, as in the retrained one."""
     offset: float = 0.15
-    """Margin in logits by which a new class must exceed an old one."""
+    """Margin in logits by which a new class must exceed an old one, if there is no rehearsal."""
+    lost: float = 1.5
+    """Points of accuracy that the known classes may lose in a rehearsal, to the best baseline.
+    The margin is the smallest with which they lose no more.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         RetrainedLayer(self.penalty)  # raises the same errors
-        if not math.isfinite(self.offset):
-            raise ValueError(f"offset must be finite, got {self.offset}")
+        for name in ("offset", "lost"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
 
     def model(self, situation: Situation) -> MarginModel:
         roots = situation.roots
         adapted = _make_root_model(roots, self.penalty, self.predictor(roots.scale))
-        return MarginModel(adapted, self.margins(situation))
+        offset = self.offset
+        if situation.rehearsal is not None:
+            queries, answers = situation.rehearsal.queries, situation.rehearsal.answers
+            wanted = situation.rehearsed_baseline - self.lost
+            offset = find_margin(adapted(queries), answers, situation.old, wanted)
+        return MarginModel(adapted, self.margins(situation, offset))
 
-    def margins(self, situation: Situation) -> Float[Tensor, "C"]:
+    @staticmethod
+    def margins(situation: Situation, offset: float) -> Float[Tensor, "C"]:
         """Return the margin of each class, in logits."""
         weight = situation.head.weight
         is_new = torch.arange(len(weight), device=weight.device) >= situation.old
-        return is_new.to(weight.dtype) * self.offset
+        return is_new.to(weight.dtype) * offset
+
+
+def find_margin(
+    outputs: Float[Tensor, "R C"], answers: Int[Tensor, "R"], old: int, wanted: float
+) -> float:
+    """Return the smallest margin, not negative, with which the accuracy on images of known classes
+    is as wanted; if it cannot be, the smallest with which it is highest.
+
+    Args:
+        outputs: outputs for these images, without a margin.
+        answers: their classes, all below `old`.
+        wanted: accuracy in percent.
+    """
+    best, said = outputs[:, :old].max(1)
+    leads = (outputs[:, old:].amax(1) - best)[said == answers].sort().values  # right if not above
+    needed = min(len(leads), math.ceil(wanted / 100 * len(answers) - 1e-9))
+    return max(0.0, float(leads[needed - 1])) if needed > 0 else 0.0
 
 
 def _make_root_model(roots: Roots, penalty: float, predictor: mbpa.Predictor) -> mbpa.MbPA:
@@ -232,7 +280,11 @@ RMSPROP_STEPS: Grid = {
 PENALTIES: Grid = {"penalty": (0.03, 0.1, 0.3, 1.0, 3.0)}
 BALANCES: Grid = {"power": (0.0, 0.25, 0.5, 0.75, 1.0)}
 MARGINS = tuple(place / 20 for place in range(31))  # last in each grid: outputs are shared
-KEPT_RATES: Grid = {"penalty": (0.07, 0.15, 0.3, 0.6), "lr": (0.1, 0.3, 1.0), "offset": MARGINS}
+KEPT_RATES: Grid = {
+    "penalty": (0.02, 0.04, 0.07, 0.15, 0.3),
+    "lr": (0.1, 0.3, 1.0),
+    "offset": MARGINS,
+}
 KEPT_NEIGHBOURS: Grid = {"k": (20, 50, 100), "bandwidth": (0.3, 0.5, 0.7), "offset": MARGINS}
 KEPT_STEPS: Grid = {"lr": (0.1, 0.3, 1.0), "steps": (5, 10, 20), "offset": MARGINS}
 METHODS: dict[str, ImageMethod] = {

@@ -30,7 +30,7 @@ from experiments.images.incremental import (
 from experiments.images.methods import METHODS
 from experiments.images.presets import PRESETS as IMAGES
 from experiments.images.presets import copy_fields
-from experiments.images.task import ImageTask, make_image_task, split_held_out
+from experiments.images.task import ImageTask, make_image_task, split_images
 from experiments.measures import percent
 from experiments.results import Record
 
@@ -100,7 +100,7 @@ class Gallery:
         parts = "train", config.part
         self.numbers = {part: numbers(task, part) for part in parts}
         self.shared: Record = {"split": seed, "part": config.part, "epochs": moment.epochs}
-        models = config.models(situation_of(moment, task))
+        models = config.models(situation_of(moment, task, config))
         model = models[config.adapting]
         assert isinstance(model, mbpa.MbPA), "else the config refuses it"
         self.model = model
@@ -195,8 +195,9 @@ def choose_queries(
 def numbers(task: ImageTask, part: str) -> Int[Tensor, "N"]:
     """Return the number of each image of a part within its class, as the data set counts."""
     classes, order = task.classes.cpu().sort()
-    parts = ("train", "validation") if part in ("train", "validation") else ("test",)
-    labelled = torch.cat([getattr(task, f"{name}_labels") for name in parts]).cpu()
+    parts = ("train", "validation", "rehearsal") if part in ("train", "validation") else ("test",)
+    found = [getattr(task, f"{name}_labels") for name in parts]
+    labelled = torch.cat([each for each in found if each is not None]).cpu()
     counts = labelled.bincount(minlength=len(classes))[order]
     labels = classes.repeat_interleave(counts)
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -204,5 +205,6 @@ def numbers(task: ImageTask, part: str) -> Int[Tensor, "N"]:
     if part == "test":
         return within
     spared = len(task.validation_labels) // len(classes)  # per class
-    kept, held = split_held_out(labels, spared)
+    aside = 0 if task.rehearsal_labels is None else len(task.rehearsal_labels) // task.old
+    kept, held, _ = split_images(labels, task.classes[: task.old].cpu(), spared, aside)
     return within[kept if part == "train" else held]

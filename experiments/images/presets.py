@@ -27,12 +27,15 @@ SMOKE = ImagesConfig(
     shrunk=1.0,
     classes=6,
     held_out=100,
+    rehearsed=10,
     scored=120,
     pretraining=Pretraining(width=4, epochs=1, batch=100, **LIGHT),
     points=(0.1, 1.0),
-    capacity=3_000,
+    capacity=2_970,
 )
-PAPER = apply_tuned_settings(ImagesConfig(), "incremental-images", "paper")
+PAPER = apply_tuned_settings(
+    ImagesConfig(rehearsed=25, capacity=97_500), "incremental-images", "paper"
+)
 QUICK = replace(
     PAPER,
     seeds=(1,),
@@ -44,16 +47,18 @@ QUICK = replace(
     shrunk=1.0,
     points=(0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0),
     lr=3.0,  # because an epoch has a tenth of the steps
-    capacity=10_000,
+    capacity=9_750,
 )
 PRESETS = {"smoke": SMOKE, "quick": QUICK, "paper": PAPER}
 
 
 def count_images_per_epoch(config: ImagesConfig) -> int:
     """Return the images of Tiny ImageNet per epoch, which a memory can hold without duplicates."""
-    each, new = 500 - config.spared, config.classes - config.classes // 2
+    each, known = 500 - config.spared, config.classes // 2
+    new = config.classes - known
     few = new // 2 if config.scarce < 1 else 0
-    return (config.classes - few) * each + few * round(config.scarce * each)
+    many = (new - few) * each + few * round(config.scarce * each)
+    return many + known * (each - config.rehearsed)
 
 
 def copy_fields(config: ImagesConfig) -> dict[str, Any]:

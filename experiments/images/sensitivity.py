@@ -122,7 +122,9 @@ class Study:
         """
         records: list[Record] = []
         for moment in moments(self.task, replace(self.config, lr=lr), self.seed):
-            models = self.config.models(situation_of(moment, self.task), with_own_layers=False)
+            models = self.config.models(
+                situation_of(moment, self.task, self.config), with_own_layers=False
+            )
             right = compare_models(models, self.queries, self.answers)
             records += self._accuracies(right, moment, lr=lr)
         return records
@@ -158,7 +160,7 @@ class Study:
 
     def _by_count(self, moment: Moment) -> list[Record]:
         """Measure methods with other numbers of neighbours and otherwise the same settings."""
-        situation, records = situation_of(moment, self.task), list[Record]()
+        situation, records = situation_of(moment, self.task, self.config), list[Record]()
         models: dict[tuple[str, int], Model] = {}
         for name in (name for name, method in self.config.methods.items() if method.settings):
             settings: Any = self.config.settings(name)
@@ -174,7 +176,7 @@ class Study:
         """Measure how far an adaptation moves the layer and the prediction."""
         some = slice(0, self.config.explained)  # queries are in random order
         queries, records = self.queries[some], list[Record]()
-        for name, model in self.config.models(situation_of(moment, self.task)).items():
+        for name, model in self.config.models(situation_of(moment, self.task, self.config)).items():
             if not isinstance(model, mbpa.MbPA) or not model.predictor.keys_for:
                 continue  # does not adapt the learning layer
             measured = corrections(model, queries)
@@ -186,7 +188,7 @@ class Study:
         return records
 
     def _answer(self, moment: Moment) -> dict[str, Bool[Tensor, "Q"]]:
-        models = self.config.models(situation_of(moment, self.task))
+        models = self.config.models(situation_of(moment, self.task, self.config))
         return compare_models(models, self.queries, self.answers)
 
     def _accuracies(

@@ -52,6 +52,9 @@ class ImageTask:
     """The network's accuracy on test images of its known classes, before anything new."""
     made_on: str = ""
     """The device the network was trained on, and the version of torch there."""
+    rehearsal: Float[Tensor, "R D"] | None = None
+    """Images of known classes that are set aside; `None` if there are none."""
+    rehearsal_labels: Int[Tensor, "R"] | None = None
 
 
 def make_image_task(config: ImagesConfig, context: Context, seed: int) -> ImageTask:
@@ -68,13 +71,13 @@ def make_image_task(config: ImagesConfig, context: Context, seed: int) -> ImageT
     return task
 
 
-HALVED = "train", "validation", "test"
+HALVED = "train", "validation", "test", "rehearsal"
 """Features stored in half precision, which is finer than a GPU's arithmetic that computes them."""
 
 
 def _serialize(task: ImageTask) -> bytes:
     tensors = {name: value for name, value in vars(task).items() if isinstance(value, Tensor)}
-    tensors |= {name: tensors[name].half() for name in HALVED}
+    tensors |= {name: tensors[name].half() for name in HALVED if name in tensors}
     told = {"old": str(task.old), "known": repr(task.known), "made_on": task.made_on}
     return save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, told)
 
@@ -85,7 +88,7 @@ def _read_features(path: Path, device: torch.device) -> ImageTask | None:
     def read(file: Any) -> ImageTask:
         notes = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
-        tensors |= {name: tensors[name].float() for name in HALVED}
+        tensors |= {name: tensors[name].float() for name in HALVED if name in tensors}
         known = float(notes["known"])
         return ImageTask(old=int(notes["old"]), known=known, made_on=notes["made_on"], **tensors)
 
@@ -94,7 +97,7 @@ def _read_features(path: Path, device: torch.device) -> ImageTask | None:
 
 def _fingerprint(config: ImagesConfig, context: Context, seed: int) -> str:
     """Return a digest of everything the features depend on."""
-    names = "dataset", "size", "enlarged", "mirrored", "shrunk", "classes", "spared"
+    names = "dataset", "size", "enlarged", "mirrored", "shrunk", "classes", "spared", "rehearsed"
     told: dict[str, Any] = {name: getattr(config, name) for name in names} | {
         "seed": seed,
         "format": FEATURES_FORMAT,
@@ -114,7 +117,9 @@ def _compute_task(config: ImagesConfig, context: Context, seed: int) -> ImageTas
     chosen, everything, test = _SOURCES[config.dataset](config, context)
     shuffled = torch.randperm(config.classes, generator=torch.Generator().manual_seed(seed + 1))
     classes, old = chosen[shuffled].to(context.device), config.classes // 2
-    kept, held = split_held_out(everything.labels.cpu(), config.spared)
+    kept, held, aside = split_images(
+        everything.labels.cpu(), classes[:old].cpu(), config.spared, config.rehearsed
+    )
     known = everything.select(kept).of_classes(classes[:old])
     network = pretrain(config.pretraining, known, old, seed, context, f"split-{seed}")
     labels, test_labels = (index_labels(part.labels, classes) for part in (everything, test))
@@ -141,6 +146,8 @@ def _compute_task(config: ImagesConfig, context: Context, seed: int) -> ImageTas
         bias=network.fc.bias.detach().float(),
         known=float(right.double().mean()),
         made_on="{device}, torch {torch}".format(**environment(context.device)),
+        rehearsal=features[aside] if config.rehearsed else None,
+        rehearsal_labels=labels[aside] if config.rehearsed else None,
     )
 
 
@@ -190,13 +197,14 @@ def _check_counts(counts: Mapping[str, int], config: ImagesConfig) -> None:
     scarcest = min(counts, key=lambda wnid: counts[wnid])
     if not counts[scarcest]:
         raise ExperimentError(f"{scarcest} has no training images")
-    if config.spared >= counts[scarcest]:
+    if config.spared + config.rehearsed >= counts[scarcest]:
+        aside = f" and rehearsed {config.rehearsed}" if config.rehearsed else ""
         raise ExperimentError(
             f"held_out must be below {counts[scarcest]}, the training images of {scarcest}, "
-            f"got {config.held_out}"
+            f"got {config.held_out}{aside}"
         )
     scarce = sorted(counts.values())[: config.classes // 2]
-    fewest = sum(scarce) - len(scarce) * config.spared
+    fewest = sum(scarce) - len(scarce) * (config.spared + config.rehearsed)
     if config.pretraining.batch > fewest:
         raise ExperimentError(
             f"pretraining.batch must be at most {fewest}, the number of images in the smaller half "
@@ -227,6 +235,17 @@ _SOURCES: dict[str, Callable[[ImagesConfig, Context], Source]] = {
     "tiny-imagenet": _load_tiny_imagenet,
     "imagenet": _load_imagenet,
 }
+
+
+def split_images(
+    labels: Int[Tensor, "N"], known: Int[Tensor, "O"], held_out: int, rehearsed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return images to train on, images held out, and images of known classes set aside."""
+    kept, held = split_held_out(labels, held_out)
+    is_known = torch.isin(labels[kept], known)
+    rows = kept[is_known]
+    stays, aside = split_held_out(labels[rows], rehearsed)
+    return torch.cat([kept[~is_known], rows[stays]]).sort().values, held, rows[aside]
 
 
 def split_held_out(labels: Int[Tensor, "N"], held_out: int) -> tuple[Tensor, Tensor]:

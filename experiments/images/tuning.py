@@ -8,6 +8,9 @@ accuracy on new classes after `TARGET_EPOCHS`, on more held-out images. Such a s
 if it is then at most `MAX_LOST_POINTS` behind the best of layer, vote and mixture on the old
 classes; other settings are judged by how much they fall short (`shortfall`).
 
+If images are set aside for a rehearsal, that limits what is lost on the old classes: no margin is
+searched, and a setting is judged by its accuracy on new classes alone.
+
 The unbalanced experiment has a search of its own, for the balance of classes alone, with its own
 stream.
 """
@@ -146,8 +149,11 @@ class Snapshot:
     def score(self, settings: ImageMethodSettings | None) -> Score:
         """Score a method; without settings, the layer alone."""
         if isinstance(settings, PreservingAdaptation):  # offsets only shift the outputs
-            outputs = self._compute_outputs(replace(settings, offset=0.0))
-            outputs = outputs - settings.margins(self.situation)
+            if self.situation.rehearsal is None:
+                outputs = self._compute_outputs(replace(settings, offset=0.0))
+                outputs = outputs - settings.margins(self.situation, settings.offset)
+            else:
+                outputs = self._compute_outputs(settings)
         else:
             outputs = self._compute_outputs(settings)
         right, is_old = outputs.argmax(1) == self.truth, self.truth < self.situation.old
@@ -211,6 +217,8 @@ class ImageSearch:
     def choose(self, method: str) -> None:
         """Choose the settings of a method, grid by grid."""
         field, grids = self.methods[method].settings, self.methods[method].stages
+        if self.config.rehearsed:  # which finds the margin
+            grids = tuple({n: v for n, v in grid.items() if n != "offset"} for grid in grids)
 
         def judge_all_classes(settings: ImageMethodSettings) -> float:
             return fmean(score.all for score in self._scores(self.config.lr, settings))
@@ -243,6 +251,8 @@ class ImageSearch:
         shortfall.
         """
         score = self._target.score(settings)
+        if self._target.situation.rehearsal is not None:
+            return score.new  # the margin already limits what is lost
         short = self._floor - score.old
         return -short if short > 0 else score.new
 
@@ -253,7 +263,8 @@ class ImageSearch:
         some = slice(0, SCORED_IMAGES_AT_TARGET)
         (moment,) = moments(self.task, config, SPLIT)
         keeping = [name for name, method in self.methods.items() if method.keeps_old]
-        situation, k = situation_of(moment, self.task), self._find_max_neighbors(keeping)
+        situation = situation_of(moment, self.task, self.config)
+        k = self._find_max_neighbors(keeping)
         return Snapshot(situation, self.queries[some], self.answers[some], k)
 
     @cached_property
@@ -281,7 +292,7 @@ class ImageSearch:
         for moment in moments(self.task, replace(self.config, lr=lr), SPLIT):
             still = moment.with_capacity(len(moment.memory))  # a copy, since the stream goes on
             still = replace(still, head=copy.deepcopy(moment.head))
-            found = situation_of(still, self.task)
+            found = situation_of(still, self.task, self.config)
             yield Snapshot(found, self.queries[some], self.answers[some], k)
 
     def _find_max_neighbors(self, methods: Iterable[str]) -> int:

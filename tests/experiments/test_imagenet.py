@@ -44,6 +44,7 @@ SMALL = {
     "points": "0.5 1.0",
     "pretraining.epochs": "2",
     "pretraining.batch": "6",
+    "rehearsed": "2",
 }
 CONFIG = replace(
     PRESETS["smoke"],
@@ -51,6 +52,7 @@ CONFIG = replace(
     size=16,
     classes=4,
     held_out=3,
+    rehearsed=2,
     batch=4,
     pretraining=Pretraining(width=4, epochs=1, batch=6),
 )
@@ -273,7 +275,7 @@ def test_a_task_has_the_folders_classes_and_its_pictures_are_checked_once(
     task = make_image_task(CONFIG, context(folder), 1)
     assert task.old == 2
     assert sorted(task.classes.tolist()) == [0, 1, 2, 3]
-    assert task.train_labels.bincount().tolist() == [TRAIN] * 4
+    assert task.train_labels.bincount().tolist() == [TRAIN - 2] * 2 + [TRAIN] * 2
     assert len(task.validation_labels) == 0
     assert task.test_labels.tolist() == [
         task.classes.tolist().index(number) for number in range(4) for _ in range(VAL)
@@ -314,10 +316,14 @@ def test_features_are_known_by_all_they_depend_on(folder: Path) -> None:
     ("change", "message"),
     [
         ({"classes": 5}, "classes must be between 2 and 4, the number of folders"),
-        ({"part": "validation", "held_out": 12}, "held_out must be below 12, the training images"),
+        (
+            {"part": "validation", "held_out": 12, "rehearsed": 0},
+            "held_out must be below 12, the training images",
+        ),
+        ({"rehearsed": 12}, "held_out must be below 12, .* and rehearsed 12"),
         (
             {"pretraining": Pretraining(batch=25)},
-            r"pretraining\.batch must be at most 24, .* got 25",
+            r"pretraining\.batch must be at most 20, .* got 25",
         ),
     ],
 )

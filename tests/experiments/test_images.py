@@ -25,7 +25,6 @@ from experiments.images.incremental import (
     fit_known_layer,
     make_head,
     moments,
-    most_queries,
     predict_in_slices,
     run_split,
     select_scored,
@@ -53,7 +52,8 @@ from experiments.results import Record, Result
 from experiments.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
-SMOKE = replace(PRESETS["smoke"], pretraining=replace(PRESETS["smoke"].pretraining, width=2))
+REHEARSING = replace(PRESETS["smoke"], pretraining=replace(PRESETS["smoke"].pretraining, width=2))
+SMOKE = replace(REHEARSING, rehearsed=0)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,32 @@ def test_images_held_out_are_no_training_images() -> None:
     kept, held = task_module.split_held_out(labels, 3)
     assert sorted([*kept.tolist(), *held.tolist()]) == list(range(40))
     assert labels[held].bincount().tolist() == [3] * 4
+
+
+def test_images_that_are_rehearsed_are_neither_trained_on_nor_in_the_stream(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+
+    def spied(settings: Pretraining, pictures: Held, classes: int, *rest: Any) -> Any:
+        shown.append(pictures)
+        return make_resnet(settings, classes, 40, 0).eval()
+
+    monkeypatch.setattr(task_module, "pretrain", spied)
+    config = replace(SMOKE, part="validation", rehearsed=30)
+    own = replace(context, cache=tmp_path)
+    made = make_image_task(config, own, 1)
+    kept = make_image_task(config, own, 1)  # from the file
+    assert len(shown) == 1
+    assert shown[0].labels.bincount().tolist() == [370] * 3
+    assert made.train_labels.bincount().tolist() == [370] * 3 + [400] * 3
+    assert made.rehearsal is not None
+    assert made.rehearsal_labels is not None
+    assert made.rehearsal_labels.bincount().tolist() == [30] * 3  # known classes only
+    assert torch.equal(made.rehearsal, kept.rehearsal)
+    assert made.validation_labels.bincount().tolist() == [100] * 6
+    everywhere = torch.cat([made.train, made.validation, made.rehearsal])
+    assert len(everywhere.unique(dim=0)) > 0.99 * len(everywhere)  # no image is in two parts
 
 
 def test_features_are_computed_once(
@@ -220,6 +246,9 @@ def test_everything_is_measured_at_every_point(task: ImageTask) -> None:
                 1.0,
             ]
     assert len(of(records, name="pretrained_top1")) == 1
+    assert [r["value"] for r in of(records, name="margin")] == [
+        pytest.approx(SMOKE.kept.offset)
+    ] * 2
     queries, answers = select_scored(task, SMOKE)
     moment = next(iter(moments(task, SMOKE, 1)))
     right = 100 * float((moment.head(queries).argmax(1) == answers).double().mean())
@@ -287,7 +316,7 @@ def test_other_experiments_have_the_same_features(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(task_module, "pretrain", None)
-    config = replace(experiment.presets["smoke"], pretraining=SMOKE.pretraining)
+    config = replace(experiment.presets["smoke"], pretraining=SMOKE.pretraining, rehearsed=0)
     (records,) = experiment.run(config, replace(context, workspace=Workspace(tmp_path))).values()
     assert {r["split"] for r in records} == {1}
     if experiment is NEIGHBOURHOODS:
@@ -332,7 +361,9 @@ def test_the_report_is_made_of_records_alone(task: ImageTask) -> None:
         ({"scarce": 0.0}, "scarce must be above 0"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"scored": 0}, "scored must be at least 1, got 0"),
-        ({"held_out": 500}, "held_out must be at most 400"),
+        ({"held_out": 500}, "held_out and rehearsed must be at most 400"),
+        ({"rehearsed": -1}, "rehearsed must not be negative, got -1"),
+        ({"rehearsed": 301}, "at most 400 of the 500 per class, got 100 and 301"),
         ({"shrunk": 0.0}, "shrunk must be above 0 and at most 1, got 0.0"),
         ({"shrunk": 1.2}, "shrunk must be above 0 and at most 1, got 1.2"),
         ({"classes": 2, "pretraining": Pretraining(batch=512)}, "at most 500"),
@@ -434,7 +465,7 @@ def test_scarce_classes_have_a_method_that_weighs_neighbours_by_the_entries_of_t
     expected = mbpa.MbPA(
         head=situation.head, memory=situation.memory, predictor=replace(plain, kernel=kernel)
     )(queries)
-    said = dict(predict_in_slices(models, queries))[slice(0, most_queries(queries, 50))]
+    ((_, said),) = predict_in_slices(models, queries)
     assert torch.allclose(said["MbPA (balanced)"], expected, atol=1e-4)
     nothing = replace(config.balanced, power=0.0).predictor(situation.scale)
     unbalanced = mbpa.MbPA(head=situation.head, memory=situation.memory, predictor=plain)(queries)
@@ -460,6 +491,7 @@ def test_rmsprop_starts_where_it_is_told_to() -> None:
         (lambda: ScaledAdaptation(decay=-0.1), "decay and initial_square must not be negative"),
         (lambda: BalancedAdaptation(power=1.5), "power must be between 0 and 1, got 1.5"),
         (lambda: PreservingAdaptation(offset=math.inf), "offset must be finite, got inf"),
+        (lambda: PreservingAdaptation(lost=math.nan), "lost must be finite, got nan"),
         (lambda: PreservingAdaptation(penalty=0.0), "penalty must be positive, got 0.0"),
         (lambda: PreservingAdaptation(k=0), "k must be at least 1"),
     ],

@@ -48,7 +48,13 @@ from experiments.images.methods import (
 )
 from experiments.images.neighbourhood_figures import shown_in
 from experiments.images.neighbourhoods import NeighbourhoodsConfig, choose_queries, numbers
-from experiments.images.presets import PAPER, PRESETS, SMOKE, copy_fields
+from experiments.images.presets import (
+    PAPER,
+    PRESETS,
+    SMOKE,
+    copy_fields,
+    count_images_per_epoch,
+)
 from experiments.images.sensitivity import Study, corrections
 from experiments.images.task import ImageTask
 from experiments.methods import Vote, VoteMixture
@@ -126,7 +132,7 @@ FEW = {
         "", "kept", ({"k": (5, 20), "offset": (-9.0, 0.0, 2.0)},), keeps_old=True
     ),
 }
-SEARCHED = replace(SMOKE, scored=40, rmsprop=ScaledAdaptation("rmsprop", steps=2, k=8))
+SEARCHED = replace(SMOKE, scored=40, rehearsed=0, rmsprop=ScaledAdaptation("rmsprop", steps=2, k=8))
 
 
 TARGET_EPOCHS = 0.2
@@ -252,6 +258,65 @@ def test_what_is_to_keep_the_old_classes_is_judged_by_new_ones_unless_it_loses_t
     assert (settled["kept.k"], settled["kept.offset"]) == best
 
 
+@pytest.fixture(scope="module")
+def rehearsing(task: ImageTask) -> ImageTask:
+    """The same task, with the held-out images of known classes set aside for a rehearsal."""
+    is_known = task.validation_labels < OLD
+    return replace(
+        task,
+        rehearsal=task.validation[is_known],
+        rehearsal_labels=task.validation_labels[is_known],
+    )
+
+
+@pytest.mark.parametrize("lost", [-100.0, 0.0, 3.0, 8.0, 20.0, 200.0])
+def test_the_margin_is_the_smallest_that_loses_no_more_than_allowed(
+    rehearsing: ImageTask, lost: float
+) -> None:
+    config = replace(SMOKE, points=(0.4,), kept=PreservingAdaptation(k=20, lost=lost, offset=9.0))
+    (moment,) = moments(rehearsing, config, 1)
+    situation = situation_of(moment, rehearsing, config)
+    assert situation.rehearsal is not None
+    queries, answers = situation.rehearsal.queries, situation.rehearsal.answers
+    models = config.models(situation)
+
+    def measure(model: Any) -> float:
+        return 100 * float((model(queries).argmax(1) == answers).double().mean())
+
+    baseline = max(measure(models[name]) for name in ("parametric", "memory only", "mixture"))
+    kept = models["MbPA (kept)"]
+    margin = float(kept.margins[-1])
+    assert kept.margins.tolist() == [0.0] * OLD + [margin] * (CLASSES - OLD)
+    one = 100 / len(answers)  # of the images; ties at the margin may round either way
+    highest = measure(replace(kept, margins=1e6 * _is_new()))
+    assert measure(kept) >= min(baseline - lost, highest) - one - 1e-6
+    if margin > 0:  # with any smaller one, more is lost
+        less = measure(replace(kept, margins=(margin - 1e-3) * _is_new()))
+        assert less < min(baseline - lost, highest)
+    alone = situation_of(moment, rehearsing)  # without baselines there is no rehearsal
+    assert float(config.models(alone)["MbPA (kept)"].margins[-1]) == 9.0
+
+
+def _is_new() -> Tensor:
+    return (torch.arange(CLASSES) >= OLD).float()
+
+
+def test_a_search_with_a_rehearsal_judges_new_classes_alone(
+    rehearsing: ImageTask, context: Context
+) -> None:
+    config = replace(tuning.make_search_config(SEARCHED), points=(0.2, 0.4), rehearsed=HELD)
+    records = tuning.search_settings(
+        rehearsing, config, context, methods=FEW, layer_rates=(0.3,), target_epochs=TARGET_EPOCHS
+    )
+    tried = {r["k"]: r for r in of(records, method="MbPA (kept)")}
+    assert set(tried) == {5, 20}  # no margins were tried
+    assert {(r["name"], r["subset"]) for r in tried.values()} == {("top1", "novel")}
+    settled = {str(r["setting"]): r["value"] for r in of(records, name="chosen")}
+    assert "kept.offset" not in settled
+    best = max(tried.values(), key=lambda record: float(record["value"] or 0))
+    assert settled["kept.k"] == best["k"]
+
+
 def test_the_balance_of_classes_is_searched_with_few_images_of_some(
     task: ImageTask, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +410,14 @@ def test_all_experiments_have_the_settings_of_the_comparison() -> None:
     for config in UNBALANCED.presets.values():  # besides the balance, there is no difference
         power = config.balanced.power
         assert config.balanced == BalancedAdaptation(**vars(config.gradient), power=power)
+
+
+def test_memories_hold_one_epoch_of_images() -> None:
+    for experiment in (INCREMENTAL, UNBALANCED, SENSITIVITY, NEIGHBOURHOODS):
+        for config in experiment.presets.values():
+            assert config.capacity == count_images_per_epoch(config)
+    smoke = UNBALANCED.presets["smoke"]  # six classes, of which three are new, one of them scarce
+    assert smoke.capacity == 3 * (500 - smoke.rehearsed) + 2 * 500 + 50
 
 
 def test_images_that_are_stored_twice_do_not_change_the_scale(task: ImageTask) -> None:
@@ -618,6 +691,19 @@ def test_images_are_named_as_the_data_set_counts(task: ImageTask) -> None:
             assert of_class[number] == rows[row]
     expected = [number for _ in range(CLASSES) for number in range(TEST)]
     assert numbers(task, "test").tolist() == expected
+    kept, held, aside = task_module.split_images(everything, task.classes[:OLD], HELD, 5)
+    labels = task.classes.argsort()[torch.searchsorted(task.classes.sort().values, everything)]
+    other = replace(
+        task,
+        train=task.train[: len(kept)],
+        train_labels=labels[kept],
+        validation_labels=labels[held],
+        rehearsal=task.train[: len(aside)],
+        rehearsal_labels=labels[aside],
+    )
+    for row, number in enumerate(numbers(other, "train").tolist()):
+        of_class = (everything == task.classes[other.train_labels[row]]).nonzero()[:, 0]
+        assert of_class[number] == kept[row]
 
 
 @pytest.fixture
