@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Callable
@@ -100,6 +101,22 @@ def test_a_replay_follows_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check().shape == (2, CLASSES + 3)
     for before, after in itertools.pairwise(results):
         assert not torch.equal(before, after)
+
+
+@needs_gpu
+def test_balanced_weights_follow_writes_that_leave_the_form_of_a_prediction() -> None:
+    """A full memory keeps its size when it is overwritten; only its counts of labels change."""
+    model = make_model()
+    kernel = mbpa.Balanced(mbpa.InverseDistance())
+    model.predictor = mbpa.Adapted(mbpa.Gradient(0.05, 5), k=10, kernel=kernel)
+    queries = draw(2, SIZE, seed=5)
+    for turn in range(REPEATS + 3):
+        labels = torch.full((ENTRIES // 10,), turn % CLASSES, device="cuda")
+        model.write(keys=draw(ENTRIES // 10, SIZE, seed=turn), values=labels)
+        twin = copy.deepcopy(model).cpu()
+        assert (model(keys=queries).cpu() - twin(keys=queries.cpu())).abs().max() < 1e-4
+        after = model.compare(queries).after
+        assert (after.cpu() - twin(keys=queries.cpu())).abs().max() < 1e-4
 
 
 @needs_gpu
