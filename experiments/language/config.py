@@ -228,7 +228,8 @@ class SearchBudget:
     """Number of settings of each method that are judged again, on the whole validation text."""
     seconds: float = 600.0
     """Seconds after which nothing more of a method is tried: as many for MbPA and the cache as for
-    dynamic evaluation. A trial that has begun is completed; training does not count.
+    dynamic evaluation, and half as many again for the finalists of each and for the gated mixture.
+    A trial that has begun is completed; training does not count.
     """
     max_neighbor_steps: int = 16_384
     """Maximum number of neighbours times steps of MbPA; settings beyond it are not tried.
@@ -301,10 +302,8 @@ class LanguageConfig:
 PAPER = apply_tuned_settings(
     LanguageConfig(
         # docs/paper.md explains how these were found.
-        training=TrainingSettings(
-            epochs=420, decay_from=0.5, decay_to=0.3, dropouts=Dropouts(words=0.1)
-        ),
-        search=SearchBudget(dynamic_tokens=20_000, seconds=240.0, max_neighbor_steps=32_768),
+        training=TrainingSettings(epochs=520, decay_to=0.25),
+        search=SearchBudget(dynamic_tokens=20_000, seconds=150.0, max_neighbor_steps=10_240),
     ),
     "language",
     "paper",
@@ -355,7 +354,9 @@ PRESETS = {
             ),
             # The paper did not try Adam here either; MbPA on top would take ten minutes.
             dynamic=Dynamic(adam_lr=0.0, on_top=False),
-            search=SearchBudget(tokens=8_000, dynamic_tokens=20_000, seconds=240.0),
+            search=SearchBudget(
+                tokens=8_000, dynamic_tokens=20_000, seconds=150.0, max_neighbor_steps=10_240
+            ),
         ),
         "language",
         "paper-wikitext-2",

@@ -9,7 +9,8 @@ have; the best are judged again on the whole text. The adaptations of the gated 
 among those that were tried. Then come the optimum and the rest of the paper's grid, for comparison
 only. Dynamic evaluation has a budget of its own, of the same size. It is judged on the beginning of
 the text, and the best settings again on all of it. Once a budget is used up, its remaining stages
-are cut, and the best of the settings tried is chosen.
+are cut, and the best of the settings tried is chosen; the last comparison of the best, and the
+choice for the gated mixture, have half a budget more each.
 """
 
 from __future__ import annotations
@@ -267,6 +268,7 @@ class LanguageSearch:
         finalists = [
             self.mbpa.list_best(self.config.search.finalists, mixture, mine) for mixture in (0, 1)
         ]
+        self.search.grant(self.config.search.seconds / 2)
         finals = Trials(self.search, "MbPA", partial(self._judge_mbpa, positions=self._whole))
         finals.try_new("finalists", itertools.chain(*finalists))
         if len(finals.tried) == len({*finalists[0], *finalists[1]}):
@@ -286,6 +288,7 @@ class LanguageSearch:
         """Choose the adaptations of the gated mixture, one after the other, among those tried."""
         if not self.mbpa.tried:
             return
+        self.search.grant(self.config.search.seconds / 2)
         pool = {str(place): trial for place, trial in enumerate(self._list_pool())}
         scores = self._score_pool(pool)
         chosen: tuple[str, ...] = ()
@@ -327,6 +330,7 @@ class LanguageSearch:
         )
         for trials in (rms, adam):
             if trials.tried:
+                self.search.grant(self.config.search.seconds / 2)
                 best = self._judge_finalists(trials)
                 self._record_choices("dynamic.", _describe_dynamic(trials.name, best))
 

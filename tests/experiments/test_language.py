@@ -28,15 +28,19 @@ from experiments.experiment import Context, find
 from experiments.language import (
     evaluation,
     figures,
+    gating,
     passage,
     recording,
     tuning,
+    words,
 )
 from experiments.language.config import (
     PRESETS,
     Cache,
     Dynamic,
+    GatedMixture,
     LanguageConfig,
+    Reach,
     SearchBudget,
     SoftmaxAdaptation,
 )
@@ -261,6 +265,73 @@ def test_no_score_depends_on_what_comes_later(
 
 
 # Mixtures
+
+
+def test_the_cache_predicts_all_words_as_it_scores_the_actual_one(
+    text: Passage, corpus: Corpus
+) -> None:
+    for positions in (range(TOKENS), range(3, TOKENS, 7), range(1)):
+        found = passage.predict_cache(text, WINDOW, 0.5, positions, len(corpus.words))
+        rows = torch.tensor(list(positions))
+        close(found.exp().sum(1), torch.ones(len(rows)))
+        scored = score_cache(text, WINDOW, (0.5,), positions)[0]
+        actual = found[range(len(rows)), text.targets[rows]]
+        later = rows > 0  # the first token has no window
+        close(actual[later].exp(), scored[later].exp())
+
+
+def test_a_gate_mixes_what_the_slow_way_predicts(
+    model: LanguageModel, corpus: Corpus, text: Passage
+) -> None:
+    reaches = {"near": Reach(20, CONFIG.mbpa), "far": Reach(WINDOW, CONFIG.combined)}
+    mixture = GatedMixture(k=6)
+    retrievals = {window: retrieve(text, window, 12) for window in (20, WINDOW)}
+    positions = range(2, TOKENS, 3)
+    scores = gating.score_components(
+        model.decoder,
+        retrievals[WINDOW],
+        retrievals,
+        mixture,
+        reaches,
+        Cache(0.5, WINDOW),
+        positions,
+        mbpa.Engine(),
+    )
+    assert scores.names == ("near", "far", "cache")
+    for row, reach in enumerate(reaches.values()):
+        found = retrievals[reach.memory]
+        predictor = reach.local.predictor(reach.memory)
+        slow = score_adapted(model.decoder, found, predictor, positions, mbpa.Engine())
+        close(scores.scores[row], slow)
+    close(scores.own, text.own[2::3])
+    gate = gating.fit_mixture(scores, scores.names, mixture)
+    mixed = gating.mix_gated(gate, scores, scores.names)
+    features, logs = scores.select(scores.names)
+    for place in range(0, len(mixed), 5):  # one token at a time
+        table = torch.tensor(gate.coefficients, dtype=torch.float64)
+        weights = (table @ features[place].double()).softmax(0)
+        expected = float((weights * logs[place].double().exp()).sum().log())
+        assert float(mixed[place]) == pytest.approx(expected, rel=1e-6)
+    constant = torch.stack([scores.own, *scores.scores])
+    best = perplexity(mix(constant, solve_weights(constant)))
+    assert perplexity(mixed) < best  # it can do all that constant weights can
+    assert gating.judge_mixture(scores, scores.names, mixture) > perplexity(mixed)  # unseen text
+
+
+def test_adaptations_that_are_equal_are_mixed_once() -> None:
+    one, other = Reach(7), Reach(8)
+    assert GatedMixture(one, other, one).reaches == {"first": one, "second": other}
+    assert GatedMixture(one, one, one).reaches == {"first": one}
+
+
+def test_words_in_the_window_before_a_token_are_counted() -> None:
+    tokens = torch.randint(0, 5, (200,), generator=torch.Generator().manual_seed(3))
+    for window in (1, 7, 500):
+        slow = [
+            int((tokens[max(0, place - window) : place] == tokens[place]).sum())
+            for place in range(len(tokens))
+        ]
+        assert words.count_before(tokens, window).tolist() == slow
 
 
 def test_solved_weights_are_a_share_each_and_beat_a_grid() -> None:
@@ -838,12 +909,13 @@ def test_a_search_that_runs_out_of_time_chooses_from_what_it_tried(
     config = replace(SEARCHED, search=replace(SEARCHED.search, seconds=seconds))
     context = context_in(folder, f"search of {seconds} s")
     few = search_in(context, corpus, Ticking(), config)
-    tried = [r for r in few if "window" in r and r.get("method") != evaluation.BOTH]
+    explored = [r for r in few if r.get("tokens") == 13 and "window" in r]
+    tried = [r for r in explored if r.get("method") != evaluation.BOTH]
     assert len(tried) == math.ceil(seconds)  # one second each
     assert [r for r in whole if r in tried] == tried
     # Dynamic evaluation has as many seconds of its own.
     dynamic = perplexities(few, evaluation.DYNAMIC) + perplexities(few, evaluation.ADAM)
-    assert len(dynamic) == math.ceil(seconds)
+    assert len([r for r in dynamic if r["tokens"] == 40]) == math.ceil(seconds)
     chosen = choices(few)
     assert ("memory" in chosen) == (seconds > 4)  # the cache comes first
     assert {"cache.window", "cache.scale"} <= set(chosen)
@@ -861,9 +933,9 @@ def test_what_only_a_search_depends_on_makes_no_other_run() -> None:
     assert running.Run(experiment, "smoke", other, ROOT).label == "smoke"
     assert "custom" in running.Run(experiment, "smoke", other, ROOT, "tune").label
     assert "custom" in running.Run(experiment, "smoke", replace(other, memory=7), ROOT).label
-    for preset in ("paper", "paper-wikitext-2"):  # their searches had other budgets
-        run = running.Run(experiment, preset, PRESETS[preset], ROOT / "results")
-        assert list(running._present(run)) == [0]
+    for preset in ("paper", "paper-wikitext-2"):
+        other = replace(PRESETS[preset], search=SearchBudget(tokens=7))
+        assert running.Run(experiment, preset, other, ROOT / "results").label == preset
 
 
 def test_a_search_looks_at_nothing_that_it_is_to_choose() -> None:
@@ -907,7 +979,12 @@ def test_the_report_has_the_papers_numbers_beside_ours(records: list[Record]) ->
         if (r["name"], r["method"], r["split"]) == ("perplexity", "LSTM + MbPA", "test")
     )
     assert rows["LSTM + MbPA"][1] == f"{test:.1f} ± 0.0"
-    assert [len(words.tables[0].rows), len(words.tables[1].rows)] == [5, 8]
+    by_frequency, compared, by_memory, shown = words.tables
+    assert [len(by_frequency.rows), len(compared.rows), len(shown.rows)] == [5, 5, 8]
+    assert len(compared.columns) == 1 + len(evaluation.COMPARED)
+    tokens = [int(row[1].replace(",", "")) for row in by_memory.rows]
+    assert sum(tokens) == TOKENS
+    assert by_memory.rows[0][0] == "0"
     for figure in (*main.figures, *words.figures):
         assert draw_figure(figure)["svg"].startswith(b"<?xml")
     assert "The cache has a window of its own: 1,500 tokens." in main.text
@@ -922,7 +999,7 @@ def test_a_part_of_a_corpus_does_not_stand_beside_the_papers_numbers(
 ) -> None:
     config = told_of(replace(CONFIG, **changes))
     table = sections([Result("language", "x", 0, config, {}, 1.0, "mbpa", records)])[0].tables[0]
-    assert (len(table.columns), len(table.rows)) == ((7, 16) if has_paper else (4, 8))
+    assert (len(table.columns), len(table.rows)) == ((7, 20) if has_paper else (4, 12))
     assert ("Not to be compared" in table.note) == (not has_paper)
     assert table.note.startswith("Ours: one network." if has_paper else "One network.")
 
@@ -965,9 +1042,11 @@ def test_the_report_of_a_search_draws_rates_and_steps(whole: list[Record]) -> No
     rows = {row[0]: row[1:] for row in section.tables[0].rows}
     assert {"LSTM", "LSTM + cache", "LSTM + MbPA"} < set(rows)
     settings, tokens, alone, best = rows["LSTM + dynamic evaluation"]
-    assert (settings, tokens) == ("5", "40")  # three rates, a pull, a rate near the best
-    assert best == f"{min(map(value_of, dynamic)):.2f}"
-    (own,) = (r["value"] for r in whole if r.get("part") == "beginning")
+    tried = [r for r in dynamic if r["tokens"] == 40]
+    assert (settings, tokens) == (str(len(tried)), str(TOKENS))
+    finals = [value_of(r) for r in dynamic if r["tokens"] == TOKENS]
+    assert best == f"{min(finals):.2f}"
+    (own,) = (value_of(r) for r in perplexities(whole, evaluation.LSTM) if "part" not in r)
     assert alone == f"{own:.2f}"
     assert draw_figure(section.figures[0])["svg"].startswith(b"<?xml")
 
