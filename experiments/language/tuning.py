@@ -85,7 +85,7 @@ def make_search_config(config: LanguageConfig) -> LanguageConfig:
         mbpa=fresh.mbpa,
         combined=fresh.combined,
         one_step=fresh.one_step,
-        gate=replace(config.gate, **dict.fromkeys(GATE_PARTS, Reach())),
+        gate=replace(config.gate, first=Reach(), second=Reach(), third=Reach()),
         dynamic=replace(
             dynamic,
             lr=fresh.dynamic.lr,
