@@ -106,6 +106,11 @@ class Serve(Command):
             return None
         try:
             return self.labels.read_text("utf-8-sig").splitlines()
+        except OSError as error:
+            raise RunError(
+                f"--labels must name a file with one label per line, in the order of the head's "
+                f"outputs, got {self.labels}: {error.strerror}"
+            ) from error
         except ValueError as error:
             raise RunError(f"{self.labels} must be text in UTF-8: {error}") from error
 

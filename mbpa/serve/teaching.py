@@ -218,7 +218,7 @@ def _fit_learner(
 
     keys, labels = split.keys[~split.held], split.labels[~split.held]
     with tqdm(
-        total=REHEARSALS + 1, desc="rehearsing", file=sys.stderr, disable=not progress
+        total=REHEARSALS + 1, desc="fitting the learner", file=sys.stderr, disable=not progress
     ) as bar:
         return fit_learner(keys, labels, head, train, seed=training.seed, tick=bar.update)
 

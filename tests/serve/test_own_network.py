@@ -287,6 +287,12 @@ def test_saved_models_that_cannot_be_served_are_refused_in_a_line(module, tmp_pa
         ),
         ("saved", (*encoder, "--labels", "three.txt"), "labels must be 4 different names"),
         ("saved", (*encoder, "--labels", "bytes.txt"), "bytes.txt must be text in UTF-8"),
+        (
+            "saved",
+            (*encoder, "--labels", "none.txt"),
+            "--labels must name a file with one label per line, in the order of the head's "
+            "outputs, got none.txt: No such file",
+        ),
         ("saved", (*encoder, "--takes", "images"), "given 4 images"),
         ("run", (*encoder, "--labels", "three.txt"), "--takes and --labels are for models that"),
     ):
