@@ -188,6 +188,7 @@ def check_wheel(wheel: Path) -> None:
 def check_sdist(sdist: Path) -> None:
     """Raise `AssertionError` unless an sdist holds the package and what builds it."""
     beside = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"}
+    beside |= {"scripts/package_description.py"}
     added = {"PKG-INFO", ".gitignore"}  # by hatchling
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}

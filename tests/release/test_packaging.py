@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import email
 import importlib.util
 import re
 import tomllib
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -55,6 +57,48 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
 def test_the_sdist_holds_what_builds_the_wheel(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     release_check.check_sdist(sdist)
+
+
+def test_the_description_has_no_links_that_need_the_repository(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith("/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    description = str(metadata.get_payload(decode=True), "utf-8")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for line in re.findall(r"^(?:#+ .*|\$ .*|\| .*)$", readme, re.MULTILINE):
+        assert re.sub(r"\]\(.*?\)|\[", "", line) in re.sub(r"\]\(.*?\)|\[", "", description), line
+    links = re.findall(r"\]\(([^)]+)\)", description)
+    assert [each for each in links if not each.startswith(("https://", "#"))] == []
+
+
+def test_a_known_repository_makes_images_and_links_absolute() -> None:
+    describe = load_script(ROOT / "scripts" / "package_description.py").describe_package
+    readme = (
+        "[guide](docs/guide.md#saving), [paper](https://arxiv.org)\n\n"
+        "![a\nplot](docs/demo.png)\n\n*A plot.*\n\nEnd.\n"
+    )
+    assert describe(readme, "https://forge.example/mbpa/", "v1.2.3") == (
+        "[guide](https://forge.example/mbpa/blob/v1.2.3/docs/guide.md#saving), "
+        "[paper](https://arxiv.org)\n\n"
+        "![a\nplot](https://forge.example/mbpa/raw/v1.2.3/docs/demo.png)\n\n*A plot.*\n\nEnd.\n"
+    )
+    assert describe(readme, None, "v1.2.3") == "guide, [paper](https://arxiv.org)\n\nEnd.\n"
+
+
+INSTALLS_CHECKOUT = re.compile(r"pip install\b[^`#&]*?[\s']\.(?:\[|\s|$|`)")
+
+
+def test_a_checkout_is_always_installed_with_the_constraints() -> None:
+    lines = [
+        (path.name, line)
+        for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+        for line in path.read_text("utf-8").splitlines()
+        if INSTALLS_CHECKOUT.search(line)
+    ]
+    assert len(lines) >= 25
+    assert [each for each in lines if "install -c constraints.txt" not in each[1]] == []
 
 
 def list_named_extras() -> set[tuple[str, str]]:
