@@ -31,7 +31,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
+def disable_compilation(method: Callable[P, T]) -> Callable[P, T]:
     """Decorate a method so that `torch.compile` of surrounding code leaves it as it is.
 
     Locks, a memory that changes and choices by value are nothing to trace.

@@ -23,7 +23,7 @@ from mbpa.errors import StaleKeysWarning
 from mbpa.explanation import Explanation
 from mbpa.memory import Memory, Neighbors, validation
 from mbpa.memory.neighbors import TENSORS
-from mbpa.memory_module import MemoryModule, uncompiled
+from mbpa.memory_module import MemoryModule, disable_compilation
 from mbpa.model_state import SavedModel, save_model
 from mbpa.modules.head import Head, device_of, dtype_of, own_precision
 from mbpa.modules.split import grow
@@ -115,7 +115,7 @@ class MbPA(MemoryModule):
 
     # Predicting
 
-    @uncompiled
+    @disable_compilation
     def embed(self, *inputs: Any, **named: Any) -> Float[Tensor, "..."]:
         """Return the keys of inputs, without gradients.
 
@@ -139,7 +139,7 @@ class MbPA(MemoryModule):
             raise ValueError(f"embeddings must end in the memory's key shape {shape}, got {got}")
         return keys
 
-    @uncompiled
+    @disable_compilation
     def forward(
         self,
         *inputs: Any,
@@ -176,7 +176,7 @@ class MbPA(MemoryModule):
                     (prediction,) = self._replayer.run(form, compute, flat)
         return prediction.reshape(*leading, *prediction.shape[1:])
 
-    @uncompiled
+    @disable_compilation
     def compare(self, keys: Float[Tensor, "B *D"]) -> Comparison:
         """Return predictions with and without the memory, and the neighbours.
 
@@ -233,7 +233,7 @@ class MbPA(MemoryModule):
         backend = torch.backends.cuda.matmul.fp32_precision
         return keys.shape, keys.dtype, layout, repr(description), head.weight.dtype, places, backend
 
-    @uncompiled
+    @disable_compilation
     def explain(
         self,
         *inputs: Any,
@@ -319,7 +319,7 @@ class MbPA(MemoryModule):
 
     # Learning
 
-    @uncompiled
+    @disable_compilation
     def write(
         self,
         *inputs: Any,
@@ -365,7 +365,7 @@ class MbPA(MemoryModule):
             self._note_write()
         return ids
 
-    @uncompiled
+    @disable_compilation
     def score_then_write(
         self, inputs: Float[Tensor, "T ..."], labels: Int[Tensor, "T"] | Sequence[int]
     ) -> Float[Tensor, "T"]:

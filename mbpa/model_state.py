@@ -75,7 +75,7 @@ class SavedModel:
         checkpoint = load_checkpoint(directory)
         description, tensors = checkpoint.description, checkpoint.tensors
         manifest = os.path.join(directory, "manifest.json")
-        with _described_by(manifest):
+        with _require_description(manifest):
             return cls(
                 manifest=manifest,
                 memory=description["memory"],
@@ -88,7 +88,7 @@ class SavedModel:
 
     def restore_predictor(self) -> Predictor:
         """Return the predictor; raise `ValueError` if it has parts of the user's own."""
-        with _described_by(self.manifest):
+        with _require_description(self.manifest):
             return restore_predictor(self.predictor)
 
     def fill(self, memory: Memory | None, device: torch.device | None) -> Memory:
@@ -98,7 +98,7 @@ class SavedModel:
             memory: its content is replaced.
             device: of a new memory, if it can be on a GPU.
         """
-        with _described_by(self.manifest):
+        with _require_description(self.manifest):
             if memory is None:
                 memory = _make_memory(self.memory, device)
             ids, keys, values = self.entries
@@ -160,7 +160,7 @@ class SavedModel:
 
 
 @contextmanager
-def _described_by(manifest: str) -> Iterator[None]:
+def _require_description(manifest: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:

@@ -447,7 +447,7 @@ def read_journal(directory: Path) -> Any:
                 requests.append(journal.find_repeated(make_rows(call), f"request {call}"))
             except InputError:
                 requests.append("refused")
-        state = journal.change, len(journal), journal.labels(), sorted(journal.restored)
+        state = journal.change, len(journal), journal.labels(), sorted(journal.restored_ids)
         examples = list(journal.examples())
         plain = list(journal.examples(with_pictures=False))
         ids = journal.learn([("probe", "probe", None)])

@@ -173,7 +173,7 @@ def contents(taught: Any) -> list[list[Any]]:
     return [
         [e.id, e.label, e.text or (e.image and e.image.decode()), e.key and e.key.decode()]
         + ["picture"] * (e.image is not None)
-        + ["back"] * (e.id in taught.restored)
+        + ["back"] * (e.id in taught.restored_ids)
         for e in taught.examples()
     ]
 

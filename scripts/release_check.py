@@ -111,20 +111,20 @@ class ReleaseCheck:
 
     def try_extra(self, extra: str) -> str:
         """Install the wheel with one extra in an empty environment, and use it."""
-        with self._installed(extra) as python:
+        with self._install_extra(extra) as python:
             run(python, TRIALS / "smoke.py", extra)
             return f"works, {count_packages(python)} packages"
 
     def try_bare(self) -> str:
         """Install the wheel without extras, use it, and time its import."""
-        with self._installed("none") as python:
+        with self._install_extra("none") as python:
             run(python, TRIALS / "smoke.py", "none")
             return f"works, {count_packages(python)} packages; {time_import(python)}"
 
     def check_types(self) -> str:
         """Check a user's program, and the completeness of the types, against the wheel."""
         tools = self._make_tools()
-        with self._installed(TYPED_EXTRAS) as python:
+        with self._install_extra(TYPED_EXTRAS) as python:
             program = self.out / "typed_program.py"  # outside the checkout
             shutil.copy(TRIALS / "typed_program.py", program)
             options = "--strict", "--python-executable", python, "--cache-dir", self.out / "mypy"
@@ -157,7 +157,7 @@ class ReleaseCheck:
         return python
 
     @contextlib.contextmanager
-    def _installed(self, extra: str) -> Iterator[Path]:
+    def _install_extra(self, extra: str) -> Iterator[Path]:
         """Yield the interpreter of a new environment with torch and the wheel; remove it after."""
         lent = find_site_packages(self._make_environment("torch", "torch"))
         folder = self.out / f"extra-{extra}"

@@ -27,7 +27,7 @@ class Embedding:
         self.function = function
         self.module = unwrap_all(function) if isinstance(function, nn.Module) else None
         # The copies that `split` makes of a layer share its dictionary of parameters.
-        heads = [head, self.module.tapped] if isinstance(self.module, Trunk) else [head]
+        heads = [head, self.module.split_layer] if isinstance(self.module, Trunk) else [head]
         self._parameters_of_head = [m._parameters for each in heads for m in each.modules()]
         self.renew()
 

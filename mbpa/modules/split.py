@@ -142,7 +142,7 @@ class Trunk(nn.Module):
         self.eval()
 
     @property
-    def tapped(self) -> nn.Module:
+    def split_layer(self) -> nn.Module:
         """The layer at which the model was split; its weights are no part of the embedding."""
         return self._ends[0]
 

@@ -589,7 +589,7 @@ class Classifier:
         return apply_renames(info.labels, renames)
 
     def _find_trained(self, ids: Iterable[int], info: RunInfo) -> set[int]:
-        restored = self.journal.restored
+        restored = self.journal.restored_ids
         return {id for id in ids if id <= info.trained_examples or id in restored}
 
     def _change_label(self, label: str, new_label: str, by: str | None) -> list[int]:

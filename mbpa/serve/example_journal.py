@@ -118,7 +118,7 @@ class ExampleJournal(abc.ABC):
             request: a name for this call. Repeating the name with the same examples returns the
                 same ids and writes nothing, even if they were forgotten since. Only the newest
                 `REMEMBERED_REQUESTS` names are remembered.
-            restoring: list these examples in ``restored`` from now on.
+            restoring: list these examples in ``restored_ids`` from now on.
             by: name of the token, for the audit trail.
 
         Raises:
@@ -174,7 +174,7 @@ class ExampleJournal(abc.ABC):
             last_trained: given if `new_label` has a row of the head of its own, which was not
                 trained with these examples: the highest id of those that the head was trained
                 with. Examples up to it get new ids, and restored ones are no longer listed in
-                ``restored``, so that from now on all count as taught. Others keep their ids.
+                ``restored_ids``, so that from now on all count as taught. Others keep their ids.
             by: name of the token, for the audit trail.
 
         Raises:
@@ -233,7 +233,7 @@ class ExampleJournal(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def restored(self) -> frozenset[int]:
+    def restored_ids(self) -> frozenset[int]:
         """Ids of the examples that were forgotten and then added back."""
 
     @property

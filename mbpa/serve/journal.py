@@ -103,7 +103,7 @@ class Journal(ExampleJournal):
             raise
         self.path = self._database.path
         self._totals, self._labels = found.totals, found.labels
-        self._restored, self._waste = found.restored, found.waste
+        self._restored, self._waste = found.restored_ids, found.waste
         self._remembered_requests = remembered_requests
         self._waste_bytes = WASTE_BYTES if waste_bytes is None else waste_bytes
         self._lessons, self._clock = found.lessons, clock
@@ -343,7 +343,7 @@ class Journal(ExampleJournal):
             return journal_schema.read_entries(database, first, limit)
 
     @property
-    def restored(self) -> frozenset[int]:
+    def restored_ids(self) -> frozenset[int]:
         return self._restored
 
     def labels(self) -> dict[str, int]:

@@ -99,7 +99,7 @@ def _write_examples(connection: Any, journal: Journal) -> None:
     with connection.cursor().copy(f"COPY copied ({columns}) FROM STDIN BINARY") as copy:
         copy.set_types(types)
         for example, taught_ms, by in _list_examples(journal):
-            is_restored = example.id in journal.restored
+            is_restored = example.id in journal.restored_ids
             item = example.text, example.image, example.key
             copy.write_row((example.id, is_restored, example.label, *item, taught_ms, by, 0))
     connection.execute(
@@ -181,7 +181,7 @@ def write_copy(link: DatabaseLink, name: str, directory: Path) -> int:
         info = RunInfo.parse(state.run_file, f"{RUN_FILE} in {name}")
         unpack_model(state.model_files, directory / info.model)
         examples = (
-            (each.id, each.id in state.restored, (each.label, each.item, each.key))
+            (each.id, each.id in state.restored_ids, (each.label, each.item, each.key))
             for part in state.parts
             for each in part
         )

@@ -121,7 +121,7 @@ class VerifiedCounts:
 
     totals: Totals
     labels: Counter[str]
-    restored: frozenset[int]
+    restored_ids: frozenset[int]
     waste: int
     """Size of the overwritten rows, in bytes."""
     lessons: LessonIndex

@@ -263,7 +263,7 @@ class PostgresJournal(SharedJournal):
     def adopt(self, state: SharedState) -> None:
         self._position, self._hash = state.change, state.hash
         self._head = self._snapshot = state.change
-        self._restored, self._renames = state.restored, list(state.renames)
+        self._restored, self._renames = state.restored_ids, list(state.renames)
         self._snapshot_at = time.monotonic()
 
     def wait_for_news(self, timeout_s: float) -> int | None:
@@ -306,7 +306,7 @@ class PostgresJournal(SharedJournal):
         return self._position
 
     @property
-    def restored(self) -> frozenset[int]:
+    def restored_ids(self) -> frozenset[int]:
         return self._restored
 
     def renames(self) -> list[AuditEntry]:
@@ -457,7 +457,7 @@ def read_state(
         run_file=run_file,
         model_files=model_files,
         renames=entries,
-        restored=frozenset(id for (id,) in restored),
+        restored_ids=frozenset(id for (id,) in restored),
     )
 
 

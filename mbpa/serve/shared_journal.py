@@ -27,7 +27,7 @@ class SharedState(JournalState):
     model_files: bytes
     """The model, as an archive."""
     renames: tuple[AuditEntry, ...]
-    restored: frozenset[int]
+    restored_ids: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ReplicaStatus:
 class SharedJournal(ExampleJournal):
     """A journal that other processes write as well.
 
-    `change`, `restored` and `renames` are as of the last position that was read.
+    `change`, `restored_ids` and `renames` are as of the last position that was read.
     """
 
     @abc.abstractmethod

@@ -72,7 +72,7 @@ def untaught(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(untaught, tmp_path_factory):
+def shared_client(untaught, tmp_path_factory):
     """A client of a server in a thread of this process, where annotations are checked."""
     directory = tmp_path_factory.mktemp("served") / "run"
     shutil.copytree(untaught, directory)
@@ -86,13 +86,13 @@ def served(untaught, tmp_path_factory):
 
 
 @pytest.fixture
-def client(served, caplog):
+def client(shared_client, caplog):
     """A client of a server that every test leaves as it found it."""
-    yield served
-    for label in labels(served):
+    yield shared_client
+    for label in labels(shared_client):
         if not label.startswith("label "):
-            served.post("/forget", json={"label": label}).raise_for_status()
-    assert stats(served)["examples"] == 60
+            shared_client.post("/forget", json={"label": label}).raise_for_status()
+    assert stats(shared_client)["examples"] == 60
     assert [each for each in caplog.get_records("call") if each.levelname == "ERROR"] == []
 
 
@@ -1448,10 +1448,10 @@ def test_what_cannot_be_served_is_said_in_a_line(untaught, tmp_path, capsys, wha
     }[what] in printed
 
 
-def test_every_path_but_the_open_ones_asks_for_the_token(served):
-    paths = served.get("/openapi.json").raise_for_status().json()["paths"]
+def test_every_path_but_the_open_ones_asks_for_the_token(shared_client):
+    paths = shared_client.get("/openapi.json").raise_for_status().json()["paths"]
     assert {"/predict", "/explain", "/learn", "/forget", "/metrics"} <= {*paths, "/metrics"}
-    with open_client(str(served.base_url)) as stranger:
+    with open_client(str(shared_client.base_url)) as stranger:
         for path in [*paths, "/metrics", "/nowhere"]:
             for method in ("GET", "POST", "PUT", "DELETE", "HEAD"):
                 for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):

@@ -412,7 +412,7 @@ def test_a_run_and_journal_of_the_format_before_answer_as_they_did(tmp_path):
         with Classifier.load(run, text_encoder=WordEncoder()) as classifier:
             assert [[e.id, e.label, e.text] for e in classifier.examples()] == expected["examples"]
             assert classifier.labels == expected["labels"]
-            assert sorted(classifier.journal.restored) == expected["restored"]
+            assert sorted(classifier.journal.restored_ids) == expected["restored"]
             assert classifier.journal.change == expected["change"]
             answers = classifier.predict(["a pizza", "apples", "hammer", "half"])
             for answer, (label, confidence, _) in zip(answers, expected["answers"], strict=True):

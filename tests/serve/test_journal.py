@@ -252,7 +252,7 @@ class AgainstADict(hypothesis.stateful.RuleBasedStateMachine):
         assert len(self.journal) == len(self.model)
         assert self.journal.labels() == Counter(label for label, _, _ in self.model.values())
         assert self.journal.change == self.change
-        assert self.journal.restored == self.restored
+        assert self.journal.restored_ids == self.restored
 
     def teardown(self) -> None:
         self.journal.close()

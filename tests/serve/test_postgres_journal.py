@@ -85,7 +85,7 @@ def describe(journal: ExampleJournal) -> Any:
     return (
         list(journal.examples()),
         [(each.id, each.label, each.text, each.is_trained) for each in listed],
-        journal.restored,
+        journal.restored_ids,
         journal.change,
     )
 

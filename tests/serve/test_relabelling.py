@@ -219,7 +219,7 @@ def test_requests_restored_examples_and_teachers_survive_a_rename(tmp_path):
     for _ in range(2):
         with Journal(tmp_path / "j") as journal:
             assert journal.labels() == {"b": 4}
-            assert journal.restored == {4}
+            assert journal.restored_ids == {4}
             assert journal.learn(two, request="r") == [1, 2]
             entry = journal.audit(limit=1)[0]
             assert (entry.action, entry.by, entry.label, entry.new_label, entry.count) == (
@@ -227,7 +227,7 @@ def test_requests_restored_examples_and_teachers_survive_a_rename(tmp_path):
             )
     with Journal(tmp_path / "j") as journal:
         assert journal.rename("b", "c", last_trained=1) == {1: 5, 2: 2, 3: 3, 4: 4}
-        assert journal.restored == frozenset()
+        assert journal.restored_ids == frozenset()
         texts = [(each.id, each.text) for each in journal.examples()]
         assert texts == [(2, "two"), (3, "three"), (4, "four"), (5, "one")]
         assert journal.learn([("d", "five", None)]) == [6]

@@ -117,7 +117,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def served(site: Path) -> Iterator[str]:
+def site_url(site: Path) -> Iterator[str]:
     """Yield the address of the site on a plain file server."""
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -129,7 +129,7 @@ def served(site: Path) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # Playwright's pipe
-def test_the_site_works_in_a_browser(served: str) -> None:
+def test_the_site_works_in_a_browser(site_url: str) -> None:
     """Search, dark mode and a phone, without an error or a request to another host."""
     from playwright.sync_api import sync_playwright
 
@@ -148,17 +148,17 @@ def test_the_site_works_in_a_browser(served: str) -> None:
         shown.on(
             "request",
             lambda request: (
-                None if request.url.startswith(served) else problems.append(request.url)
+                None if request.url.startswith(site_url) else problems.append(request.url)
             ),
         )
-        shown.goto(f"{served}/")
+        shown.goto(f"{site_url}/")
         shown.locator("input.md-search__input").click()
         shown.keyboard.type("certified")
         found = shown.locator(".md-search-result__link").first
         found.wait_for()
         assert "certified" in found.inner_text().lower()
 
-        shown.goto(f"{served}/method/")
+        shown.goto(f"{site_url}/method/")
         light = shown.evaluate("getComputedStyle(document.querySelector('svg.drawing')).color")
         shown.locator("label[for=__palette_1]").click()
         scheme = "document.body.getAttribute('data-md-color-scheme')"
@@ -176,7 +176,7 @@ def test_the_site_works_in_a_browser(served: str) -> None:
             "tutorials/",
             "serving/",
         ):
-            shown.goto(f"{served}/{name}")
+            shown.goto(f"{site_url}/{name}")
             width = shown.evaluate("document.documentElement.scrollWidth")
             assert width <= 360, f"{name} is {width} pixels wide on a phone of 360"
         shown.close()
