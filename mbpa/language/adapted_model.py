@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mbpa.modules.sharing import share
 
 if TYPE_CHECKING:
-    from mbpa.language.memory_lm import Prediction
+    from mbpa.language.prediction import Prediction
 
 ROWS = 256  # of a prediction at a time, each with a number per token
 

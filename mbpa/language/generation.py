@@ -23,7 +23,8 @@ from mbpa.memory import validation
 LEAST_TEMPERATURE = 1e-3  # below, the most probable token is taken
 
 if TYPE_CHECKING:
-    from mbpa.language.memory_lm import MemoryLM, Prediction
+    from mbpa.language.memory_lm import MemoryLM
+    from mbpa.language.prediction import Prediction
 
 
 def generate(

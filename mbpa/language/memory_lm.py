@@ -21,23 +21,21 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from mbpa.adaptation import Engine
-from mbpa.errors import CheckpointError, RunError
-from mbpa.kernels import InverseDistance, neighbor_weights
-from mbpa.language.gate import ScaledAdapted, make_predictor
-from mbpa.language.run_directory import RunDirectory, Source, digest_tokens, make_source
-from mbpa.language.source_index import SourceIndex
-from mbpa.language.tokens import Alternative, Generation, Origin, Score, Token, TokenReader, quote
+from mbpa.errors import CheckpointError
+from mbpa.language.document_memory import DocumentMemory, Reading
+from mbpa.language.gate import make_predictor
+from mbpa.language.prediction import Prediction, describe_tokens, weigh_adapted_neighbors
+from mbpa.language.run_directory import RunDirectory, Source
+from mbpa.language.tokens import Generation, Origin, Score, Token, TokenReader, quote
 from mbpa.language.trunk import Progress, Trunk, is_valid_text
-from mbpa.memory import Memory, MemoryKind, Neighbors, make_memory
+from mbpa.memory import Memory, MemoryKind, make_memory
 from mbpa.model import MbPA
-from mbpa.predictors import Adapted, Context, Predictor
+from mbpa.predictors import Predictor
 from mbpa.serialization import describe, restore_predictor
 
 CAPACITY = 1 << 20
 ACTIVE_WIDTH = 28  # with four more numbers, 128 bytes per entry
 ROWS_PER_PREDICTION = {"cpu": 64, "cuda": 512}  # each row holds a probability per token
-ROWS_PER_SUMMARY = 1024  # after so many rows a caller may end the reading
-LOAD_ATTEMPTS = 10  # while another process replaces documents
 LARGEST_HALF = 1e4  # states up to this size are kept in half precision
 ORIGINS, TOKENS_BEFORE, TOKENS_AFTER = 5, 24, 12  # shown per token
 PROBE = (
@@ -45,18 +43,6 @@ PROBE = (
     "with its own words. Given the first half of a sentence, it looks up similar places, compares "
     "how they went on, and predicts what comes next. In 2018, 37% of all questions were answered."
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Prediction:
-    """Log-probabilities of the next token at some states."""
-
-    alone: Float[Tensor, "B C"]
-    adapted: Float[Tensor, "B C"]
-    neighbors: Neighbors | None
-    """The nearest entries; `None` if the memory is empty."""
-    weights: Float[Tensor, "B K"] | None = None
-    """Their weights, if these were asked for."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +55,6 @@ class SourceInfo:
     """Its length in tokens."""
     read_at: float
     """When it was read, in seconds since 1970."""
-
-
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """A document on which the model has run, ready for the memory: `MemoryLM.store` takes it."""
-
-    source: str
-    """Name of the document."""
-    tokens: Int[Tensor, "T"]
-    keys: Float[Tensor, "N D"] | None
-    """States before all tokens but the first; `None` if this very text was in the memory."""
-    summaries: Int[Tensor, "N W"] | None
 
 
 class _GenerationOptions(TypedDict, total=False):
@@ -164,9 +138,7 @@ class MemoryLM:
             engine=self._engine,
         )
         self._saved_predictor = None if predictor is None else describe(predictor)
-        self._sources = SourceIndex()
-        self._directory: RunDirectory | None = None
-        self._is_read_only = False
+        self._documents = DocumentMemory(entries, self._engine, self._output_layer, self._key_dtype)
 
     # Properties
 
@@ -230,7 +202,7 @@ class MemoryLM:
 
     def __repr__(self) -> str:
         kind = type(self._trunk.model).__name__
-        return f"MemoryLM({kind}, {len(self._sources)} sources, {len(self):,} entries)"
+        return f"MemoryLM({kind}, {len(self._documents)} sources, {len(self):,} entries)"
 
     # Reading
 
@@ -273,15 +245,16 @@ class MemoryLM:
         """
         if not isinstance(source, str) or not source or not is_valid_text(source):
             raise ValueError(f"source must be a name, got {source!r}")
-        self._require_writable()
+        self._documents.require_writable()
         tokens = self._trunk.tokenize(text)
         if len(tokens) < 2:
             raise ValueError(f"text must have at least two tokens, got {len(tokens)}")
         # Without the lock, which `generate` holds: `store` checks both again.
-        if self._is_known(source, tokens):
+        if self._documents.holds(source, tokens):
             return Reading(source, tokens, None, None)
-        self._require_room(tokens)
-        return self._run_on(source, tokens, progress)
+        self._documents.require_room(tokens)
+        states = self._trunk.embed(tokens, progress)
+        return self._documents.prepare(source, tokens, states, progress)
 
     def store(self, reading: Reading) -> SourceInfo:
         """Put a document that was prepared into the memory, and on disk, as `read` does.
@@ -291,54 +264,14 @@ class MemoryLM:
         """
         source, tokens = reading.source, reading.tokens
         with self._lock:
-            self._require_writable()
-            old = self._sources.get(source)
-            if old is not None and self._is_known(source, tokens):
-                return _describe(old)
-            self._require_room(tokens)
+            self._documents.require_writable()
+            if self._documents.holds(source, tokens):
+                return _describe(self._documents.get(source))
+            self._documents.require_room(tokens)
             if reading.keys is None:  # it was known, and was forgotten since
-                reading = self._run_on(source, tokens, None)
-            assert reading.keys is not None
-            new = make_source(source, tokens, reading.keys.cpu(), reading.summaries)
-            ids = self._write(new)
-            try:
-                if self._directory is not None:
-                    new = self._directory.add(new, replaces=-1 if old is None else old.number)
-            except BaseException:
-                self.memory.delete(ids)
-                raise
-            if old is not None:
-                self._drop(old)
-            self._sources.add(new, int(ids[0]))
-            return _describe(new)
-
-    def _is_known(self, source: str, tokens: Int[Tensor, "T"]) -> bool:
-        known = self._sources.get(source)
-        return known is not None and known.text_digest == digest_tokens(tokens)
-
-    def _require_room(self, tokens: Int[Tensor, "T"]) -> None:
-        room = self.memory.capacity - len(self)
-        if len(tokens) - 1 > room:
-            raise ValueError(
-                f"text must have at most {room + 1} tokens, for which the memory has room, got "
-                f"{len(tokens)}: forget a source, or load with a larger capacity"
-            )
-
-    def _require_writable(self) -> None:
-        if self._is_read_only:
-            raise RunError("the run was opened for reading only, or closed")
-
-    def _run_on(self, source: str, tokens: Int[Tensor, "T"], progress: Progress | None) -> Reading:
-        keys = self._trunk.embed(tokens, progress)[:-1].to(self._key_dtype)
-        if not keys.isfinite().all():
-            raise ValueError("the states of the model must be finite, got NaN or infinite ones")
-        parts = []
-        for rows in keys.split(ROWS_PER_SUMMARY):
-            parts.append(self._engine.summarize(self._output_layer, self.memory, rows))
-            if progress is not None:
-                progress(len(tokens), len(tokens))
-        known = [part for part in parts if part is not None]
-        return Reading(source, tokens, keys, torch.cat(known) if known else None)
+                states = self._trunk.embed(tokens)
+                reading = self._documents.prepare(source, tokens, states, None)
+            return _describe(self._documents.add(reading))
 
     def forget(self, source: str) -> None:
         """Forget a document: from now on every prediction is as if it had never been read.
@@ -347,16 +280,13 @@ class MemoryLM:
             source: name of the document, as given to `read`.
         """
         with self._lock:
-            self._require_writable()
-            known = self._sources.require(source)
-            if self._directory is not None:
-                self._directory.remove(known.number)
-            self._drop(known)
+            self._documents.require_writable()
+            self._documents.forget(source)
 
     def sources(self) -> list[SourceInfo]:
         """Return the documents in the memory, in the order in which they were read."""
         with self._lock:
-            return [_describe(source) for source in self._sources]
+            return [_describe(source) for source in self._documents]
 
     def has_read(self, text: str | Sequence[int] | Int[Tensor, "T"], *, source: str) -> bool:
         """Return whether this very text was read under this name.
@@ -365,24 +295,7 @@ class MemoryLM:
             text: the text, or its token ids.
             source: name of the document.
         """
-        return self._is_known(source, self._trunk.tokenize(text))
-
-    def _write(self, source: Source) -> Int[Tensor, "N"]:
-        """Write the entries of a source into the memory and return their ids."""
-        values = source.tokens[1:].to(self._device, torch.int32)
-        ids = self.memory.write(source.keys.to(self._device, self.memory.dtype), values)
-        if source.summaries is not None:
-            try:
-                rows = source.summaries.to(self._device)
-                self._engine.keep_summaries(self._output_layer, self.memory, ids, rows)
-            except BaseException:
-                self.memory.delete(ids)
-                raise
-        return ids
-
-    def _drop(self, source: Source) -> None:
-        self.memory.delete(self._sources.list_ids(source.name))
-        self._sources.remove(source.name)
+        return self._documents.holds(source, self._trunk.tokenize(text))
 
     # Predicting
 
@@ -512,7 +425,7 @@ class MemoryLM:
             neighbors, weights = found.neighbors, None
             if want_weights and neighbors is not None:
                 context = self._mbpa.build_context(keys, neighbors)
-                weights = _weigh_neighbors(self._mbpa.predictor, context)
+                weights = weigh_adapted_neighbors(self._mbpa.predictor, context)
                 neighbors = neighbors.first(weights.shape[1])
             return Prediction(found.before, found.after, neighbors, weights)
 
@@ -533,46 +446,11 @@ class MemoryLM:
             origins: the most similar places to return per token.
             top: how many of the most probable tokens to return per place.
         """
-        index = torch.tensor(tokens, device=self._device)[:, None]
-        adapted = prediction.adapted.gather(1, index)[:, 0].tolist()
-        alone = prediction.alone.gather(1, index)[:, 0].tolist()
-        places = self._find_origins(prediction, tokens, origins)
-        found = prediction.adapted.topk(min(top, prediction.adapted.shape[1]))
-        best = zip(found.indices.tolist(), found.values.tolist(), strict=True)
-        return [
-            Token(token, "", after, before, origin, _list_alternatives(*row))
-            for token, after, before, origin, row in zip(
-                tokens, adapted, alone, places, best, strict=True
-            )
-        ]
-
-    def _find_origins(
-        self, prediction: Prediction, tokens: Sequence[int], count: int
-    ) -> list[tuple[Origin, ...]]:
-        neighbors, weights = prediction.neighbors, prediction.weights
-        if neighbors is None or weights is None or not count:
-            return [()] * len(tokens)
-        same = neighbors.mask & (
-            neighbors.values == torch.tensor(tokens, device=self._device)[:, None]
-        )
-        ranked = weights.masked_fill(~neighbors.mask, -1).argsort(descending=True, stable=True)
-        # Not by a sum with the weights, which would round them.
-        order = same.gather(1, ranked).to(torch.int8).argsort(descending=True, stable=True)
-        best = ranked.gather(1, order[:, :count]).cpu()
-        columns = zip(
-            neighbors.ids.cpu().gather(1, best).tolist(),
-            weights.cpu().gather(1, best).tolist(),
-            neighbors.distances.sqrt().cpu().gather(1, best).tolist(),
-            strict=True,
-        )
-        return [
-            tuple(self._locate(*place) for place in zip(*row, strict=True) if place[0] >= 0)
-            for row in columns
-        ]
+        return describe_tokens(prediction, tokens, self._locate, origins=origins, top=top)
 
     def _locate(self, entry: int, weight: float, distance: float) -> Origin:
         """Return where an entry of the memory comes from."""
-        source, at = self._sources.locate(entry)
+        source, at = self._documents.locate(entry)
         tokens = source.tokens
         passage = quote(self._trunk.tokenizer, tokens, at, TOKENS_BEFORE, TOKENS_AFTER)
         return Origin(source.name, at, int(tokens[at]), weight, distance, *passage)
@@ -606,13 +484,7 @@ class MemoryLM:
             RunError: the directory holds a run already.
         """
         with self._lock:
-            if self._directory is not None:
-                raise RunError(f"the run is kept in {self._directory.root} already")
-            whole = (self._restore(source) for source in self._sources)
-            target, stored = RunDirectory.create(directory, self._settings(), whole)
-            for source in stored:
-                self._sources.renumber(source.name, source.number)
-            self._directory = target
+            self._documents.save(directory, self._settings())
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -624,13 +496,6 @@ class MemoryLM:
             "predictor": self._saved_predictor,
             "memory": self._memory_kind,
         }
-
-    def _restore(self, source: Source) -> Source:
-        """Return a source with its keys, from the memory."""
-        ids = self._sources.list_ids(source.name)
-        keys = self.memory.get_keys(ids).to(self._key_dtype)
-        summaries = self._engine.summarize(self._output_layer, self.memory, keys)
-        return replace(source, keys=keys.cpu(), summaries=summaries)
 
     @classmethod
     def load(
@@ -698,36 +563,16 @@ class MemoryLM:
             if writable and lm.name:
                 run.set_model(lm.name)
             lm._trunk.name = run.manifest["model"]
-            lm._fill(run, progress)
-            lm._is_read_only = not writable
-            lm._directory = run if writable else None
+            lm._documents.load(run, progress)
             return lm
         except BaseException:
             run.close()
             raise
 
-    def _fill(self, run: RunDirectory, progress: Progress | None) -> None:
-        """Load all sources of a run, again if another process changes it meanwhile."""
-        for attempt in range(LOAD_ATTEMPTS):
-            try:
-                for done, source in enumerate(run.load(), 1):
-                    self._require_room(source.tokens)
-                    self._sources.add(source, int(self._write(source)[0]))
-                    if progress is not None:
-                        progress(done, len(run))
-                return
-            except FileNotFoundError:
-                if attempt == LOAD_ATTEMPTS - 1:
-                    raise
-                self.memory.clear()
-                self._sources = SourceIndex()
-
     def close(self) -> None:
         """Release the directory for other processes; the model can then only predict."""
         with self._lock:
-            if self._directory is not None:
-                self._directory.close()
-                self._directory, self._is_read_only = None, True
+            self._documents.close()
 
     def __enter__(self) -> MemoryLM:
         return self
@@ -738,18 +583,3 @@ class MemoryLM:
 
 def _describe(source: Source) -> SourceInfo:
     return SourceInfo(source.name, len(source.tokens), source.read_at)
-
-
-def _weigh_neighbors(predictor: Predictor, context: Context) -> Float[Tensor, "B K"]:
-    """Return the weights that a predictor gives to the neighbours it adapts to."""
-    for part in (predictor, *getattr(predictor, "mixed", ())):
-        nearest = context.nearest(part.k)
-        if isinstance(part, ScaledAdapted):
-            return part.weigh(nearest)
-        if isinstance(part, Adapted):
-            return neighbor_weights(part.kernel, nearest.found)
-    return neighbor_weights(InverseDistance(), context.found)
-
-
-def _list_alternatives(ids: list[int], log_probs: list[float]) -> tuple[Alternative, ...]:
-    return tuple(Alternative(i, "", p) for i, p in zip(ids, log_probs, strict=True))

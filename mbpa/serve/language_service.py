@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from prometheus_client import Counter, Gauge
 
 from mbpa.language import Generation, MemoryLM, Score, SourceInfo, Token
-from mbpa.language.memory_lm import Reading
+from mbpa.language.document_memory import Reading
 from mbpa.language.pretrained import DEFAULT_MODEL
 from mbpa.serve.middleware import HttpMetrics
 from mbpa.serve.model_thread import Job, ModelThread

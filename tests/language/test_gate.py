@@ -13,18 +13,20 @@ from torch import Tensor, nn
 
 import mbpa
 from mbpa.language.gate import (
-    BASE_RATE,
-    NEIGHBORHOOD_FEATURES,
     Gate,
     Gated,
-    Neighborhood,
-    Reach,
-    ScaledAdapted,
-    ScaledVote,
     count_features,
     fit_gate,
     make_predictor,
     measure_features,
+)
+from mbpa.language.scaled_predictors import (
+    BASE_RATE,
+    NEIGHBORHOOD_FEATURES,
+    Neighborhood,
+    Reach,
+    ScaledAdapted,
+    ScaledVote,
 )
 from mbpa.predictors import Context, Predictor
 

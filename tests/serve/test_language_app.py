@@ -21,7 +21,7 @@ from servers import Server, open_client, running
 from tiny_language_model import TEXT, make_model, make_tokenizer
 
 from mbpa.language import MemoryLM
-from mbpa.language.memory_lm import Reading
+from mbpa.language.document_memory import Reading
 from mbpa.serve.language_app import create_language_app
 from mbpa.serve.settings import LanguageSettings
 
