@@ -193,6 +193,126 @@ def use_peers() -> None:
     use_text()
 
 
+def use_huggingface() -> None:
+    """A Trainer of transformers trains, and the memory holds what it was trained with."""
+    import transformers
+
+    from mbpa.integrations.transformers import MemoryCallback, MemoryTrainer, add_memory
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.BertConfig(vocab_size=20, intermediate_size=16, num_labels=2, **sizes)
+    classifier = transformers.BertForSequenceClassification(config)
+    model = add_memory(classifier, capacity=100)
+    words = [{"input_ids": torch.randint(20, (6,)), "labels": n % 2} for n in range(16)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder, max_steps=2, report_to="none", save_strategy="no", disable_tqdm=True
+        )
+        MemoryTrainer(
+            classifier, arguments, train_dataset=words, callbacks=[MemoryCallback(model)]
+        ).train()
+    assert len(model.memory) == 16
+
+
+def use_lightning() -> None:
+    """A Trainer of Lightning trains, and the memory holds what it was trained with."""
+    import lightning
+
+    from mbpa.integrations.lightning import MemoryCallback
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Classifier()
+    embed, head = mbpa.split(module.net, at="1")
+    memory = mbpa.ExactMemory(capacity=100, key_dim=8)
+    model = mbpa.MbPA(embed, head, memory=memory, predictor=mbpa.Adapted(k=5))
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.arange(16) % 2)
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[MemoryCallback(model)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))
+    assert len(memory) == 16
+
+
+def use_avalanche() -> None:
+    """A strategy of Avalanche learns two experiences, and is evaluated with the memory."""
+    from avalanche.benchmarks.scenarios.supervised import class_incremental_benchmark
+    from avalanche.benchmarks.utils import DataAttribute, make_avalanche_dataset
+    from avalanche.models import SimpleMLP
+    from avalanche.training.supervised import Naive
+
+    from mbpa.integrations.avalanche import MemoryPlugin
+
+    inputs, labels = torch.randn(40, 8), torch.arange(40) % 4
+    dataset = make_avalanche_dataset(
+        torch.utils.data.TensorDataset(inputs, labels),
+        data_attributes=[DataAttribute(labels.tolist(), "targets")],
+    )
+    parts = {"train": dataset, "test": dataset}
+    benchmark = class_incremental_benchmark(parts, num_experiences=2)
+    network = SimpleMLP(num_classes=4, input_size=8, hidden_size=16)
+    plugin = MemoryPlugin("classifier", capacity=20)
+    strategy = Naive(
+        model=network,
+        optimizer=torch.optim.Adam(network.parameters()),
+        criterion=torch.nn.CrossEntropyLoss(),
+        plugins=[plugin],
+    )
+    for experience in benchmark.train_stream:
+        strategy.train(experience)
+    strategy.eval(benchmark.test_stream)
+    assert plugin.model is not None
+    assert len(plugin.model.memory) == 20
+
+
+def use_sklearn() -> None:
+    from sklearn.datasets import load_iris
+
+    from mbpa.integrations.sklearn import MbPAClassifier, MbPARegressor
+
+    rows, labels = load_iris(return_X_y=True)
+    model = MbPAClassifier(epochs=5, random_state=0).fit(rows[:100], labels[:100])
+    model.partial_fit(rows[100:110], labels[100:110])
+    assert model.predict(rows[110:]).tolist().count(2) > 20
+    assert MbPARegressor(epochs=5).fit(rows, rows[:, 0]).score(rows, rows[:, 0]) > 0.5
+
+
+def use_river() -> None:
+    from mbpa.integrations.river import OnlineClassifier, OnlineRegressor
+
+    model, values = OnlineClassifier(), OnlineRegressor()
+    for number in range(20):
+        model.learn_one({"a": number}, "low" if number < 10 else "high")
+        values.learn_one({"a": number}, 2.0 * number)
+    assert model.predict_one({"a": 2}) == "low"
+    assert round(values.predict_one({"a": 10})) == 20
+
+
+def use_docs() -> None:
+    """The site is built from a checkout; the extra brings what `mkdocs build` imports."""
+    import latex2mathml.converter
+    import material
+    import mkdocstrings
+
+    assert "<math" in latex2mathml.converter.convert("x^2")
+    assert all((material, mkdocstrings))
+    subprocess.run([sys.executable, "-m", "mkdocs", "--version"], check=True)
+
+
 def use_dev() -> None:
     for tool in ("pytest", "mypy", "ruff"):
         subprocess.run([sys.executable, "-m", tool, "--version"], check=True)
@@ -301,7 +421,7 @@ def main(extra: str, option: str = "") -> None:
     place = Path(mbpa.__file__).parent
     assert option == "--editable" or "site-packages" in place.parts, f"not installed: {place}"
     assert extra == "none" or check_requirements(extra) > 0, f"there is no extra {extra}"
-    TRIALS.get(extra, lambda: print(f"{extra}: installed; there is no trial of its own"))()
+    TRIALS[extra]()
     print(f"{extra}: mbpa {mbpa.__version__} works ({time.perf_counter() - start:.0f} s)")
 
 

@@ -130,6 +130,11 @@ def test_errors_name_extras_that_exist() -> None:
         assert extra in PROJECT["optional-dependencies"], f"{path} names {extra}"
 
 
+def test_every_extra_has_a_trial() -> None:
+    trials = load_script(ROOT / "tests" / "release" / "smoke.py").TRIALS
+    assert set(trials) == {*PROJECT["optional-dependencies"], "none"}
+
+
 def test_documents_name_extras_that_exist() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for names in re.findall(r"(?:\.|\bmbpa)\[([a-z,]+)\]'", path.read_text("utf-8")):
