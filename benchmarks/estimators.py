@@ -13,7 +13,7 @@ settings. There are three tasks:
 from __future__ import annotations
 
 import argparse
-import json
+import statistics
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -35,6 +35,7 @@ from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.preprocessing import StandardScaler
 
+from benchmarks.tables import DocumentTable, format_rows
 from mbpa.integrations.sklearn import MbPAClassifier, MbPARegressor
 
 SEEDS = (100, 101, 102)
@@ -135,10 +136,65 @@ def compare_regressors(scores: dict[tuple[str, str, str], list[float]]) -> None:
             print(name, seed, flush=True)
 
 
+ALL_AT_ONCE, IN_TWO_PARTS, NEW_CLASS = "all at once", "in two parts", "a new class"
+REFITTED = ("LogisticRegression", "LogisticRegression (balanced)", "KNeighborsClassifier")
+SHOWN_CLASSIFIERS = {
+    ALL_AT_ONCE: ("LogisticRegression", "KNeighborsClassifier", "MLPClassifier"),
+    IN_TWO_PARTS: ("LogisticRegression", "MLPClassifier", "SGDClassifier"),
+    NEW_CLASS: (
+        "LogisticRegression (balanced)",
+        "LogisticRegression",
+        "KNeighborsClassifier",
+        "SGDClassifier",
+    ),
+}
+SHOWN_REGRESSORS = {
+    ALL_AT_ONCE: ("Ridge", "MLPRegressor"),
+    IN_TWO_PARTS: ("MLPRegressor", "SGDRegressor"),
+}
+
+
+def format_scores(report: dict[str, Any]) -> str:
+    """Format the tables of docs/integrations-sklearn.md, in percent."""
+    means = {
+        (each["task"], each["data"], each["method"]): f"{100 * statistics.mean(each['scores']):.1f}"
+        for each in report["scores"]
+    }
+
+    def compare(task: str, ours: str, others: tuple[str, ...], data: list[str]) -> list[list[str]]:
+        rows = []
+        for method in (ours, *others):
+            name, _, setting = method.partition(" ")
+            words = [f"`{name}`", *([setting] if setting else [])]
+            is_refitted = task != ALL_AT_ONCE and method in REFITTED
+            title = " ".join(words) + (", refitted" if is_refitted else "")
+            parts = [f"{task}: {part}" for part in ("new", "old", "all")]
+            tasks = parts if task == NEW_CLASS else [task]
+            cells = [" / ".join(means[each, name, method] for each in tasks) for name in data]
+            is_first = method == ours and task != NEW_CLASS
+            rows.append([f"**{task}**: {title}" if is_first else title, *cells])
+        return rows
+
+    data = ["digits", "iris", "wine", "breast_cancer"]
+    several = [["accuracy in percent", "digits", "iris", "wine", "breast cancer"]]
+    for task in (ALL_AT_ONCE, IN_TWO_PARTS):
+        several += compare(task, "MbPAClassifier", SHOWN_CLASSIFIERS[task], data)
+    few = [["a new class: new / old / all", *NEW_CLASSES]]
+    few += compare(NEW_CLASS, "MbPAClassifier", SHOWN_CLASSIFIERS[NEW_CLASS], list(NEW_CLASSES))
+    numbers = [["R² in percent", "diabetes", "Friedman's first problem"]]
+    for task, others in SHOWN_REGRESSORS.items():
+        numbers += compare(task, "MbPARegressor", others, ["diabetes", "friedman1"])
+    return "\n".join(format_rows(rows) for rows in (several, few, numbers))
+
+
+ESTIMATORS_TABLE = DocumentTable("estimators", format_scores)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.estimators", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("results/benchmarks/estimators.json"))
+    parser.add_argument("--document", type=Path, default=Path("docs/integrations-sklearn.md"))
+    arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="Stochastic Optimizer: Maximum iterations")
     scores: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     compare_regressors(scores)
@@ -147,7 +203,7 @@ def main() -> None:
         {"task": task, "data": data, "method": method, "scores": found}
         for (task, data, method), found in scores.items()
     ]
-    out.write_text(json.dumps({"seeds": SEEDS, "scores": rows}, indent=1) + "\n")
+    ESTIMATORS_TABLE.publish({"seeds": SEEDS, "scores": rows}, arguments.out, arguments.document)
 
 
 if __name__ == "__main__":
