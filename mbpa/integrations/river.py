@@ -247,11 +247,15 @@ def _parse_features(x: Mapping[Hashable, Any]) -> dict[Hashable, float]:
     for name, value in x.items():
         if value is None:
             continue
-        if not isinstance(value, Real | np.bool_) or math.isinf(value):
+        try:
+            number = float(value) if isinstance(value, Real | np.bool_) else math.inf
+        except OverflowError:  # an integer beyond the range of floats
+            number = math.inf
+        if math.isinf(number):
             raise ValueError(
                 f"features must be finite numbers, booleans, NaN or None, got {name!r}: {value!r}; "
                 "river.preprocessing.OneHotEncoder turns other values into numbers"
             )
-        if not math.isnan(value):
-            numbers[name] = float(value)
+        if not math.isnan(number):
+            numbers[name] = number
     return numbers

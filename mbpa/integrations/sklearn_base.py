@@ -28,6 +28,7 @@ from mbpa.integrations.tabular import (
 )
 from mbpa.kernels import InverseDistance, Kernel
 from mbpa.memory import validation
+from mbpa.model import MbPA
 from mbpa.predictors import Adapted
 from mbpa.rules import MAP
 
@@ -203,13 +204,25 @@ class MemoryEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has 
         """Build the model from the network and the examples."""
         head, predictor = self._make_head(), self._make_predictor()
         values = self._encode(self._examples.targets)
-        self.model_ = build_model(head, self._examples.keys, values, predictor)
+        self._model: MbPA | None = build_model(head, self._examples.keys, values, predictor)
 
     def _make_predictor(self) -> Adapted:
         kernel = InverseDistance() if self.kernel is None else self.kernel
         return Adapted(MAP(self.prior), k=self.k, kernel=kernel, loss=self._loss)
 
     # Predicting
+
+    @property
+    def model_(self) -> MbPA:
+        """The model of the examples, with the present `k`, `prior` and `kernel`.
+
+        It depends on nothing else that could be lost in a pickle or a copy.
+        """
+        check_is_fitted(self)
+        if self._model is None or self._model.predictor != self._make_predictor():
+            self._build()
+        assert self._model is not None
+        return self._model
 
     @property
     def example_ids_(self) -> list[Hashable]:
@@ -281,12 +294,8 @@ class MemoryEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has 
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return {name: value for name, value in state.items() if name != "model_"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if hasattr(self, "_examples"):
-            self._build()  # a memory holds a lock, and is determined by the examples
+        # A memory holds a lock, and is determined by the examples.
+        return {**state, "_model": None} if "_model" in state else state
 
 
 def _parse_ids(ids: Any, count: int | None = None) -> list[Hashable]:

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -385,3 +386,48 @@ def test_a_refused_call_changes_nothing() -> None:
     with pytest.raises(ValueError, match="k must"):
         model.set_params(k=0).partial_fit(X[:3], ["yes"] * 3)
     assert model.set_params(k=5).partial_fit(X[:1], ["yes"]).example_ids_[-1] == 40
+
+
+@pytest.mark.parametrize("setting", [{"k": 3}, {"prior": 5.0}, {"kernel": mbpa.Uniform()}])
+def test_settings_of_predictions_may_change_after_fit(setting: dict[str, Any]) -> None:
+    rows, labels = load_iris(return_X_y=True)
+    before = MbPAClassifier(epochs=3, random_state=0).fit(rows, labels)
+    expected = MbPAClassifier(epochs=3, random_state=0, **setting).fit(rows, labels)
+    changed = copy.deepcopy(before).set_params(**setting)
+    for each in (changed, pickle.loads(pickle.dumps(changed)), copy.deepcopy(changed)):
+        assert np.array_equal(each.predict_proba(rows), expected.predict_proba(rows))
+        assert str(each.explain(rows[:2])) == str(expected.explain(rows[:2]))
+    assert not np.array_equal(before.predict_proba(rows), expected.predict_proba(rows))
+
+
+def test_an_estimator_with_a_setting_out_of_range_can_be_loaded_and_mended() -> None:
+    rows, labels = load_iris(return_X_y=True)
+    model = MbPAClassifier(epochs=3, random_state=0).fit(rows, labels)
+    expected = model.predict_proba(rows)
+    loaded = pickle.loads(pickle.dumps(model.set_params(k=0)))
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        loaded.predict(rows)
+    assert np.array_equal(loaded.set_params(k=50).predict_proba(rows), expected)
+
+
+def test_an_estimator_goes_on_in_another_process(tmp_path: Path) -> None:
+    rows, labels = load_iris(return_X_y=True)
+    model = MbPAClassifier(epochs=3, random_state=0).fit(rows[:100], labels[:100])
+    model.partial_fit(rows[100:105], labels[100:105])
+    (tmp_path / "model").write_bytes(pickle.dumps((model, rows, labels)))
+    program = """
+import pickle
+model, rows, labels = pickle.load(open("model", "rb"))
+found = [model.predict_proba(rows)]
+model.partial_fit(rows[105:110], labels[105:110])
+found += [model.predict_proba(rows), model.example_ids_]
+found += [model.forget(model.example_ids_[-5:]).predict_proba(rows)]
+pickle.dump(found, open("found", "wb"))
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    before, after, ids, forgotten = pickle.loads((tmp_path / "found").read_bytes())
+    assert np.array_equal(before, model.predict_proba(rows))
+    assert np.array_equal(forgotten, before)
+    model.partial_fit(rows[105:110], labels[105:110])
+    assert np.array_equal(after, model.predict_proba(rows))
+    assert ids == model.example_ids_
