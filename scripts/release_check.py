@@ -112,8 +112,9 @@ class ReleaseCheck:
     def try_extra(self, extra: str) -> str:
         """Install the wheel with one extra in an empty environment, and use it."""
         with self._install_extra(extra) as python:
-            run(python, TRIALS / "smoke.py", extra)
-            return f"works, {count_packages(python)} packages"
+            printed = run(python, TRIALS / "smoke.py", extra)
+            notes = [f"; {line}" for line in printed.splitlines() if line.startswith("note: ")]
+            return f"works, {count_packages(python)} packages" + "".join(notes)
 
     def try_bare(self) -> str:
         """Install the wheel without extras, use it, and time its import."""

@@ -249,7 +249,19 @@ def use_lightning() -> None:
 
 
 def use_avalanche() -> None:
-    """A strategy of Avalanche learns two experiences, and is evaluated with the memory."""
+    """A strategy of Avalanche learns two experiences, and is evaluated with the memory.
+
+    Avalanche imports torchvision. An index may have it for another build of torch only, which the
+    user would have to replace; the trial needs nothing of it.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError as error:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from torchvision_stand_in import import_avalanche
+
+        print(f"note: tried without torchvision, which is for another build of torch ({error})")
+        import_avalanche()
     from avalanche.benchmarks.scenarios.supervised import class_incremental_benchmark
     from avalanche.benchmarks.utils import DataAttribute, make_avalanche_dataset
     from avalanche.models import SimpleMLP
