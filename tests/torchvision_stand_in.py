@@ -22,10 +22,11 @@ def import_avalanche() -> ModuleType | None:
     """Return Avalanche, imported with stand-ins for what is missing; `None` if it is missing."""
     if importlib.util.find_spec("avalanche") is None:
         return None
-    # These look for torchvision when they are imported, and must not find the stand-in.
+    # These look for torchvision when they are imported, and must not find the stand-in; unless they
+    # cannot be imported without it, since there is a torchvision for another build of torch.
     for name in ("transformers", "torchmetrics"):
         if importlib.util.find_spec(name) is not None:
-            importlib.import_module(name)
+            _is_importable(name)
     finder = _Finder([name for name in STOOD_IN_FOR if not _is_importable(name)])
     sys.meta_path.insert(0, finder)
     try:
