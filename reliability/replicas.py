@@ -298,7 +298,7 @@ def _insist(
         if status not in (429, 503):
             record.add("broken", path, status, answer)
             raise BrokenPromiseError(f"{path} answered {status}: {answer}")
-        record.add("refused", status)
+        record.add("refused", status, answer.get("error"))
         time.sleep(0.05)
 
 

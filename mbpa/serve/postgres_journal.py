@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 from mbpa.serve import journal_schema, postgres_schema
@@ -257,8 +257,11 @@ class PostgresJournal(SharedJournal):
             run = require_run(connection, self._name)
             if run != self._run:
                 raise JournalError(f"{self._name} holds another run since: restart")
-            yield read_state(connection, size)
-            self._current_at, self._outage = asked_at, None
+            state = read_state(connection, size)
+            parts = list(state.parts)
+        # What is made of it may take longer than a transaction may be idle.
+        self._current_at, self._outage = asked_at, None
+        yield replace(state, parts=iter(parts))
 
     def adopt(self, state: SharedState) -> None:
         self._position, self._hash = state.change, state.hash

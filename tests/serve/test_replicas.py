@@ -18,7 +18,7 @@ from databases import database, postgres  # noqa: F401
 from servers import open_client, running
 
 from mbpa.cli import main
-from mbpa.serve import journal_copy, retraining
+from mbpa.serve import classifier, journal_copy, retraining
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.client import POSITION_HEADER, ServiceClient
@@ -129,6 +129,30 @@ def test_who_is_refused_because_of_a_lesson_reads_that_lesson(
         other.learn([Lesson("new", "another", QUERIES[0])], request="a")
     assert other.position == one.position
     assert "new" in other.labels
+
+
+def test_a_replica_that_is_slow_to_load_does_not_load_for_ever(
+    load: Callable[..., Classifier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = load(), load()
+    reader = other.journal._reader  # type: ignore[attr-defined]
+    reader._limit_s = 1.0  # the database ends transactions that are idle for twice as long
+    reader.close()
+    real = classifier.read_shared_model
+
+    def read_slowly(*arguments: Any) -> Any:
+        time.sleep(2.5)
+        return real(*arguments)
+
+    monkeypatch.setattr(classifier, "read_shared_model", read_slowly)
+    one.learn([Lesson("new", "text", QUERIES[0])])
+    other._must_load = True
+    other.follow()
+    assert other.journal.read_only is None
+    assert other.position == one.position
+    other.learn([Lesson("new", "another", QUERIES[0])])
+    one.follow()
+    assert get_answers(one) == get_answers(other)
 
 
 def test_a_change_of_label_sees_what_others_have_written(load: Callable[..., Classifier]) -> None:
