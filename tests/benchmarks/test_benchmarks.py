@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
+from benchmarks import avalanche_plugins, estimators, streams
+from benchmarks.tables import DocumentTable
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,3 +56,43 @@ def test_the_document_uses_existing_names() -> None:
     for words in asked:
         for device in ("cpu", "cuda"):
             assert any(max(words) in name for name in benchmarks.names(torch.device(device)))
+
+
+@pytest.mark.parametrize(
+    ("document", "table"),
+    [
+        ("integrations-sklearn.md", estimators.ESTIMATORS_TABLE),
+        ("integrations-river.md", streams.STREAMS_TABLE),
+        ("integrations-avalanche.md", avalanche_plugins.AVALANCHE_TABLE),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_pages_of_integrations_show_the_results_of_benchmarks(
+    document: str, table: DocumentTable
+) -> None:
+    page = (ROOT / "docs" / document).read_text("utf-8")
+    report = json.loads((ROOT / f"results/benchmarks/{table.name}.json").read_text("utf-8"))
+    assert table.refresh(page, report) == page, f"run the benchmark that {document} names"
+
+
+@pytest.mark.parametrize("name", ["SEA", "Sine"])
+def test_generated_streams_change_in_the_middle(name: str) -> None:
+    """A model that has learnt one half is worse on the other."""
+    stream = streams.STREAMS[name](0)
+    half = len(stream) // 2
+    model = streams.METHODS["LogisticRegression"](0)
+    for features, label in stream[: half - 500]:
+        model.learn_one(features, label)
+
+    def score(part: list[streams.Example]) -> float:
+        return sum(model.predict_one(features) == label for features, label in part) / len(part)
+
+    assert score(stream[half - 500 : half]) > score(stream[half : half + 500]) + 0.02
+
+
+def test_accuracy_on_a_stream_is_that_of_rivers_own_evaluation() -> None:
+    evaluate = pytest.importorskip("river.evaluate")
+    metrics = pytest.importorskip("river.metrics")
+    stream, make = streams.STREAMS["Hyperplane"](3)[:400], streams.METHODS["LogisticRegression"]
+    expected = evaluate.progressive_val_score(iter(stream), make(0), metrics.Accuracy()).get()
+    assert streams.measure_accuracy(make(0), stream)[0] == pytest.approx(expected)
