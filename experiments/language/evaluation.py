@@ -365,7 +365,7 @@ class Text:
                 return {name: self._part("MbPA")}
             return {name: self._mbpa(config.combined, self.positions)}
         if name in ("MbPA as in the paper", "MbPA with one step"):
-            locals_ = {
+            adaptations = {
                 "MbPA as in the paper": PAPER_REACH.local,
                 "MbPA with one step": config.one_step,
             }
@@ -378,7 +378,7 @@ class Text:
                     self.positions,
                     engine_for(self.context.device),
                 )
-                for each, local in locals_.items()
+                for each, local in adaptations.items()
             }
         if name == "vote":
             k = min(config.mbpa.k, config.memory)
