@@ -135,13 +135,12 @@ def test_a_replica_that_is_slow_to_load_does_not_load_for_ever(
     load: Callable[..., Classifier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = load(), load()
-    reader = other.journal._reader  # type: ignore[attr-defined]
-    reader._limit_s = 1.0  # the database ends transactions that are idle for twice as long
-    reader.close()
+    with other.journal._reader.use() as connection:  # type: ignore[attr-defined]
+        connection.execute("SET idle_in_transaction_session_timeout = '2s'")
     real = classifier.read_shared_model
 
     def read_slowly(*arguments: Any) -> Any:
-        time.sleep(2.5)
+        time.sleep(3.5)
         return real(*arguments)
 
     monkeypatch.setattr(classifier, "read_shared_model", read_slowly)
