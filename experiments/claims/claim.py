@@ -134,7 +134,7 @@ class Evidence:
         """Return the config of the first seed."""
         return self.results(experiment, preset)[0].config
 
-    def tried(self, experiment: str, preset: str = PRESET, **fields: object) -> list[Record]:
+    def list_trials(self, experiment: str, preset: str = PRESET, **fields: object) -> list[Record]:
         """Return the records of a search that have these fields and a finite value.
 
         Raises:
@@ -152,9 +152,9 @@ class Evidence:
     def records(self, experiment: str, name: str, **fields: object) -> list[Record]:
         """Return the records of all seeds that have this name and these fields."""
         results = self.results(experiment)
-        return [r for result in results for r in self._named(result, name) if _has(r, fields)]
+        return [r for result in results for r in self._list_named(result, name) if _has(r, fields)]
 
-    def measured(
+    def measure(
         self,
         experiment: str,
         name: str,
@@ -171,7 +171,7 @@ class Evidence:
         """
         by_seed: dict[int | None, float] = {}
         for result in self.results(experiment, preset):
-            found = [r for r in self._named(result, name) if _has(r, fields)]
+            found = [r for r in self._list_named(result, name) if _has(r, fields)]
             if len(found) != 1:
                 raise ExperimentError(
                     f"a claim of the paper needs one record {name!r} with {fields} in "
@@ -180,7 +180,7 @@ class Evidence:
             by_seed[result.seed] = scale * value_of(found[0])
         return Measured(by_seed)
 
-    def _named(self, result: Result, name: str) -> list[Record]:
+    def _list_named(self, result: Result, name: str) -> list[Record]:
         """Return the records of this name; they are looked for once."""
         key = result.experiment, result.file_name, name
         if key not in self._by_name:
@@ -220,7 +220,7 @@ class Claim:
     """Numbers in the list of differences, docs/paper.md, that bear on this claim."""
 
 
-def judged(checks: Iterable[bool], seen: str) -> Outcome:
+def decide(checks: Iterable[bool], seen: str) -> Outcome:
     """Return an outcome that holds if all checks do, and in part if some do."""
     found = list(checks)
     if not found:
@@ -230,14 +230,14 @@ def judged(checks: Iterable[bool], seen: str) -> Outcome:
     return Outcome(Verdict.IN_PART if any(found) else Verdict.FAILS, seen)
 
 
-def proved(verdict: Verdict, seen: str) -> Callable[[Evidence], Outcome]:
+def cite(verdict: Verdict, seen: str) -> Callable[[Evidence], Outcome]:
     """Return a judge for a claim that tests decide: were it otherwise, the tests would fail."""
     return lambda _: Outcome(verdict, seen)
 
 
 def not_tested(place: str, says: str, why: str) -> Claim:
     """Return a claim that cannot be tested here."""
-    return Claim(place, says, "", proved(Verdict.NOT_TESTED, why))
+    return Claim(place, says, "", cite(Verdict.NOT_TESTED, why))
 
 
 def summary(place: str, says: str, *parts: Claim) -> Claim:
@@ -260,7 +260,7 @@ def tell_number(value: float, digits: int = 1, *, sign: bool = False) -> str:
     return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
 
 
-def listed(values: Iterable[Measured | float], digits: int = 1) -> str:
+def tell_all(values: Iterable[Measured | float], digits: int = 1) -> str:
     """Return numbers, or means, side by side."""
     means = [value.mean if isinstance(value, Measured) else value for value in values]
     return " / ".join(tell_number(mean, digits) for mean in means)

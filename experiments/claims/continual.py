@@ -11,10 +11,10 @@ from experiments.claims.claim import (
     Outcome,
     PytestNode,
     Verdict,
-    judged,
-    listed,
-    proved,
+    cite,
+    decide,
     run,
+    tell_all,
     tune,
 )
 from experiments.results import value_of
@@ -31,7 +31,7 @@ FEW_STEPS = 20
 EXCEPTION = 100
 """Examples per task at which the paper finds EWC better."""
 BYTES = 4
-"""Of a parameter or a Fisher value. A pixel takes one byte, and so does a label."""
+"""Size of a parameter or of a Fisher value. A pixel takes one byte, and so does a label."""
 RUN, SEARCH = run(NAME), tune(NAME)
 
 
@@ -47,7 +47,7 @@ class _Scores:
     def accuracy(
         self, method: str, size: int | None = None, stream: str = "sequence", tasks: int = 0
     ) -> Measured:
-        return self.evidence.measured(
+        return self.evidence.measure(
             NAME,
             "mean_accuracy",
             scale=100,
@@ -67,7 +67,7 @@ class _Scores:
 def _forgets(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     learnt = scores.accuracy("MLP", tasks=1)
-    later = evidence.measured(
+    later = evidence.measure(
         NAME,
         "accuracy",
         scale=100,
@@ -77,13 +77,13 @@ def _forgets(evidence: Evidence) -> Outcome:
         tasks_seen=scores.tasks,
     )
     seen = f"first task: {learnt.told()}% when learnt, {later.told()}% after {scores.tasks} tasks"
-    return judged([scores.is_ahead(learnt, later) and (learnt - later).mean > FAR], seen)
+    return decide([scores.is_ahead(learnt, later) and (learnt - later).mean > FAR], seen)
 
 
 def _ewc_helps(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     ewc, plain = scores.accuracy("EWC"), scores.accuracy("MLP")
-    return judged([scores.is_ahead(ewc, plain)], f"{ewc.told()}% against {plain.told()}%")
+    return decide([scores.is_ahead(ewc, plain)], f"{ewc.told()}% against {plain.told()}%")
 
 
 def _recovers(evidence: Evidence) -> Outcome:
@@ -95,17 +95,17 @@ def _recovers(evidence: Evidence) -> Outcome:
     one_step = [
         max(
             100 * value_of(r)
-            for r in evidence.tried(NAME, method="MbPA", memory_per_task=size, steps=1)
+            for r in evidence.list_trials(NAME, method="MbPA", memory_per_task=size, steps=1)
         )
         for size in scores.sizes
     ]
     seen = (
-        f"of {lost:.1f} points lost, {listed((100 * share for share in shares), 0)}% "
+        f"of {lost:.1f} points lost, {tell_all((100 * share for share in shares), 0)}% "
         f"come back in {' / '.join(map(str, steps))} steps, n = {scores.n}; one step alone "
-        f"reaches {listed(one_step)}% on held-out images"
+        f"reaches {tell_all(one_step)}% on held-out images"
     )
     enough = [share >= RECOVERED for share in shares]
-    return judged([e and s <= FEW_STEPS for e, s in zip(enough, steps, strict=True)], seen)
+    return decide([e and s <= FEW_STEPS for e, s in zip(enough, steps, strict=True)], seen)
 
 
 def _fewer_updates(evidence: Evidence) -> Outcome:
@@ -113,28 +113,28 @@ def _fewer_updates(evidence: Evidence) -> Outcome:
     updates = config["epochs"] * config["examples"] // config["batch"]
     steps = config["alone"]["steps"]
     seen = f"{' / '.join(map(str, steps))} steps against {updates} updates for one task"
-    return judged([each <= updates / 10 for each in steps], seen)
+    return decide([each <= updates / 10 for each in steps], seen)
 
 
 def _random_is_worse(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     near, random = scores.by_size("MbPA"), scores.by_size("random memories")
-    seen = f"{listed(random.values())}% against {listed(near.values())}%, n = {scores.n}"
-    return judged([(near[n] - random[n]).mean > FAR for n in scores.sizes], seen)
+    seen = f"{tell_all(random.values())}% against {tell_all(near.values())}%, n = {scores.n}"
+    return decide([(near[n] - random[n]).mean > FAR for n in scores.sizes], seen)
 
 
 def _beats_mlp(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     ours, plain = scores.by_size("MbPA"), scores.accuracy("MLP")
-    seen = f"{listed(ours.values())}% against {plain.told()}%, n = {scores.n}"
-    return judged([scores.is_ahead(one, plain) for one in ours.values()], seen)
+    seen = f"{tell_all(ours.values())}% against {plain.told()}%, n = {scores.n}"
+    return decide([scores.is_ahead(one, plain) for one in ours.values()], seen)
 
 
 def _beats_ewc(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     ours, ewc = scores.by_size("MbPA"), scores.accuracy("EWC")
-    seen = f"{listed(ours.values())}% against {ewc.told()}%, n = {scores.n}"
-    return judged([scores.is_ahead(one, ewc) for n, one in ours.items() if n != EXCEPTION], seen)
+    seen = f"{tell_all(ours.values())}% against {ewc.told()}%, n = {scores.n}"
+    return decide([scores.is_ahead(one, ewc) for n, one in ours.items() if n != EXCEPTION], seen)
 
 
 def _ewc_wins_with_few(evidence: Evidence) -> Outcome:
@@ -143,14 +143,14 @@ def _ewc_wins_with_few(evidence: Evidence) -> Outcome:
     seen = f"MbPA {ours.told()}%, EWC {ewc.told()}%"
     if scores.is_ahead(ours, ewc):
         seen += "; MbPA is ahead here, too"
-    return judged([scores.is_ahead(ewc, ours)], seen)
+    return decide([scores.is_ahead(ewc, ours)], seen)
 
 
 def _grows(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     ours = list(scores.by_size("MbPA").values())
     checks = [scores.is_ahead(more, fewer) for fewer, more in itertools.pairwise(ours)]
-    return judged(checks, f"{listed(ours)}%, n = {scores.n}")
+    return decide(checks, f"{tell_all(ours)}%, n = {scores.n}")
 
 
 def _needs_less_memory(evidence: Evidence) -> Outcome:
@@ -160,10 +160,10 @@ def _needs_less_memory(evidence: Evidence) -> Outcome:
     ewc = 2 * scores.tasks * network
     ours = [scores.tasks * size * (784 + 1) for size in scores.sizes]
     seen = (
-        f"{listed(each / 1e6 for each in ours)} MB, n = {scores.n}; EWC as the paper "
+        f"{tell_all(each / 1e6 for each in ours)} MB, n = {scores.n}; EWC as the paper "
         f"counts {ewc / 1e6:.1f} MB, with all penalties added up {2 * network / 1e6:.1f} MB"
     )
-    return judged([each <= ewc / 2 for each in ours], seen)
+    return decide([each <= ewc / 2 for each in ours], seen)
 
 
 def _survives_switches(evidence: Evidence) -> Outcome:
@@ -174,11 +174,11 @@ def _survives_switches(evidence: Evidence) -> Outcome:
     ours = scores.by_size("MbPA", stream)
     seen = (
         f"task changes every {scores.config['switch_every']} examples: MLP {plain.told()}%, EWC "
-        f"{guessed.told()}%, EWC told every change {told.told()}%, MbPA {listed(ours.values())}%, "
-        f"n = {scores.n}"
+        f"{guessed.told()}%, EWC told every change {told.told()}%, "
+        f"MbPA {tell_all(ours.values())}%, n = {scores.n}"
     )
     hampered = [scores.is_ahead(plain, each) for each in (guessed, told)]
-    return judged([*hampered, *(scores.is_ahead(one, plain) for one in ours.values())], seen)
+    return decide([*hampered, *(scores.is_ahead(one, plain) for one in ours.values())], seen)
 
 
 def _adds_to(other: str) -> Claim:
@@ -192,11 +192,11 @@ def _adds_to(other: str) -> Claim:
         ahead = {n: scores.is_ahead(both[n], ours[n], alone[n]) for n in scores.sizes}
         which = " / ".join(f"{n:,}" for n in scores.sizes if ahead[n])
         seen = (
-            f"{listed(both.values())}%, alone {listed(ours.values())}% and "
-            f"{listed(alone.values() if stored else [alone[scores.sizes[0]]])}%, n = {scores.n}"
+            f"{tell_all(both.values())}%, alone {tell_all(ours.values())}% and "
+            f"{tell_all(alone.values() if stored else [alone[scores.sizes[0]]])}%, n = {scores.n}"
         )
         some = f"; clearly ahead at n = {which}" if which and not all(ahead.values()) else ""
-        return judged(ahead.values(), seen + some)
+        return decide(ahead.values(), seen + some)
 
     says = {
         "EWC": "MbPA combined with EWC improves further (figure 3, right)",
@@ -209,7 +209,7 @@ def _adds_to(other: str) -> Claim:
 
 def _fewer_layers(evidence: Evidence) -> Outcome:
     sizes = sorted(evidence.config(NAME)["memory_per_task"])
-    trials = evidence.tried(NAME, method="MbPA")
+    trials = evidence.list_trials(NAME, method="MbPA")
     counts = sorted({int(r["layers"] or 0) for r in trials})
     best = {
         count: [
@@ -222,10 +222,10 @@ def _fewer_layers(evidence: Evidence) -> Outcome:
         ]
         for count in counts
     }
-    told = "; ".join(f"{count} of {counts[-1]} layers {listed(best[count])}" for count in counts)
+    told = "; ".join(f"{count} of {counts[-1]} layers {tell_all(best[count])}" for count in counts)
     fewer = [max(best[count][place] for count in counts[:-1]) for place in range(len(sizes))]
     checks = [some >= whole for some, whole in zip(fewer, best[counts[-1]], strict=True)]
-    return judged(checks, f"{told}%, n = {' / '.join(f'{size:,}' for size in sizes)}")
+    return decide(checks, f"{told}%, n = {' / '.join(f'{size:,}' for size in sizes)}")
 
 
 FORGETS = Claim(
@@ -328,7 +328,7 @@ CLAIMS = (
         "4.1",
         "EWC has to store parameters and Fisher matrices of all tasks seen so far",
         "no smaller state gives the same penalty",
-        proved(
+        cite(
             Verdict.FAILS,
             "the penalties add up to one parabola: two numbers per parameter, however many tasks",
         ),
@@ -343,7 +343,7 @@ CLAIMS = (
         "4.1",
         "MbPA stores no task identifiers and uses no task boundaries",
         "what is stored depends on the position in the stream alone",
-        proved(Verdict.HOLDS, "one example of every window of the stream is stored, at random"),
+        cite(Verdict.HOLDS, "one example of every window of the stream is stored, at random"),
         (
             PytestNode(
                 "tests/experiments/test_permuted_mnist.py",

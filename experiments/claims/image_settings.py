@@ -9,8 +9,8 @@ from experiments.claims.claim import (
     Evidence,
     Measured,
     Outcome,
-    judged,
-    listed,
+    decide,
+    tell_all,
     tell_number,
 )
 from experiments.claims.images import (
@@ -39,14 +39,14 @@ ENOUGH_ENTRIES = 0.33
 ENOUGH_NEIGHBOURS = 50
 
 
-def _varied(
+def _group_by_setting(
     evidence: Evidence, axis: str, method: str, subset: str, epochs: float
 ) -> dict[float, Measured]:
     """Return accuracies by what was varied: `capacity`, `k` or `lr`."""
     records = evidence.records(SENSITIVITY, "top1", method=method, subset=subset, epochs=epochs)
     values = sorted({float(r[axis] or 0) for r in records if r.get(axis) is not None})
     return {
-        value: evidence.measured(
+        value: evidence.measure(
             SENSITIVITY, "top1", method=method, subset=subset, epochs=epochs, **{axis: value}
         )
         for value in values
@@ -60,15 +60,15 @@ def _range(values: dict[float, Measured]) -> float:
 
 def _any_rate(evidence: Evidence) -> Outcome:
     ranges = {
-        method: [_range(_varied(evidence, "lr", method, NOVEL, each)) for each in EPOCHS]
+        method: [_range(_group_by_setting(evidence, "lr", method, NOVEL, each)) for each in EPOCHS]
         for method in (MBPA, MIXTURE, LAYER)
     }
-    told = ", ".join(f"{shorten(method)} {listed(found)}" for method, found in ranges.items())
+    told = ", ".join(f"{shorten(method)} {tell_all(found)}" for method, found in ranges.items())
     rates = evidence.config(SENSITIVITY)["rates"]
     seen = f"range over rates of {min(rates):g} to {max(rates):g}, points: {told}, {IN_EPOCHS}"
     steady = all(each <= STEADY for each in ranges[MBPA])
     steadier = all(o < t for o, t in zip(ranges[MBPA], ranges[LAYER], strict=True))
-    return judged([steady, steadier], seen)
+    return decide([steady, steadier], seen)
 
 
 def _catches_up(evidence: Evidence) -> Outcome:
@@ -83,7 +83,7 @@ def _catches_up(evidence: Evidence) -> Outcome:
         checks.append(behind[0].mean <= MARGIN)
         told.append(f"{WORDS[subset]} classes {behind[0].told()}, then {behind[1].told()}")
     seen = f"points by which the layer is behind after {CATCHING_UP:g} and {last:g} epochs: "
-    return judged(checks, seen + "; ".join(told))
+    return decide(checks, seen + "; ".join(told))
 
 
 def _corrects_less(evidence: Evidence) -> Outcome:
@@ -94,32 +94,32 @@ def _corrects_less(evidence: Evidence) -> Outcome:
         ratios = []
         for method, subset in itertools.product((MBPA, "MbPA (gradient)"), (NOVEL, OLD)):
             first, last = (
-                evidence.measured(SENSITIVITY, name, method=method, subset=subset, epochs=each)
+                evidence.measure(SENSITIVITY, name, method=method, subset=subset, epochs=each)
                 for each in (min(long), max(long))
             )
             ratios.append(last.mean / first.mean)
         checks += [ratio < 1 for ratio in ratios]
         told.append(f"{words} by {100 * (1 - max(ratios)):.0f} to {100 * (1 - min(ratios)):.0f}%")
     seen = f"from {min(long):g} to {max(long):g} epochs smaller: {', '.join(told)}"
-    return judged(checks, seen)
+    return decide(checks, seen)
 
 
 def _sizes_matter_for_new(evidence: Evidence) -> Outcome:
     moments = EPOCHS[1:]
-    new = [_range(_varied(evidence, "capacity", MBPA, NOVEL, each)) for each in moments]
-    old = [_range(_varied(evidence, "capacity", MBPA, OLD, each)) for each in moments]
+    new = [_range(_group_by_setting(evidence, "capacity", MBPA, NOVEL, each)) for each in moments]
+    old = [_range(_group_by_setting(evidence, "capacity", MBPA, OLD, each)) for each in moments]
     seen = (
-        f"range over memory sizes: new classes {listed(new)} points, "
-        f"old {listed(old)}, after 1 / 3 epochs"
+        f"range over memory sizes: new classes {tell_all(new)} points, "
+        f"old {tell_all(old)}, after 1 / 3 epochs"
     )
-    return judged([n > o + MARGIN for n, o in zip(new, old, strict=True)], seen)
+    return decide([n > o + MARGIN for n, o in zip(new, old, strict=True)], seen)
 
 
 def _size_saturates(evidence: Evidence) -> Outcome:
     full = evidence.config(SENSITIVITY)["capacity"]
     checks, told = [], []
     for epochs in EPOCHS[1:]:
-        by_size = _varied(evidence, "capacity", MBPA, NOVEL, epochs)
+        by_size = _group_by_setting(evidence, "capacity", MBPA, NOVEL, epochs)
         third = max(size for size in by_size if size <= ENOUGH_ENTRIES * full)
         best = max(by_size.values(), key=lambda each: each.mean)
         checks.append((best - by_size[third]).mean <= MARGIN)
@@ -127,30 +127,30 @@ def _size_saturates(evidence: Evidence) -> Outcome:
             f"{by_size[third].told()}% with {third:,.0f} entries, {best.told()}% at best, "
             f"at {epochs:g} epochs"
         )
-    return judged(checks, "new classes: " + "; ".join(told))
+    return decide(checks, "new classes: " + "; ".join(told))
 
 
 def _more_neighbours(evidence: Evidence) -> Outcome:
     checks, told = [], []
     for epochs in EPOCHS:
-        by_count = _varied(evidence, "k", MBPA, NOVEL, epochs)
+        by_count = _group_by_setting(evidence, "k", MBPA, NOVEL, epochs)
         rising = [value for count, value in by_count.items() if count <= ENOUGH_NEIGHBOURS]
         checks.append(all(a.mean < b.mean for a, b in itertools.pairwise(rising)))
         told.append(f"{rising[0].told()} to {rising[-1].told()}%")
     seen = f"new classes, 1 to {ENOUGH_NEIGHBOURS} neighbours: {', '.join(told)}, {IN_EPOCHS}"
-    return judged(checks, seen)
+    return decide(checks, seen)
 
 
 def _neighbours_saturate(evidence: Evidence) -> Outcome:
     checks, gains = [], []
     for epochs in EPOCHS:
-        by_count = _varied(evidence, "k", MBPA, NOVEL, epochs)
+        by_count = _group_by_setting(evidence, "k", MBPA, NOVEL, epochs)
         most = max(value.mean for count, value in by_count.items() if count > ENOUGH_NEIGHBOURS)
         gain = most - by_count[ENOUGH_NEIGHBOURS].mean
         checks.append(gain <= MARGIN)
         gains.append(tell_number(gain, sign=True))
     seen = f"more than {ENOUGH_NEIGHBOURS} neighbours add {' / '.join(gains)} points, {IN_EPOCHS}"
-    return judged(checks, seen)
+    return decide(checks, seen)
 
 
 CORRECTS_LESS = Claim(

@@ -13,10 +13,10 @@ from experiments.claims.claim import (
     Evidence,
     Measured,
     Outcome,
-    judged,
-    listed,
+    decide,
     not_tested,
     run,
+    tell_all,
     tune,
 )
 from experiments.results import value_of
@@ -44,7 +44,7 @@ def _score(
     name: str = "top1",
     experiment: str = INCREMENTAL,
 ) -> Measured:
-    return evidence.measured(experiment, name, method=method, subset=subset, epochs=epochs)
+    return evidence.measure(experiment, name, method=method, subset=subset, epochs=epochs)
 
 
 def _is_ahead(one: Measured, *others: Measured) -> bool:
@@ -81,13 +81,13 @@ def _compare(
                 ahead = [_is_ahead(one, scores[e, epochs]) for e in losers if e != winner]
                 checks += [all(ahead)] if best else ahead
             figures = ", ".join(
-                f"{shorten(method)} {listed(scores[method, epochs] for epochs in moments)}"
+                f"{shorten(method)} {tell_all(scores[method, epochs] for epochs in moments)}"
                 for method in methods
             )
             told.append(f"{WORDS[subset]} classes: {figures}")
         when = " / ".join(f"{epochs:g}" for epochs in moments)
         what = "percent" if name == "top1" else "area, percent,"
-        return judged(checks, f"{'; '.join(told)}; {what} at {when} epochs")
+        return decide(checks, f"{'; '.join(told)}; {what} at {when} epochs")
 
     return judge
 
@@ -113,8 +113,8 @@ def _leads(evidence: Evidence, subset: str, epochs: float, experiment: str) -> M
 def _notable_in_new(evidence: Evidence) -> Outcome:
     new = [_leads(evidence, NOVEL, each, INCREMENTAL) for each in EPOCHS]
     old = [_leads(evidence, OLD, each, INCREMENTAL) for each in EPOCHS]
-    seen = f"lead {listed(new)} points on new classes, {listed(old)} on old ones, {IN_EPOCHS}"
-    return judged([_is_ahead(n, o) for n, o in zip(new, old, strict=True)], seen)
+    seen = f"lead {tell_all(new)} points on new classes, {tell_all(old)} on old ones, {IN_EPOCHS}"
+    return decide([_is_ahead(n, o) for n, o in zip(new, old, strict=True)], seen)
 
 
 def _learns_from_few(evidence: Evidence) -> Outcome:
@@ -128,19 +128,19 @@ def _learns_from_few(evidence: Evidence) -> Outcome:
         f"after {few:g} epochs, {images:.0f} images per class, MbPA recognises {ours.told()}% of "
         f"the new classes; the layer does {when}"
     )
-    return judged([needed is None or needed >= 2 * few], seen)
+    return decide([needed is None or needed >= 2 * few], seen)
 
 
 def _keeps_old(evidence: Evidence) -> Outcome:
     ours = [_score(evidence, MBPA, OLD, each) for each in EPOCHS]
     layer = [_score(evidence, LAYER, OLD, each) for each in EPOCHS]
-    before = evidence.measured(INCREMENTAL, "pretrained_top1")
+    before = evidence.measure(INCREMENTAL, "pretrained_top1")
     seen = (
-        f"old classes: {before.told()}% before, MbPA {listed(ours)}%, layer {listed(layer)}%, "
+        f"old classes: {before.told()}% before, MbPA {tell_all(ours)}%, layer {tell_all(layer)}%, "
         f"{IN_EPOCHS}"
     )
     ahead = all(_is_ahead(o, other) for o, other in zip(ours, layer, strict=True))
-    return judged([ahead, min(o.mean for o in ours) >= KEPT * before.mean], seen)
+    return decide([ahead, min(o.mean for o in ours) >= KEPT * before.mean], seen)
 
 
 def _higher_rate(evidence: Evidence) -> Outcome:
@@ -150,12 +150,12 @@ def _higher_rate(evidence: Evidence) -> Outcome:
         f"chosen rate of local gradient steps {local:g}, of the layer's {layer:g} with momentum "
         f"{config['momentum']:g}, both divided by the mean squared length of a key"
     )
-    return judged([local > layer], seen)
+    return decide([local > layer], seen)
 
 
 def score_long_run(evidence: Evidence, method: str, subset: str, epochs: float) -> Measured:
     """Return an accuracy of the long run of `image-sensitivity`."""
-    return evidence.measured(
+    return evidence.measure(
         SENSITIVITY,
         "top1",
         method=method,
@@ -189,7 +189,7 @@ def _wins_unbalanced(rivals: Sequence[str], subsets: Sequence[str]) -> Callable[
                 f"{WORDS[subset]} classes: MbPA {ours.told()}, "
                 + ", ".join(f"{shorten(name)} {value.told()}" for name, value in figures)
             )
-        return judged(checks, f"{'; '.join(told)}; percent after {epochs:g} epochs")
+        return decide(checks, f"{'; '.join(told)}; percent after {epochs:g} epochs")
 
     return judge
 
@@ -204,7 +204,7 @@ def _wider_gap(evidence: Evidence) -> Outcome:
         f"lead on new classes {here.told()} points; with all images {before.told()} after "
         f"{balanced:g} epochs, {one.told()} over the layer after {long:g} in one split"
     )
-    return judged([here.mean > before.mean], seen)
+    return decide([here.mean > before.mean], seen)
 
 
 def _suits_scarcity(evidence: Evidence) -> Outcome:
@@ -217,12 +217,12 @@ def _suits_scarcity(evidence: Evidence) -> Outcome:
         f"{full.told()} on the others, after {epochs:g} epochs"
     )
     zero = scarce - scarce
-    return judged([_is_ahead(scarce, zero), _is_ahead(scarce, full)], seen)
+    return decide([_is_ahead(scarce, zero), _is_ahead(scarce, full)], seen)
 
 
 def _right_alone(evidence: Evidence) -> Outcome:
     right, wrong = (
-        evidence.measured(NEIGHBOURHOODS, name) for name in ("right_alone", "wrong_alone")
+        evidence.measure(NEIGHBOURHOODS, name) for name in ("right_alone", "wrong_alone")
     )
     near = [value_of(r) for r in evidence.records(NEIGHBOURHOODS, "classes_near")]
     seen = (
@@ -230,7 +230,7 @@ def _right_alone(evidence: Evidence) -> Outcome:
         f"{wrong.told(2)}%; the neighbours of the images shown have "
         f"{min(near):.0f} to {max(near):.0f} classes"
     )
-    return judged([right.mean > wrong.mean], seen)
+    return decide([right.mean > wrong.mean], seen)
 
 
 RUN, RUN_UNBALANCED, RUN_SENSITIVITY = run(INCREMENTAL), run(UNBALANCED), run(SENSITIVITY)

@@ -15,11 +15,11 @@ from experiments.claims.claim import (
     Outcome,
     PytestNode,
     Verdict,
-    judged,
-    listed,
+    cite,
+    decide,
     not_tested,
-    proved,
     run,
+    tell_all,
     tell_number,
     tune,
 )
@@ -58,7 +58,7 @@ class Corpus:
     data_set: str
 
     def score(self, evidence: Evidence, method: str, split: str = "test") -> Measured:
-        return evidence.measured(NAME, "perplexity", self.preset, method=method, split=split)
+        return evidence.measure(NAME, "perplexity", self.preset, method=method, split=split)
 
     def fall(self, evidence: Evidence, method: str) -> Measured:
         """Return by how much the method lowers the perplexity of the LSTM."""
@@ -66,7 +66,7 @@ class Corpus:
 
     def trials(self, evidence: Evidence, **fields: object) -> list[Record]:
         """Return what the search tried for MbPA, judged on the text that most trials have."""
-        found = evidence.tried(NAME, self.preset, method=MBPA, rule="gradient")
+        found = evidence.list_trials(NAME, self.preset, method=MBPA, rule="gradient")
         counts = [record["tokens"] for record in found]
         usual = max(set(counts), key=counts.count)
         return [
@@ -121,7 +121,7 @@ def _falls(corpus: Corpus, method: str, paper: float) -> Callable[[Evidence], Ou
     def judge(evidence: Evidence) -> Outcome:
         fall = corpus.fall(evidence, method).mean
         before, after = (corpus.score(evidence, each).told() for each in (LSTM, method))
-        return judged(
+        return decide(
             [fall >= SHARE * paper], f"{before} to {after}: −{fall:.1f} (paper −{paper:.1f})"
         )
 
@@ -131,7 +131,7 @@ def _falls(corpus: Corpus, method: str, paper: float) -> Callable[[Evidence], Ou
 def _lstm(corpus: Corpus) -> Claim:
     def judge(evidence: Evidence) -> Outcome:
         ours = corpus.score(evidence, LSTM)
-        return judged([ours.mean <= corpus.perplexity + CLOSE], ours.told())
+        return decide([ours.mean <= corpus.perplexity + CLOSE], ours.told())
 
     return Claim(
         "4.3, table 2",
@@ -158,7 +158,7 @@ def _fall(corpus: Corpus, method: str, words: str, number: int) -> Claim:
 def _beats_cache(corpus: Corpus) -> Callable[[Evidence], Outcome]:
     def judge(evidence: Evidence) -> Outcome:
         ours, cache = (corpus.score(evidence, each) for each in (MBPA, CACHE))
-        return judged([_is_lower(ours, cache)], f"MbPA {ours.told()}, cache {cache.told()}")
+        return decide([_is_lower(ours, cache)], f"MbPA {ours.told()}, cache {cache.told()}")
 
     return judge
 
@@ -168,14 +168,14 @@ def _cache_beats(evidence: Evidence) -> Outcome:
     seen = f"cache {cache.told()}, MbPA {ours.told()}"
     if _is_lower(ours, cache):
         seen += "; MbPA is ahead"
-    return judged([_is_lower(cache, ours)], seen)
+    return decide([_is_lower(cache, ours)], seen)
 
 
 def _cache_adds_little(evidence: Evidence) -> Outcome:
     alone, both = (PTB.score(evidence, each) for each in (MBPA, BOTH))
     gain = (alone - both).mean
     seen = f"MbPA {alone.told()}, with the cache {both.told()}"
-    return judged([gain <= LITTLE * PTB.fall(evidence, MBPA).mean], seen)
+    return decide([gain <= LITTLE * PTB.fall(evidence, MBPA).mean], seen)
 
 
 def _largest_drop(evidence: Evidence) -> Outcome:
@@ -185,7 +185,7 @@ def _largest_drop(evidence: Evidence) -> Outcome:
         f"all three {both.told()} (−{fall:.1f}; the paper has −15.9 in its text and −16.5 in its "
         f"table), cache {others[0].told()}, MbPA {others[1].told()}"
     )
-    return judged([_is_lower(both, *others), fall >= SHARE * WIKITEXT.all_three], seen)
+    return decide([_is_lower(both, *others), fall >= SHARE * WIKITEXT.all_three], seen)
 
 
 def _adam_gains_little(evidence: Evidence) -> Outcome:
@@ -193,7 +193,7 @@ def _adam_gains_little(evidence: Evidence) -> Outcome:
     before, after = (PTB.score(evidence, each).told() for each in (LSTM, ADAM))
     rms = PTB.fall(evidence, DYNAMIC).mean
     seen = f"{before} to {after} with Adam; with the rule of Krause et al. it falls by {rms:.1f}"
-    return judged([fall <= 1], seen)
+    return decide([fall <= 1], seen)
 
 
 def _dynamic_gains_more(evidence: Evidence) -> Outcome:
@@ -202,7 +202,7 @@ def _dynamic_gains_more(evidence: Evidence) -> Outcome:
         dynamic, ours = (corpus.score(evidence, each) for each in (DYNAMIC, MBPA))
         checks.append(_is_lower(dynamic, ours))
         told.append(f"{corpus.name} {dynamic.told()}, MbPA {ours.told()}")
-    return judged(checks, "dynamic evaluation " + "; ".join(told))
+    return decide(checks, "dynamic evaluation " + "; ".join(told))
 
 
 # Rare words
@@ -210,7 +210,7 @@ def _dynamic_gains_more(evidence: Evidence) -> Outcome:
 
 def _bucket(evidence: Evidence, number: int, of_tokens: bool) -> Measured:
     name = "improvement_of_tokens" if of_tokens else "improvement"
-    return evidence.measured(
+    return evidence.measure(
         NAME, name, WIKITEXT.preset, method=BOTH, against=CACHE, split="test", bucket=number
     )
 
@@ -221,7 +221,7 @@ def _rare_improve(evidence: Evidence) -> Outcome:
         f"rarest fifth of the words: {tell_number(by_word.mean, sign=True)}% averaged word by "
         f"word, as the paper does, {tell_number(by_token.mean, sign=True)}% over all their tokens"
     )
-    return judged([value.mean > MARGIN for value in (by_word, by_token)], seen)
+    return decide([value.mean > MARGIN for value in (by_word, by_token)], seen)
 
 
 def _rare_improve_more(evidence: Evidence) -> Outcome:
@@ -229,8 +229,8 @@ def _rare_improve_more(evidence: Evidence) -> Outcome:
     for of_tokens, words in ((False, "word by word"), (True, "over all tokens")):
         gains = [_bucket(evidence, number, of_tokens) for number in range(1, 6)]
         checks.append(gains[-1].is_above(gains[0], MARGIN))
-        told.append(f"{words} {listed(gains)}%")
-    return judged(checks, f"from frequent to rare: {', '.join(told)}")
+        told.append(f"{words} {tell_all(gains)}%")
+    return decide(checks, f"from frequent to rare: {', '.join(told)}")
 
 
 # The texts
@@ -243,7 +243,7 @@ def _counts(evidence: Evidence) -> Outcome:
         checks += [found == paper for found, paper in zip(ours, corpus.counts, strict=True)]
         told.append(f"{corpus.name} {' / '.join(f'{found:,}' for found in ours)}")
     seen = f"{'; '.join(told)}; ours include ends of lines, which the paper leaves out for PTB"
-    return judged(checks, seen)
+    return decide(checks, seen)
 
 
 PTB_MBPA = _fall(PTB, MBPA, "MbPA", 32)
@@ -288,7 +288,7 @@ CLAIMS = (
         "B",
         "The networks have 10 million and 24 million parameters",
         "ours have",
-        proved(Verdict.HOLDS, "10.0 and 24.0 million"),
+        cite(Verdict.HOLDS, "10.0 and 24.0 million"),
         (
             PytestNode(
                 "tests/experiments/test_language_training.py",

@@ -10,9 +10,9 @@ from experiments.claims.claim import (
     Outcome,
     PytestNode,
     Verdict,
-    judged,
-    listed,
-    proved,
+    cite,
+    decide,
+    tell_all,
     tell_number,
 )
 from experiments.claims.language import (
@@ -56,7 +56,7 @@ def _one_step_is_best(evidence: Evidence) -> Outcome:
         checks.append(one <= best + MARGIN)
         steps = evidence.config(NAME, corpus.preset)["mbpa"]["steps"]
         told.append(f"{corpus.name}: {one:.1f} with one step, {best:.1f} at best, {steps} chosen")
-    return judged(checks, f"{'; '.join(told)} (validation text)")
+    return decide(checks, f"{'; '.join(told)} (validation text)")
 
 
 def _optimum_gains_as_much(evidence: Evidence) -> Outcome:
@@ -65,7 +65,7 @@ def _optimum_gains_as_much(evidence: Evidence) -> Outcome:
         tokens = corpus.trials(evidence)[0]["tokens"]
         alone = [
             value_of(record)
-            for record in evidence.tried(NAME, corpus.preset, method=LSTM)
+            for record in evidence.list_trials(NAME, corpus.preset, method=LSTM)
             if record["tokens"] == tokens and record.get("part") != "beginning"
         ]
         if not alone:  # an earlier search did not score the LSTM on the tokens of the trials
@@ -77,7 +77,7 @@ def _optimum_gains_as_much(evidence: Evidence) -> Outcome:
             f"{corpus.name}: {alone[0]:.1f} to {found:.1f}: −{fall:.1f} "
             f"(paper −{corpus.valid_mbpa:.1f}), {tokens:,} tokens of the validation text"
         )
-    return judged(checks, "; ".join(told))
+    return decide(checks, "; ".join(told))
 
 
 def _setting_is_best(
@@ -90,11 +90,11 @@ def _setting_is_best(
         for corpus in CORPORA:
             found = [_at_optimum(corpus, evidence, **{field: value}) for value in tried]
             checks.append(found[tried.index(OPTIMUM[field])] == min(found))
-            told.append(f"{corpus.name} {listed(found)}")
+            told.append(f"{corpus.name} {tell_all(found)}")
         values = " / ".join(f"{value:,g}" for value in tried)
         chosen = [_chosen(evidence, corpus, field) for corpus in CORPORA]
         seen = f"{words} {values}: {'; '.join(told)}; with all settings free we chose "
-        return judged(checks, seen + " and ".join(f"{value:,g}" for value in chosen))
+        return decide(checks, seen + " and ".join(f"{value:,g}" for value in chosen))
 
     return judge
 
@@ -108,7 +108,7 @@ def _weights(evidence: Evidence) -> Outcome:
     checks, told = [], []
     for corpus in CORPORA:
         found = [
-            evidence.measured(NAME, "weight", corpus.preset, method=method, part=part)
+            evidence.measure(NAME, "weight", corpus.preset, method=method, part=part)
             for method, part in ((MBPA, "MbPA"), (CACHE, "cache"))
         ]
         checks += [
@@ -116,7 +116,7 @@ def _weights(evidence: Evidence) -> Outcome:
             for weight, paper in zip(found, (0.1, 0.15), strict=True)
         ]
         told.append(f"{corpus.name} {found[0].told(2)} and {found[1].told(2)}")
-    return judged(checks, f"MbPA and cache, each beside the LSTM: {'; '.join(told)}")
+    return decide(checks, f"MbPA and cache, each beside the LSTM: {'; '.join(told)}")
 
 
 def _pull_helps(evidence: Evidence) -> Outcome:
@@ -134,7 +134,7 @@ def _pull_helps(evidence: Evidence) -> Outcome:
         checks.append(max(gains) > MARGIN)
         told.append(f"{corpus.name} {tell_number(-max(gains), 2, sign=True)}")
     seen = "best change of the perplexity by a pull, all else the same: "
-    return judged(checks, f"{seen}{'; '.join(told)} (validation text)")
+    return decide(checks, f"{seen}{'; '.join(told)} (validation text)")
 
 
 def _setting(record: Record) -> tuple[object, ...]:
@@ -205,7 +205,7 @@ CLAIMS = (
         "B",
         "The penalty is part of the optimum, which has one step",
         "it changes the outcome of one step",
-        proved(Verdict.FAILS, "its gradient is zero where the first step is taken"),
+        cite(Verdict.FAILS, "its gradient is zero where the first step is taken"),
         (INERT,),
         (4,),
     ),

@@ -13,9 +13,9 @@ from experiments.claims.claim import (
     Outcome,
     PytestNode,
     Verdict,
-    judged,
+    cite,
+    decide,
     not_tested,
-    proved,
     run,
     tell_number,
 )
@@ -55,16 +55,16 @@ class _Drawing:
         return value_of(record)
 
     @property
-    def retrieved(self) -> list[Record]:
+    def neighbors(self) -> list[Record]:
         return [r for r in self.find("memory", "entry") if r["weight"] is not None]
 
     def misses(self, method: str, name: str) -> list[float]:
         """Return how far a curve is from each retrieved memory, by linear interpolation."""
         curve = sorted((float(r["x"] or 0), value_of(r)) for r in self.find(method, name))
-        return [abs(_interpolate(curve, float(r["x"] or 0)) - value_of(r)) for r in self.retrieved]
+        return [abs(_interpolate(curve, float(r["x"] or 0)) - value_of(r)) for r in self.neighbors]
 
     def weighted_square(self, misses: list[float]) -> float:
-        weights = [float(r["weight"] or 0) for r in self.retrieved]
+        weights = [float(r["weight"] or 0) for r in self.neighbors]
         return sum(w * miss**2 for w, miss in zip(weights, misses, strict=True))
 
 
@@ -80,13 +80,13 @@ def _attention_leans(evidence: Evidence) -> Outcome:
     ours = drawing.prediction("MbPA")
     told = [tell_number(value, 2) for value in (truth, attention, ours)]
     seen = f"at the query: true value {told[0]}, attention {told[1]}, MbPA {told[2]}"
-    return judged([attention > truth, abs(ours - truth) < abs(attention - truth)], seen)
+    return decide([attention > truth, abs(ours - truth) < abs(attention - truth)], seen)
 
 
 def _network_misses_some(evidence: Evidence) -> Outcome:
     misses = _Drawing(evidence).misses("parametric", "curve")
     seen = f"misses of the retrieved memories: {min(misses):.2f} to {max(misses):.2f}"
-    return judged([max(misses) >= 2 * min(misses)], seen)
+    return decide([max(misses) >= 2 * min(misses)], seen)
 
 
 def _adapted_explains(evidence: Evidence) -> Outcome:
@@ -98,7 +98,7 @@ def _adapted_explains(evidence: Evidence) -> Outcome:
     seen = (
         f"weighted squared error on the retrieved memories: {before:.3f} before, {after:.4f} after"
     )
-    return judged([after < before / 2], seen)
+    return decide([after < before / 2], seen)
 
 
 # The optimum of equation 3
@@ -108,19 +108,19 @@ def _solving_costs(evidence: Evidence) -> Outcome:
     checks, told = [], []
     for corpus, words in CORPORA.items():
         solved, stepped = (
-            evidence.measured(
+            evidence.measure(
                 INTENTS, "predict_microseconds", method=method, corpus=corpus, batch=BATCH
             )
             for method in ("MbPA (MAP)", "MbPA")
         )
         checks.append(solved.is_above(stepped, 0))
         told.append(f"{words} {solved.told(0)} against {stepped.told(0)} µs per query")
-    return judged(checks, f"optimum against gradient steps: {'; '.join(told)}")
+    return decide(checks, f"optimum against gradient steps: {'; '.join(told)}")
 
 
 def _solving_overfits(evidence: Evidence) -> Outcome:
     def score(method: str, corpus: str) -> Measured:
-        return evidence.measured(
+        return evidence.measure(
             INTENTS, "top1", method=method, corpus=corpus, shots=SHOTS, subset="novel"
         )
 
@@ -129,14 +129,14 @@ def _solving_overfits(evidence: Evidence) -> Outcome:
         solved, stepped = score("MbPA (MAP)", corpus), score("MbPA", corpus)
         checks.append(stepped.is_above(solved, MARGIN))
         told.append(f"{words} {solved.told()} against {stepped.told()}%")
-    return judged(checks, f"new intents, optimum against gradient steps: {'; '.join(told)}")
+    return decide(checks, f"new intents, optimum against gradient steps: {'; '.join(told)}")
 
 
 IS_ATTENTION = Claim(
     "2.2, E",
     "Attention is a special case of local adaptation: that of a constant function",
     "a constant head, adapted until it converges, gives the same probabilities",
-    proved(
+    cite(
         Verdict.HOLDS,
         "equal within 1e-9 if every class occurs among the neighbours; otherwise the difference "
         "falls as 1 / (rate × steps)",
@@ -154,7 +154,7 @@ CLAIMS = (
         "The memory is a circular buffer that overwrites the oldest first, and retrieval finds the "
         "K nearest by Euclidean distance",
         "it agrees with a plain list after any sequence of calls",
-        proved(Verdict.HOLDS, "ids, keys, values and distances are those of the list"),
+        cite(Verdict.HOLDS, "ids, keys, values and distances are those of the list"),
         (
             PytestNode(
                 "tests/memory/test_memory.py", "test_any_sequence_of_calls_agrees_with_a_list"
@@ -166,7 +166,7 @@ CLAIMS = (
         "1, 2",
         "The local adaptation is discarded after each output and has no lasting effect",
         "no prediction changes a module, and none depends on earlier ones",
-        proved(Verdict.HOLDS, "weights, modes and random state are the same to the bit"),
+        cite(Verdict.HOLDS, "weights, modes and random state are the same to the bit"),
         (
             _theory("test_no_call_changes_a_module_or_draws_random_numbers"),
             _theory("test_the_answer_does_not_depend_on_the_rest_of_the_batch_or_on_earlier_calls"),
@@ -176,7 +176,7 @@ CLAIMS = (
         "2",
         "Adaptation decreases the weighted negative log-likelihood of the neighbours",
         "steps lower it for every query",
-        proved(Verdict.HOLDS, "it falls with every further step, at a small rate"),
+        cite(Verdict.HOLDS, "it falls with every further step, at a small rate"),
         (_theory("test_every_step_lowers_the_weighted_loss_over_the_neighbours"),),
         (1,),
     ),
@@ -184,7 +184,7 @@ CLAIMS = (
         "2.1, D, equation 4",
         "One gradient step on equation 3 gives equation 4",
         "the printed formula lowers the loss and pulls towards θ",
-        proved(
+        cite(
             Verdict.FAILS,
             "as printed, both signs are wrong: it raises the loss and pushes away from θ; ours are "
             "the opposite",
@@ -196,7 +196,7 @@ CLAIMS = (
         "2, algorithm 1",
         "The last line predicts with the adapted network at h",
         "h is the embedding of the input",
-        proved(Verdict.FAILS, "a misprint: h is the key of a memory; ours predicts at the query"),
+        cite(Verdict.FAILS, "a misprint: h is the key of a memory; ours predicts at the query"),
         (
             PytestNode(
                 "tests/adaptation/test_adaptation.py", "test_every_path_equals_the_loop_in_float64"
@@ -208,7 +208,7 @@ CLAIMS = (
         "2.1, D",
         "The Gaussian prior keeps the adapted parameters near the trained ones",
         "a stronger prior moves them less, and steps with a pull end at the optimum of equation 3",
-        proved(Verdict.HOLDS, "predictions approach those of the network alone as the prior grows"),
+        cite(Verdict.HOLDS, "predictions approach those of the network alone as the prior grows"),
         (
             _optimum("test_a_strong_prior_leaves_the_head_as_it_is"),
             _optimum("test_gradient_steps_end_there"),
@@ -219,7 +219,7 @@ CLAIMS = (
         "2.1, D",
         "Equation 3 has no closed-form solution",
         "no finite computation gives its optimum",
-        proved(
+        cite(
             Verdict.IN_PART,
             "for a linear head: none for classification, where `MAP` iterates to a guaranteed "
             "tolerance; for squared error, a system of linear equations gives it",
@@ -247,7 +247,7 @@ CLAIMS = (
         "2",
         "The correction vanishes as the parametric model fits its memories",
         "it goes to zero as a head is trained on its memories",
-        proved(Verdict.HOLDS, "it falls below a thousandth; an exact fit is not changed at all"),
+        cite(Verdict.HOLDS, "it falls below a thousandth; an exact fit is not changed at all"),
         (
             _theory("test_the_change_vanishes_as_the_head_fits_its_memories"),
             _theory("test_a_head_that_fits_regression_targets_exactly_does_not_move"),
@@ -259,16 +259,14 @@ CLAIMS = (
         "E",
         "The same holds for regression with squared error",
         "the adapted constant is the weighted mean of the neighbours",
-        proved(Verdict.HOLDS, "equal within 1e-9"),
+        cite(Verdict.HOLDS, "equal within 1e-9"),
         (_theory("test_attention_is_adaptation_of_a_constant_head_for_regression"),),
     ),
     Claim(
         "E, equation 10",
         "Attention's logits minimise the printed sum",
         "the printed sum has its minimum there",
-        proved(
-            Verdict.FAILS, "it has its maximum there: it is the log-likelihood, not its negative"
-        ),
+        cite(Verdict.FAILS, "it has its maximum there: it is the log-likelihood, not its negative"),
         (_theory("test_equation_10_as_printed_has_its_maximum_at_attention"),),
         (5,),
     ),
@@ -298,7 +296,7 @@ CLAIMS = (
         "3",
         "The embedding is not trained through gradients from the memory",
         "nothing that is read carries a gradient",
-        proved(Verdict.HOLDS, "keys, values and distances are detached"),
+        cite(Verdict.HOLDS, "keys, values and distances are detached"),
         (
             PytestNode(
                 "tests/memory/test_memory.py", "test_nothing_that_comes_back_carries_gradients"

@@ -24,7 +24,7 @@ from experiments.claims import (
     continual,
     make_sections,
 )
-from experiments.claims.claim import Measured, Outcome, judged, proved, summary
+from experiments.claims.claim import Measured, Outcome, cite, decide, summary
 from experiments.errors import ExperimentError
 from experiments.experiment import find
 from experiments.results import Record, read_result, write_result
@@ -147,7 +147,7 @@ def test_a_missing_measurement_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match="holds no results of permuted-mnist paper"):
         continual.BEATS_EWC.judge(Evidence(tmp_path / "nowhere"))
     with pytest.raises(ExperimentError, match=r"needs trials with .*'steps': 7.* has none"):
-        evidence.tried(continual.NAME, method="MbPA", steps=7)
+        evidence.list_trials(continual.NAME, method="MbPA", steps=7)
 
 
 def test_claims_are_judged_by_the_preset_of_the_paper_alone() -> None:
@@ -158,38 +158,38 @@ def test_claims_are_judged_by_the_preset_of_the_paper_alone() -> None:
 # The rules
 
 
-def measured(*values: float) -> Measured:
+def make_measured(*values: float) -> Measured:
     return Measured(dict(enumerate(values)))
 
 
 def test_a_difference_is_clear_if_it_exceeds_its_deviation_over_seeds() -> None:
-    base = measured(50, 60, 70)
-    assert measured(51, 61, 71).is_above(base, 5)  # seed by seed it is always 1
-    assert not measured(51, 65, 69).is_above(base, 0)  # 1.7 ± 3.1
-    assert not base.is_above(measured(51, 61, 71), 0)
-    assert not measured(50.05, 60.05, 70.05).is_above(base, 0)  # no table would show it
+    base = make_measured(50, 60, 70)
+    assert make_measured(51, 61, 71).is_above(base, 5)  # seed by seed it is always 1
+    assert not make_measured(51, 65, 69).is_above(base, 0)  # 1.7 ± 3.1
+    assert not base.is_above(make_measured(51, 61, 71), 0)
+    assert not make_measured(50.05, 60.05, 70.05).is_above(base, 0)  # no table would show it
 
 
 def test_a_single_seed_needs_a_margin() -> None:
-    assert measured(51.1).is_above(measured(50), 1)
-    assert not measured(50.9).is_above(measured(50), 1)
+    assert make_measured(51.1).is_above(make_measured(50), 1)
+    assert not make_measured(50.9).is_above(make_measured(50), 1)
 
 
 def test_other_seeds_are_not_compared() -> None:
     with pytest.raises(ExperimentError, match="only with the same seeds"):
-        measured(1, 2).is_above(measured(1), 0)
+        make_measured(1, 2).is_above(make_measured(1), 0)
 
 
 def test_checks_are_all_some_or_none() -> None:
-    verdicts = [judged(checks, "").verdict for checks in ([True, True], [True, False], [False])]
+    verdicts = [decide(checks, "").verdict for checks in ([True, True], [True, False], [False])]
     assert verdicts == [Verdict.HOLDS, Verdict.IN_PART, Verdict.FAILS]
     with pytest.raises(ExperimentError, match="checked by nothing: n = 100"):
-        judged([], "n = 100")
+        decide([], "n = 100")
 
 
 def test_a_summary_holds_as_far_as_its_parts_do() -> None:
     def claim(verdict: Verdict) -> Claim:
-        return Claim("1", f"it {verdict.value}", "always", proved(verdict, ""))
+        return Claim("1", f"it {verdict.value}", "always", cite(verdict, ""))
 
     def sum_up(*verdicts: Verdict) -> Outcome:
         return summary("abstract", "All of it", *map(claim, verdicts)).judge(Evidence(RESULTS))
