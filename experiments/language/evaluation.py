@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
+import mbpa
 from experiments.data import END_OF_LINE, Corpus
 from experiments.experiment import Context
 from experiments.language.config import LanguageConfig, Reach, SoftmaxAdaptation
@@ -102,6 +103,7 @@ COMPARED = {
 """Methods whose gain is shown word by word, and what each is compared with."""
 LOOPED_TOKENS = 200  # tokens from which the time of a loop is extrapolated
 WARM_UP_TOKENS = 2048  # tokens
+COMPARED_TOKENS = 2048  # tokens of which the error of adapting few words is measured
 TOKENS_PER_SAVE = 25_000  # tokens of dynamic evaluation between saves
 
 
@@ -136,6 +138,7 @@ def evaluate(
         gated = _score_gated(texts, bar)
         records += gated.records
         records += _word_records(texts["test"], weights, gated.logs) + texts["test"].timings()
+        records += texts["test"].compare_with_all_words()
         records += _score_texts(texts, last, weights, bar)
     return records + _weight_records(config, methods, weights, moments is not None)
 
@@ -285,7 +288,7 @@ class Text:
                 gate.reaches,
                 self.config.cache,
                 self.positions,
-                engine_for(device),
+                self._engine,
             ).to("cpu")
             names = "surroundings", "features", "own", "scores"
             self._kept["gated"] = {name: getattr(kept, name) for name in names}
@@ -299,6 +302,10 @@ class Text:
         k = max((reach.local.k for reach in reaches if reach.memory == window), default=1)
         k = max(k, self.config.one_step.k) if window == PAPER_REACH.memory else k
         return retrieve(self.passage, window, k)
+
+    @cached_property
+    def _engine(self) -> mbpa.Engine:
+        return engine_for(self.context.device, self.config.adapted_words)
 
     @cached_property
     def positions(self) -> range:
@@ -339,6 +346,32 @@ class Text:
             for name, value in seconds.items()
         ]
 
+    def compare_with_all_words(self) -> list[Record]:
+        """Return how far log-probabilities are from those of a layer of which all words adapt, for
+        the last tokens of the text.
+        """
+        config, device = self.config, self.context.device
+        if not config.adapted_words:
+            return []
+        predictor = config.mbpa.predictor(config.memory)
+        positions, head = self.positions[-COMPARED_TOKENS:], self.model.decoder
+        found, exact = (
+            score_adapted(head, self.retrieval, predictor, positions, engine)
+            for engine in (self._engine, engine_for(device, 0))
+        )
+        errors, count = (found - exact).abs(), len(positions)
+        where: Record = {"method": MBPA, "corpus": config.corpus, "split": self.split}
+        values = {
+            "mean_error": errors.mean(),
+            "largest_error": errors.max(),
+            "mean_log_probability": found.mean(),
+            "exact_mean_log_probability": exact.mean(),
+        }
+        return [
+            {**where, "tokens": count, "name": name, "value": float(value)}
+            for name, value in values.items()
+        ]
+
     def _part(self, name: str) -> Tensor:
         kept: dict[str, Tensor] = self._kept["parts"]
         if name not in kept:
@@ -376,7 +409,7 @@ class Text:
                     retrieval,
                     local.predictor(window),
                     self.positions,
-                    engine_for(self.context.device),
+                    self._engine,
                 )
                 for each, local in adaptations.items()
             }
@@ -403,8 +436,8 @@ class Text:
         return score_cache(passage, window, (config.cache.scale,), self.positions)[0]
 
     def _mbpa(self, local: SoftmaxAdaptation, positions: range) -> Tensor:
-        predictor, engine = local.predictor(self.config.memory), engine_for(self.context.device)
-        return score_adapted(self.model.decoder, self.retrieval, predictor, positions, engine)
+        predictor, head = local.predictor(self.config.memory), self.model.decoder
+        return score_adapted(head, self.retrieval, predictor, positions, self._engine)
 
     # Dynamic evaluation
 

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -129,11 +130,17 @@ def retrieve(passage: Passage, window: int, k: int) -> Retrieval:
 # Scores of the methods: log-probabilities of the actual words
 
 
-def engine_for(device: torch.device) -> mbpa.Engine:
+def engine_for(device: torch.device, adapted_words: int) -> mbpa.Engine:
     """Return an engine that caches the head's outputs for a whole window, if there is room for
     them.
+
+    Args:
+        adapted_words: most probable words per neighbour that take part; 0 adapts all, exactly.
     """
-    return mbpa.Engine(store_bytes=STORE_BYTES) if device.type == "cuda" else mbpa.Engine()
+    named: dict[str, Any] = {"store_bytes": STORE_BYTES} if device.type == "cuda" else {}
+    if adapted_words:
+        named |= {"tolerance": math.inf, "width": adapted_words}
+    return mbpa.Engine(**named)
 
 
 def score_adapted(

@@ -229,7 +229,7 @@ class LanguageSearch:
         self._whole = range(len(passage))
         self._chosen_cache: Cache | None = None
         self._caches: dict[range, Tensor] = {}
-        self._engine = engine_for(passage.keys.device)
+        self._engine = engine_for(passage.keys.device, config.adapted_words)
         self._retrievals: dict[int, Retrieval] = {}
         self._scales: dict[int, list[Tensor]] = {}
         self._memory = min(self.windows)  # until one is chosen

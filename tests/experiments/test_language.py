@@ -651,6 +651,28 @@ def test_an_evaluation_that_is_killed_again_and_again_ends_with_the_same(
         assert one.items() <= other.items()
 
 
+def test_adapting_few_words_states_its_error(
+    model: LanguageModel, corpus: Corpus, folder: Path
+) -> None:
+    def score(config: LanguageConfig, name: str) -> tuple[Tensor, dict[str, float]]:
+        context = context_in(folder, name)
+        with context.workspace.alone():
+            text = evaluation.Text(model, corpus, config, context, 0, "test")
+            compared = text.compare_with_all_words()
+            return text.parts(("MbPA",))[0], {r["name"]: r["value"] for r in compared}
+
+    exact, nothing = score(CONFIG, "all words")
+    found, errors = score(replace(CONFIG, adapted_words=8), "few words")
+    assert not nothing
+    assert 0 < (found - exact).abs().mean() < 0.05
+    assert errors == {
+        "mean_error": pytest.approx(float((found - exact).abs().mean()), rel=1e-4),
+        "largest_error": pytest.approx(float((found - exact).abs().max()), rel=1e-4),
+        "mean_log_probability": pytest.approx(float(found.mean())),
+        "exact_mean_log_probability": pytest.approx(float(exact.mean())),
+    }
+
+
 # Words
 
 
