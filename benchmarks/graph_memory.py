@@ -88,6 +88,7 @@ def main() -> int:
     parser.add_argument("--expansion", type=int, default=None, help="that searches begin with")
     parser.add_argument("--connectivity", type=int, default=None, help="links per node")
     parser.add_argument("--expansion-add", type=int, default=None, help="candidates for links")
+    parser.add_argument("--parts", type=int, default=None, help="of a graph, one thread each")
     parser.add_argument("--clinc150", action="store_true", help="compare accuracy instead")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/mbpa/embeddings"))
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/graph-memory.json"))
@@ -119,6 +120,7 @@ def run_stages(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "expansion_search": arguments.expansion,
         "connectivity": arguments.connectivity,
         "expansion_add": arguments.expansion_add,
+        "parts": arguments.parts,
     }
     named = {name: value for name, value in named.items() if value is not None}
     sentences = Sentences(entries, 0)
@@ -129,7 +131,7 @@ def run_stages(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     memory.write(keys, torch.zeros(entries, dtype=torch.int64))
     del keys
     wait_for_graph(memory)
-    yield {"stage": "built", "seconds": time.perf_counter() - start}
+    yield {"stage": "built", "seconds": time.perf_counter() - start, **memory.settings}
     yield {"stage": "fresh", **measure(memory, sentences, arguments.queries, exact=True)}
     done = 0.0
     while done < arguments.turnovers:

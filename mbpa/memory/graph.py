@@ -48,6 +48,7 @@ SLOT_BITS = 28  # of a label; the others are a serial number
 MAX_SERIAL = 1 << (63 - SLOT_BITS)
 ENTRIES_PER_STEP = 64  # added by a rebuild before it checks whether to stop
 MAX_GRAPHS = 3
+MAX_PARTS = 4  # by default
 MIN_STALE_NODES = 64
 QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 MAX_EXPANSION = 2048
@@ -92,6 +93,8 @@ class GraphMemory(Memory):
         connectivity: links per node (M).
         expansion_add: candidates considered for the links of a new node (efConstruction).
         expansion_search: candidates considered by a search (ef); grows if recall is too low.
+        parts: number of indexes over which a graph is distributed, which as many threads fill and
+            search side by side. Default: the threads that torch uses, at most 4.
         background: rebuild in a thread. Otherwise the call that makes it necessary waits.
 
     Example:
@@ -126,6 +129,7 @@ class GraphMemory(Memory):
         connectivity: int = 24,
         expansion_add: int = 128,
         expansion_search: int = 128,
+        parts: int | None = None,
         background: bool = True,
     ) -> None:
         require_usearch()
@@ -141,6 +145,9 @@ class GraphMemory(Memory):
             precision,
             validation.count("connectivity", connectivity, least=2),
             validation.count("expansion_add", expansion_add),
+            min(MAX_PARTS, torch.get_num_threads())
+            if parts is None
+            else validation.count("parts", parts),
         )
         self._expansion = validation.count("expansion_search", expansion_search)
         self._background = background
@@ -552,7 +559,9 @@ class GraphMemory(Memory):
                 return
             part = slice(start, start + ENTRIES_PER_STEP)
             chosen = content.labels[slots[part]] == labels[part]  # others were overwritten since
-            graph.add(labels[part][chosen], content.keys[torch.from_numpy(slots[part][chosen])])
+            keys = content.keys[torch.from_numpy(slots[part][chosen])]
+            # While the graphs are in use, leave processors to those who use them.
+            graph.add(labels[part][chosen], keys, use_all_threads=bool(self._unindexed))
         expansion = self._choose_expansion(graph, content, labels)
         with self._lock:
             if self._generation is content.generation:

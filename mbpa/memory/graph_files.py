@@ -1,4 +1,4 @@
-"""Saved graph memories: a directory with a manifest, raw keys, and one file per graph.
+"""Saved graph memories: a directory with a manifest, raw keys, and one file per part of a graph.
 
 Files have random names, and the manifest, which names them, is replaced by one rename. A save that
 is killed at any moment therefore leaves the previous one loadable. Keys and graphs can be mapped
@@ -26,10 +26,10 @@ from mbpa import files
 from mbpa.errors import CheckpointError
 from mbpa.memory.graph_index import Graph
 
-FORMAT = 1
+FORMAT = 2
 
 _MANIFEST = "graph-memory.json"
-_FILE = re.compile(r"(keys|tensors|graph\d+)-[0-9a-f]{32}\.(bin|safetensors|usearch)")
+_FILE = re.compile(r"(keys|tensors|graph\d+(part\d+)?)-[0-9a-f]{32}\.(bin|safetensors|usearch)")
 
 
 class SavedGraphs(NamedTuple):
@@ -65,9 +65,10 @@ def write_saved(directory: str | os.PathLike[str], saved: SavedGraphs, used: int
         described[path.name] = _describe_file(path)
         graphs = []
         for i, graph in enumerate(saved.graphs):
-            path = root / f"graph{i}-{suffix}.usearch"
-            graphs.append({"file": path.name, **graph.save(path)})
-            described[path.name] = _describe_file(path)
+            parts = range(graph.settings.parts)
+            paths = [root / f"graph{i}part{part}-{suffix}.usearch" for part in parts]
+            graphs.append({"files": [path.name for path in paths], **graph.save(paths)})
+            described |= {path.name: _describe_file(path) for path in paths}
         manifest = {"format": FORMAT, "files": described, "graphs": graphs, **saved.description}
         files.flush_directory(root)
         files.write_durably(root / _MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -112,10 +113,11 @@ def read_saved(
     keys = torch.from_file(str(keys_path), shared=False, size=shape[0] * size, dtype=dtype)
     tensors_path = root / next(name for name in names if name.startswith("tensors-"))
     tensors = safetensors.torch.load_file(tensors_path)
-    graphs = [
-        Graph.load(root / each["file"], each, tensors.pop(f"center{i}"), mmap=mmap)
-        for i, each in enumerate(description["graphs"])
-    ]
+    graphs = []
+    for i, each in enumerate(description["graphs"]):
+        parts = each["files"] if "files" in each else [each["file"]]  # the latter in format 1
+        paths = [root / name for name in parts]
+        graphs.append(Graph.load(paths, each, tensors.pop(f"center{i}"), mmap=mmap))
     keys = keys.reshape(shape)
     return SavedGraphs(description, tensors, keys if mmap else keys.clone(), graphs)
 

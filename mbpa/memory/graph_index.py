@@ -1,8 +1,12 @@
-"""A graph of nearest neighbours (HNSW, by usearch) to which nodes are only ever added.
+"""Graphs of nearest neighbours (HNSW, by usearch) to which nodes are only ever added.
 
 Replacing a node in place, as usearch can, leaves the links of its former neighbours pointing to a
 key that is far from them, and recall falls with every turnover. Here an entry that was overwritten
 or deleted stays in the graph as a way to its neighbours; whoever searches ignores it.
+
+A graph consists of parts, each an index of its own with about as many nodes. Threads fill and
+search them side by side. A search is bound by the latency of main memory, so two parts take
+little more processor time than one, and half of the time by the clock.
 
 Keys are shifted and scaled before they are rounded, which changes no order of distances: 8 bits
 then cover the range in which the keys are, whatever their norms.
@@ -12,8 +16,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +33,7 @@ from mbpa.memory.ring import Ints
 
 Precision = Literal["float32", "bfloat16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
+Result = TypeVar("Result")
 
 SAMPLE_KEYS = 2048  # from which the range of the keys is estimated
 CLIPPED_SHARE = 1e-4  # of numbers may be outside the range of 8 bits
@@ -34,6 +41,8 @@ LARGEST_INT8 = 127
 FIRST_ADVICE = 10_000  # nodes from which on huge pages are asked for
 ADVICE_FACTOR = 1.05  # by which a graph grows until they are asked for again
 LARGEST_FLOAT = 1e6  # in units of the range; squares of it must not overflow
+DEVIATIONS = 3.0  # by which a part may hold more of the nearest nodes than its share
+HASH_FACTOR, HASH_SHIFT = 0x9E3779B97F4A7C15, 40  # spread labels over the parts evenly
 
 
 class GraphSettings(NamedTuple):
@@ -44,6 +53,8 @@ class GraphSettings(NamedTuple):
     """Links per node; usearch and the literature call it M."""
     expansion_add: int
     """Candidates considered for the links of a new node (efConstruction)."""
+    parts: int = 1
+    """Indexes over which nodes are distributed."""
 
 
 class Graph:
@@ -64,7 +75,7 @@ class Graph:
         if not reach:  # all keys are equal, or nearly all: assume that others have their size
             reach = float(np.abs(numbers).max()) or 1.0
         self._setup(settings, center, reach)
-        self._index = _make_index(settings, sample.shape[1])
+        self._parts = _make_parts(settings, sample.shape[1])
 
     def _setup(self, settings: GraphSettings, center: NDArray[np.float64], reach: float) -> None:
         self.settings = settings
@@ -77,27 +88,58 @@ class Graph:
         """Number of nodes whose entries are still in the memory; kept by the memory."""
 
     def __len__(self) -> int:
-        return len(self._index)
+        return sum(map(len, self._parts))
 
-    def add(self, labels: Ints, keys: Float[Tensor, "N D"]) -> None:
-        """Add nodes; no label may be in the graph already."""
-        if len(labels):
-            # With several threads, usearch leaves a few nodes that no search can find.
-            self._index.add(labels.astype(np.uint64), self._round(keys), threads=1)
-            if len(self) >= self._next_advice:
-                use_huge_pages()
-                self._next_advice = math.ceil(ADVICE_FACTOR * len(self))
+    def add(
+        self, labels: Ints, keys: Float[Tensor, "N D"], *, use_all_threads: bool = True
+    ) -> None:
+        """Add nodes; no label may be in the graph already.
+
+        Args:
+            labels: one per node.
+            keys: keys of shape (N, D).
+            use_all_threads: whether each part has a thread of its own.
+        """
+        if not len(labels):
+            return
+        rounded, unsigned = self._round(keys), labels.astype(np.uint64)
+        place = (unsigned * np.uint64(HASH_FACTOR) >> np.uint64(HASH_SHIFT)) % len(self._parts)
+
+        def fill(number: int) -> None:
+            chosen = place == number
+            if chosen.any():
+                # With several threads, usearch leaves a few nodes that no search can find.
+                self._parts[number].add(unsigned[chosen], rounded[chosen], threads=1)
+
+        _for_each(fill, range(len(self._parts)), side_by_side=use_all_threads and len(labels) > 1)
+        if len(self) >= self._next_advice:
+            use_huge_pages()
+            self._next_advice = math.ceil(ADVICE_FACTOR * len(self))
 
     def search(
         self, queries: Float[Tensor, "B D"], count: int, *, expansion: int, threads: int
     ) -> Int[np.ndarray, "B J"]:
-        """Return the labels of about the `count` nearest nodes of each query; −1 for none."""
-        self._index.expansion_search = expansion
-        found = self._index.search(self._round(queries), min(count, len(self)), threads=threads)
-        labels: Ints = found.keys.reshape(len(queries), -1).astype(np.int64)
-        if len(queries) > 1:
-            labels[np.arange(labels.shape[1]) >= found.counts[:, None]] = -1
-        return labels
+        """Return the labels of about the `count` nearest nodes of each query; −1 for none.
+
+        Args:
+            queries: queries of shape (B, D).
+            count: number of nodes, of all parts together.
+            expansion: candidates considered by the search of a part.
+            threads: threads per part. With one, all parts are searched side by side.
+        """
+        rounded, share = self._round(queries), 1 / len(self._parts)
+        most = math.ceil(count * share + DEVIATIONS * math.sqrt(count * share * (1 - share)))
+
+        def find(part: Any) -> Ints:
+            part.expansion_search = expansion
+            found = part.search(rounded, min(most, count, len(part)), threads=threads)
+            labels: Ints = found.keys.reshape(len(queries), -1).astype(np.int64)
+            if len(queries) > 1:
+                labels[np.arange(labels.shape[1]) >= found.counts[:, None]] = -1
+            return labels
+
+        used = [part for part in self._parts if len(part)]
+        return np.concatenate(_for_each(find, used, side_by_side=threads == 1), 1)
 
     def _round(self, keys: Float[Tensor, "N D"]) -> NDArray[Any]:
         wide = torch.float64 if keys.dtype == torch.float64 else torch.float32
@@ -110,21 +152,25 @@ class Graph:
     # Copying and saving
 
     def __getstate__(self) -> dict[str, Any]:
-        nodes = bytes(self._index.save())
-        return {**vars(self), "_index": nodes, "is_sealed": False}  # a copy is in main memory
+        nodes = [bytes(part.save()) for part in self._parts]
+        return {**vars(self), "_parts": nodes, "is_sealed": False}  # a copy is in main memory
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._index = _make_index(self.settings, len(self._center))
-        if state["_index"]:
-            self._index.load(state["_index"])
-            self._index.expansion_add = self.settings.expansion_add  # which loading forgets
+        self._parts = _make_parts(self.settings, len(self._center))
+        for part, nodes in zip(self._parts, state["_parts"], strict=True):
+            if nodes:
+                part.load(nodes)
+                part.expansion_add = self.settings.expansion_add  # which loading forgets
 
-    def save(self, path: Path) -> dict[str, Any]:
-        """Write the nodes to a file, and return what `load` needs besides, as JSON values."""
-        self._index.save(path)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+    def save(self, paths: Sequence[Path]) -> dict[str, Any]:
+        """Write the nodes of each part to a file, and return what `load` needs besides, as JSON
+        values.
+        """
+        for part, path in zip(self._parts, paths, strict=True):
+            part.save(path)
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
         return {"settings": list(self.settings), "reach": self._reach, "nodes": len(self)}
 
     @property
@@ -134,21 +180,28 @@ class Graph:
 
     @classmethod
     def load(
-        cls, path: Path, described: dict[str, Any], center: Float[Tensor, "D"], *, mmap: bool
+        cls,
+        paths: Sequence[Path],
+        described: dict[str, Any],
+        center: Float[Tensor, "D"],
+        *,
+        mmap: bool,
     ) -> Self:
         """Load a graph; if mapped into memory, nothing may be added to it."""
         graph = cls.__new__(cls)
         settings = GraphSettings(*described["settings"])
         graph._setup(settings, center.numpy(), described["reach"])
-        graph._index = _make_index(settings, len(center))
-        if mmap:
-            graph._index.view(path)
-        else:
-            graph._index.load(path)
-            graph._index.expansion_add = settings.expansion_add  # which loading forgets
+        graph._parts = _make_parts(settings, len(center))
+        for part, path in zip(graph._parts, paths, strict=True):
+            if mmap:
+                part.view(path)
+            else:
+                part.load(path)
+                part.expansion_add = settings.expansion_add  # which loading forgets
         graph.is_sealed = mmap
         if len(graph) != described["nodes"]:
-            raise ValueError(f"{path} must have {described['nodes']} nodes, got {len(graph)}")
+            told = ", ".join(map(str, paths))
+            raise ValueError(f"{told} must have {described['nodes']} nodes, got {len(graph)}")
         return graph
 
 
@@ -160,15 +213,48 @@ def require_usearch() -> None:
         raise MissingExtraError("usearch", "graph") from error
 
 
-def _make_index(settings: GraphSettings, key_size: int) -> Any:
+def _make_parts(settings: GraphSettings, key_size: int) -> list[Any]:
     from usearch.index import Index
 
     kinds = {"float32": "f32", "bfloat16": "bf16", "int8": "i8"}
-    return Index(
-        ndim=key_size,
-        metric="l2sq",
-        dtype=kinds[settings.precision],
-        connectivity=settings.connectivity,
-        expansion_add=settings.expansion_add,
-        enable_key_lookups=False,
-    )
+    return [
+        Index(
+            ndim=key_size,
+            metric="l2sq",
+            dtype=kinds[settings.precision],
+            connectivity=settings.connectivity,
+            expansion_add=settings.expansion_add,
+            enable_key_lookups=False,
+        )
+        for _ in range(settings.parts)
+    ]
+
+
+def _for_each(
+    work: Callable[[Any], Result], items: Sequence[Any], *, side_by_side: bool
+) -> list[Result]:
+    """Return the result for each item, computed in one thread per item or one after the other."""
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def run(place: int) -> None:
+        try:
+            results[place] = work(items[place])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = []
+    for place in range(1, len(items) if side_by_side else 0):
+        thread = threading.Thread(target=run, args=(place,), name="mbpa-graph-part", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many, or the interpreter is ending
+            break
+        threads.append(thread)
+    for place in (0, *range(1 + len(threads), len(items))):
+        run(place)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[place] for place in range(len(items))]

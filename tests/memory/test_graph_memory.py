@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,21 +19,35 @@ from torch import Tensor
 import mbpa
 from mbpa.errors import CheckpointError, MissingExtraError
 from mbpa.memory import GraphMemory, graph, recall
-from mbpa.memory.graph_index import Graph
+from mbpa.memory.graph_index import Graph, GraphSettings
 from mbpa.testing import check_memory
 
 ROOT = Path(__file__).parents[2]
 DIM = 24
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("precision", ["int8", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("precision", "background", "parts"),
+    [
+        ("int8", False, 1),
+        ("int8", True, 2),
+        ("bfloat16", True, 1),
+        ("bfloat16", False, 3),
+        ("float32", False, 2),
+        ("float32", True, 4),
+    ],
+)
 def test_the_contract_holds_with_a_graph_from_the_first_entry(
-    precision: Any, background: bool
+    precision: Any, background: bool, parts: int
 ) -> None:
     def make(capacity: int, key_dim: int) -> GraphMemory:
         return GraphMemory(
-            capacity, key_dim, precision=precision, exact_below=0, background=background
+            capacity,
+            key_dim,
+            precision=precision,
+            exact_below=0,
+            background=background,
+            parts=parts,
         )
 
     check_memory(make, exact=False)
@@ -57,7 +73,7 @@ def draw(count: int, seed: int, *, topics: int = 0) -> Tensor:
 
 
 def make(capacity: int = 3000, **named: Any) -> GraphMemory:
-    settings: dict[str, Any] = {"exact_below": 100, "background": False, **named}
+    settings: dict[str, Any] = {"exact_below": 100, "background": False, "parts": 2, **named}
     return GraphMemory(capacity, DIM, **settings)
 
 
@@ -100,6 +116,42 @@ def test_stale_nodes_of_deleted_entries_are_cleared_by_a_rebuild() -> None:
     assert memory.measure_recall(draw(100, 7), 20) >= 0.97
 
 
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_neighbours_that_arrive_in_a_regular_order_are_in_all_parts(parts: int) -> None:
+    """Otherwise a part would hold all the neighbours of a query, and return a share of them."""
+    keys = torch.stack([draw(750, topic, topics=topic) + 20 * topic for topic in range(4)], 1)
+    memory = make(3000, parts=parts, precision="float32")
+    memory.write(keys.flatten(0, 1), torch.arange(3000))  # every fourth is of the same kind
+    assert memory.is_indexed
+    assert memory.measure_recall(keys[::10].flatten(0, 1), 40) >= 0.98
+
+
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_parts_are_searched_side_by_side_and_one_after_the_other_alike(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    memory = make(parts=3)
+    fill(memory, 2500)
+    queries = draw(count, 9)
+    found = memory.read(queries, 10)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert torch.equal(memory.read(queries, 10).ids, found.ids)
+    fill(memory, 20, 1)
+    assert find_themselves(memory) >= 0.999
+
+
+def test_a_part_that_fails_fails_the_whole() -> None:
+    graph = Graph(GraphSettings("float32", 8, 16, parts=3), draw(100, 0))
+    graph.add(np.arange(100), draw(100, 0))
+    graph._parts[2] = None
+    with pytest.raises(TypeError):
+        graph.search(draw(1, 1), 10, expansion=20, threads=1)
+
+
 def test_recall_is_measured_on_live_queries_and_raised_to_the_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,6 +162,7 @@ def test_recall_is_measured_on_live_queries_and_raised_to_the_target(
         expansion_add=16,
         expansion_search=30,
         target_recall=0.99,
+        parts=1,
     )
     fill(memory, 3000)
     assert memory.recall is None
@@ -334,7 +387,7 @@ def test_a_failed_rebuild_is_raised_by_the_next_change(monkeypatch: pytest.Monke
     memory = make(background=True)
     with monkeypatch.context() as patch:
 
-        def fail(*arguments: Any) -> None:
+        def fail(*arguments: Any, **named: Any) -> None:
             raise MemoryError("no room for a graph")
 
         patch.setattr(Graph, "add", fail)
@@ -445,6 +498,28 @@ def test_a_saved_memory_is_loaded_with_its_graphs(tmp_path: Path, mmap: bool) ->
     assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()} == saved
 
 
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_memory_saved_before_graphs_had_parts_is_loaded(tmp_path: Path, mmap: bool) -> None:
+    memory = make(parts=1)
+    fill(memory, 1000)
+    memory.save(tmp_path)
+    path = tmp_path / "graph-memory.json"
+    manifest = json.loads(path.read_text())
+    manifest["format"] = 1
+    del manifest["settings"]["parts"]
+    for described in manifest["graphs"]:
+        described["settings"] = described["settings"][:3]
+        (name,) = described.pop("files")
+        described["file"] = name.replace("part0", "")
+        (tmp_path / name).rename(tmp_path / described["file"])
+        manifest["files"][described["file"]] = manifest["files"].pop(name)
+    path.write_text(json.dumps(manifest))
+    loaded = GraphMemory.load(tmp_path, mmap=mmap)
+    assert loaded.is_indexed
+    queries = draw(30, 3)
+    assert torch.equal(loaded.read(queries, 10).ids, memory.read(queries, 10).ids)
+
+
 def test_a_memory_saved_during_a_rebuild_is_whole(tmp_path: Path) -> None:
     memory = make(background=True)
     fill(memory, 2000)
@@ -470,10 +545,10 @@ def test_an_earlier_save_is_replaced(tmp_path: Path) -> None:
     memory.save(tmp_path / "m")
     assert len(GraphMemory.load(tmp_path / "m")) == 505
     names = sorted(path.name.split("-")[0] for path in (tmp_path / "m").iterdir())
-    assert names == ["graph", "graph0", "keys", "notes.txt", "tensors"]
+    assert names == ["graph", "graph0part0", "graph0part1", "keys", "notes.txt", "tensors"]
 
 
-@pytest.mark.parametrize("part", ["keys", "tensors", "graph0"])
+@pytest.mark.parametrize("part", ["keys", "tensors", "graph0part1"])
 def test_altered_files_are_refused(tmp_path: Path, part: str) -> None:
     memory = make()
     fill(memory, 500)
