@@ -310,7 +310,7 @@ PAPER = apply_tuned_settings(
         training=TrainingSettings(epochs=520, decay_to=0.25),
         adapted_words=64,
         search=SearchBudget(
-            dynamic_tokens=20_000, finalists=3, seconds=130.0, max_neighbor_steps=12_800
+            dynamic_tokens=10_000, finalists=3, seconds=130.0, max_neighbor_steps=12_800
         ),
     ),
     "language",
@@ -365,7 +365,7 @@ PRESETS = {
             adapted_words=64,
             search=SearchBudget(
                 tokens=8_000,
-                dynamic_tokens=20_000,
+                dynamic_tokens=10_000,
                 finalists=3,
                 seconds=130.0,
                 max_neighbor_steps=12_800,
