@@ -18,10 +18,10 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from functools import cached_property, partial, reduce
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ from experiments.language.passage import (
 )
 from experiments.language.search_figures import BEGINNING, SPREAD
 from experiments.language.training import adam_state, train_or_load
+from experiments.language.trials import Trial, Trials
 from experiments.results import Record
 from experiments.search import Search
 
@@ -71,7 +72,6 @@ MAX_STEPS_ON_TOP, MAX_COUNT_ON_TOP = 5, 128
 """Steps and neighbours that are fast enough on top of dynamic evaluation, every few tokens."""
 GATE_PARTS = "first", "second", "third"
 """The adaptations of the gated mixture, in the order in which they are chosen."""
-Setting = TypeVar("Setting")
 
 
 def make_search_config(config: LanguageConfig) -> LanguageConfig:
@@ -137,70 +137,6 @@ def search_settings(
         {"corpus": config.corpus, "stage": stage, "name": "settings_left_out", "value": number}
         for stage, number in search.left_out.items()
     ]
-
-
-class Trial(NamedTuple):
-    """A memory size and a way to adapt."""
-
-    window: int
-    local: SoftmaxAdaptation
-
-    def change(self, **changes: Any) -> Trial:
-        """Return the trial with other settings of the adaptation."""
-        return self._replace(local=replace(self.local, **changes))
-
-    @property
-    def reach(self) -> Reach:
-        return Reach(self.window, self.local)
-
-
-@dataclass(frozen=True, eq=False)
-class Trials(Generic[Setting]):
-    """Settings of one method that were tried, and the perplexities of its mixtures."""
-
-    search: Search
-    name: str
-    judge: Callable[[Setting], Sequence[float]]
-    is_allowed: Callable[[Setting], bool] = lambda setting: True
-    tried: dict[Setting, Sequence[float]] = field(default_factory=dict)
-
-    def try_new(self, stage: str, settings: Iterable[Setting]) -> None:
-        """Try settings that are allowed and were not tried yet."""
-        allowed = filter(self.is_allowed, dict.fromkeys(settings))
-        new = [setting for setting in allowed if setting not in self.tried]
-        self.tried.update(self.search.try_settings(f"{self.name}: {stage}", new, self.judge))
-
-    def vary(self, stage: str, list_options: Callable[[Setting], Iterable[Setting]]) -> None:
-        """Try variations of the best setting of each mixture."""
-        self.try_new(stage, itertools.chain(*map(list_options, self._find_bests())))
-
-    def find_best(self, mixture: int = 0, among: Iterable[Setting] | None = None) -> Setting:
-        """Return the setting with the lowest perplexity; the first of equals."""
-        return self.list_best(1, mixture, among)[0]
-
-    def list_best(
-        self, count: int, mixture: int = 0, among: Iterable[Setting] | None = None
-    ) -> list[Setting]:
-        """Return the settings with the lowest perplexities, the best first."""
-        options = self.tried if among is None else among
-        return sorted(options, key=lambda setting: self.tried[setting][mixture])[:count]
-
-    def climb(
-        self,
-        rounds: int,
-        stages: Mapping[str, Callable[[Setting], Iterable[Setting]]],
-    ) -> None:
-        """Try all variations of the best setting, again and again until none of them is better."""
-        for _ in range(rounds):
-            before = dict.fromkeys(self._find_bests())
-            for stage, list_options in stages.items():
-                self.vary(stage, list_options)
-            if dict.fromkeys(self._find_bests()) == before:
-                break
-
-    def _find_bests(self) -> list[Setting]:
-        mixtures = range(min(map(len, self.tried.values()), default=0))
-        return [self.find_best(mixture) for mixture in mixtures]
 
 
 class LanguageSearch:
@@ -509,7 +445,9 @@ class LanguageSearch:
         found = self.search.judge(
             ("gate", reaches), lambda: [judge_mixture(scores, names, self.config.gate)]
         )
-        setting = {f"adaptation {place}": repr(reach) for place, reach in enumerate(reaches, 1)}
+        setting = {
+            f"adaptation {place}": trial.describe() for place, trial in enumerate(reaches, 1)
+        }
         self._record(GATED, len(self.positions), setting, found[0])
         return found
 
