@@ -52,7 +52,8 @@ MAX_PARTS = 4  # by default
 MIN_STALE_NODES = 64
 QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 MAX_EXPANSION = 2048
-CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 256, 50  # that choose the first width of searches
+CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 1024, 50  # that choose the first width of searches
+MIN_RECENT_QUERIES = 256  # with fewer, keys take their place
 WIDENING, NARROWING = 1.25, 1.12  # factors by which searches are widened and narrowed
 AIMED_SHARE = 0.85  # of the misses that the target allows; what a new graph is calibrated to
 SPARE_SHARE = 0.7  # of them, below which a search is narrowed
@@ -571,13 +572,16 @@ class GraphMemory(Memory):
     def _choose_expansion(self, graph: Graph, content: _Content, labels: Ints) -> int:
         """Return how widely to search a new graph so that recall is well above the target.
 
-        Queries are recent ones, or keys of the graph if there were none. Recall on live queries
-        corrects the choice later.
+        Queries are recent ones, or keys of the graph if there were few. They are many because
+        recall is estimated no better than to 0.003 with 256. Recall on live queries corrects the
+        choice later.
         """
         rows = np.linspace(0, len(labels) - 1, min(len(labels), CALIBRATION_QUERIES)).astype(int)
         inside = labels & ((1 << SLOT_BITS) - 1)
-        queries = self._meter.get_recent(CALIBRATION_QUERIES)
-        if queries is None:
+        recent = self._meter.get_recent(CALIBRATION_QUERIES)
+        if len(recent) >= MIN_RECENT_QUERIES:
+            queries = torch.stack(recent)
+        else:
             queries = content.keys[torch.from_numpy(inside[rows])].to(self.distance_dtype)
         count = int(inside.max()) + 1
         k = min(CALIBRATION_NEIGHBORS, count)

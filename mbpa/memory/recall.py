@@ -7,7 +7,6 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from mbpa.memory.ring import Ints
 
 MAX_MEASURED = 256  # queries over which recall is averaged
 MIN_MEASURED = 64  # queries before it is acted upon
+MAX_RECENT = 1024  # queries that are remembered
 SAMPLES_PER_MEASUREMENT = 16  # queries that share a pass over the keys
 MEASURING_SHARE = 0.01  # of the time may be spent on measuring
 
@@ -35,7 +35,7 @@ class RecallMeter:
 
     def __init__(self) -> None:
         self._measured: deque[float] = deque(maxlen=MAX_MEASURED)
-        self._recent: deque[Tensor] = deque(maxlen=MAX_MEASURED)
+        self._recent: deque[Tensor] = deque(maxlen=MAX_RECENT)
         self.clear()
 
     def clear(self) -> None:
@@ -69,10 +69,9 @@ class RecallMeter:
         self._recent.append(queries[row].clone())
         self._samples.append(Sample(queries[row].clone(), found[row].copy(), k, serial))
 
-    def get_recent(self, count: int) -> Float[Tensor, "N D"] | None:
-        """Return the last `count` sampled queries, or `None` if there were fewer."""
-        recent = list(self._recent)[-count:]
-        return torch.stack(recent) if len(recent) == count else None
+    def get_recent(self, count: int) -> list[Float[Tensor, "D"]]:
+        """Return the last `count` sampled queries, or all if there were fewer."""
+        return list(self._recent)[-count:]
 
     def take(self) -> list[Sample]:
         """Return the samples to measure, and forget them."""
