@@ -120,6 +120,18 @@ def test_balanced_weights_are_divided_by_how_often_a_label_occurs() -> None:
     assert twice.rows(slice(1, 2)).label_counts.tolist() == found.label_counts.tolist()
 
 
+def test_a_neighbour_that_was_removed_since_the_read_counts_itself() -> None:
+    memory = mbpa.ExactMemory(10, 1)
+    ids = memory.write(torch.tensor([[1.0], [1.0], [1.0]]), [0, 0, 1])
+    found = memory.read(torch.zeros(1, 1), 3)
+    memory.delete(ids[2:])
+    counted = memory.count_labels(found)
+    assert counted.label_counts is not None
+    assert sorted(counted.label_counts[0].tolist()) == [1, 2, 2]
+    weights = neighbor_weights(mbpa.Balanced(mbpa.Uniform()), counted)
+    assert sorted(weights[0].tolist()) == pytest.approx([0.25, 0.25, 0.5])
+
+
 def test_labels_can_only_be_counted_in_a_memory_of_labels() -> None:
     memory = mbpa.ExactMemory(10, 2, value_dtype=torch.float32)
     memory.write(torch.ones(1, 2), torch.ones(1))

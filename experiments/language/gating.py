@@ -37,12 +37,12 @@ from mbpa.predictors import Context
 
 CACHE_PART = "cache"
 FOLDS = 4
-"""Parts of a text; a gate is judged on each of them after it was fitted to the others."""
+"""Number of parts of a text; a gate is judged on each part after it was fitted to the others."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """What the components say about some tokens of a text, and what a gate may know about them."""
+    """Scores of some tokens of a text by each component, and the features that a gate may use."""
 
     names: tuple[str, ...]
     """The components besides the LSTM."""
@@ -93,8 +93,14 @@ def score_components(
     """Score tokens with adaptations of several reaches, and with the cache if one is given.
 
     Args:
+        head: the network's output layer.
         base: neighbours from which the gate judges a token's surroundings.
-        retrievals: by memory size, for every reach.
+        retrievals: neighbours by memory size, for the memory of every reach.
+        mixture: settings of the gate.
+        reaches: the adaptations by name.
+        cache: settings of the cache; `None` leaves it out.
+        positions: positions of the tokens in the passage.
+        engine: computes the adaptations.
     """
     passage = base.passage
     model = make_model(head, passage, mbpa.Parametric(), engine)
@@ -143,7 +149,8 @@ def _adapt(
 ) -> Float[Tensor, "B V"]:
     predictor = reach.local.predictor(reach.memory)
     prediction: Tensor = predictor(_make_context(model, retrieval, block, predictor.k, span))
-    return prediction.nan_to_num(nan=-math.inf)  # from a rate that is far too large
+    # NaN comes from a rate that is far too large.
+    return prediction.masked_fill(prediction.isnan(), -math.inf)
 
 
 def fit_mixture(scores: TokenScores, names: Sequence[str], mixture: GatedMixture) -> Gate:
@@ -154,7 +161,7 @@ def fit_mixture(scores: TokenScores, names: Sequence[str], mixture: GatedMixture
 
 
 def mix_gated(gate: Gate, scores: TokenScores, names: Sequence[str]) -> Float[Tensor, "P"]:
-    """Return log-probabilities of the mixture that a gate decides, in double precision."""
+    """Return log-probabilities of a gated mixture, in double precision."""
     features, logs = scores.select(names)
     return (gate.weigh(features.double()) + logs.double()).logsumexp(1)
 

@@ -2,8 +2,8 @@
 
 `Gated` mixes the model with predictions from the memory, `p = Σ_m λ_m p_m`, with weights
 λ = softmax(A f) that are linear in features f of the query, its neighbours and the predictions.
-Like those of `scaled_predictors`, these have no unit, so coefficients fitted with one memory can be
-used with another.
+Like the features of `scaled_predictors`, these have no unit, so coefficients fitted with one memory
+can be used with another.
 
 Shapes: B queries, C classes, P predictions, F features.
 """
@@ -157,6 +157,10 @@ class Gated(Predictor):
     @property
     def keys_for(self) -> int:
         return max(part.keys_for for part in self.mixed)
+
+    @property
+    def uses_label_counts(self) -> bool:
+        return any(part.uses_label_counts for part in self.mixed)
 
     def check(self, head: nn.Module, memory: Memory) -> None:
         require_labels(memory)

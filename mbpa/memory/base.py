@@ -551,13 +551,13 @@ class Memory(Copyable, EntryForm, abc.ABC):
     ) -> Neighbors:
         """Return these neighbours with `label_counts`, for the kernel `Balanced`.
 
-        Hold `lock` during the read and this call if other threads write. Labels are sorted when
-        they are first counted after a change, so counting takes longest then.
+        Hold `lock` during the read and this call if other threads write. All labels are sorted in
+        the first call after a change; later calls are faster.
 
         Args:
             neighbors: neighbours from a read of this memory.
-            arriving: for neighbours from `read_causally`, the labels that were passed there: each
-                entry counts what it would see.
+            arriving: for neighbours from `read_causally`, the labels that were passed there. The
+                counts of each row are then of the entries that it would see.
         """
         if not self.holds_labels:
             raise ValueError("label counts are for labels, the memory holds regression targets")
@@ -571,7 +571,9 @@ class Memory(Copyable, EntryForm, abc.ABC):
                 last = len(self) + torch.arange(len(wanted), device=self.device)
                 first = (last - self.capacity).clamp_min(0)  # what came before is overwritten
                 counts = count_equal_between(seen, wanted, first, last)
-        return replace(neighbors, label_counts=counts.masked_fill(~neighbors.mask, 1))
+        # A neighbour that was removed since the read may have been the last with its label.
+        counts = counts.clamp_min(1).masked_fill(~neighbors.mask, 1)
+        return replace(neighbors, label_counts=counts)
 
     def _sort_labels(self) -> Int[Tensor, "M"]:
         if self._sorted_labels is None:

@@ -12,6 +12,7 @@ from oracle import adapt_one
 from torch import Tensor, nn
 
 import mbpa
+from mbpa.kernels import Kernel
 from mbpa.language.gate import (
     Gate,
     Gated,
@@ -103,8 +104,9 @@ def test_nothing_changes_with_the_unit_of_keys() -> None:
     )
 
 
-def test_a_gated_mixture_is_the_mixture_with_its_weights() -> None:
-    parts = ScaledAdapted(k=16, steps=3), mbpa.NeighborVote(k=32)
+@pytest.mark.parametrize("kernel", [mbpa.InverseDistance(), mbpa.Balanced(mbpa.InverseDistance())])
+def test_a_gated_mixture_is_the_mixture_with_its_weights(kernel: Kernel) -> None:
+    parts = ScaledAdapted(k=16, steps=3), mbpa.NeighborVote(kernel, k=32)
     logs = [math.log(share) for share in (0.5, 0.3, 0.2)]
     gated = make_model(Gated(*parts, gate=make_gate(*logs)))
     fixed = make_model(mbpa.Mixture(mbpa.Parametric(), *parts, weights=(0.5, 0.3, 0.2)))
