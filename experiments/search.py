@@ -117,7 +117,7 @@ class Search:
         return found
 
     def grant(self, seconds: float) -> None:
-        """Allow this many more seconds of judging, whether or not the budget is used up."""
+        """Replace what is left of the budget by this many seconds, counted from now on."""
         self._budget_s = self.used_s + seconds
         self._bar.reset(math.ceil(self._budget_s))
 

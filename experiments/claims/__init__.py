@@ -82,7 +82,7 @@ def make_sections(folder: Path, preset: str) -> list[Section]:
     """Return the tables of claims, judged by the results in a folder, and one of counts.
 
     Raises:
-        ExperimentError: as in `judge_claims`, or it is another preset than the paper's.
+        ExperimentError: as in `judge_claims`, or the preset is not the paper's.
     """
     if preset != PRESET:
         raise ExperimentError(f"claims are judged by the preset {PRESET!r}, got {preset!r}")
@@ -95,7 +95,7 @@ def make_sections(folder: Path, preset: str) -> list[Section]:
         Table(
             part,
             columns,
-            [_tell(claim, outcome, numbers) for claim, outcome in found],
+            [_make_row(claim, outcome, numbers) for claim, outcome in found],
             _note_seeds([claim for claim, _ in found], evidence),
         )
         for part, found in judged.items()
@@ -103,7 +103,7 @@ def make_sections(folder: Path, preset: str) -> list[Section]:
     return [Section("The paper's claims", tables=[_count(judged), *tables])]
 
 
-def _tell(claim: Claim, outcome: Outcome, numbers: dict[Claim, int]) -> list[str]:
+def _make_row(claim: Claim, outcome: Outcome, numbers: dict[Claim, int]) -> list[str]:
     """Return the row of a claim."""
     says = f"{numbers[claim]}. {claim.says} ({claim.place})"
     criterion = claim.holds_if
@@ -123,7 +123,7 @@ def _tell(claim: Claim, outcome: Outcome, numbers: dict[Claim, int]) -> list[str
 
 
 def _note_seeds(claims: Sequence[Claim], evidence: Evidence) -> str:
-    """Return over how many seeds or splits the numbers in a table are."""
+    """Return a note on how many seeds or splits are behind the numbers of a table."""
     commands = [command for claim in claims for command in claim.tested_by]
     runs = dict.fromkeys(c for c in commands if isinstance(c, Command) and c.kind == "run")
     told = [

@@ -63,10 +63,12 @@ class PytestNode:
 
 
 def run(experiment: str, preset: str = PRESET) -> Command:
+    """Return the command that runs an experiment."""
     return Command("run", experiment, preset)
 
 
 def tune(experiment: str, preset: str = PRESET) -> Command:
+    """Return the command that searches the settings of an experiment."""
     return Command("tune", experiment, preset)
 
 
@@ -100,15 +102,16 @@ class Measured:
         """Return whether this is clearly above the other.
 
         Args:
+            other: has the same seeds.
             margin: what the difference must exceed if there is only one seed.
         """
         difference = (self - other).spread
         needed = max(difference.deviation, VISIBLE) if difference.values[1:] else margin
         return difference.mean > needed
 
-    def told(self, digits: int = 1) -> str:
+    def format(self, digits: int = 1) -> str:
         """Format the mean."""
-        return tell_number(self.mean, digits)
+        return format_number(self.mean, digits)
 
 
 class Evidence:
@@ -181,7 +184,7 @@ class Evidence:
         return Measured(by_seed)
 
     def _list_named(self, result: Result, name: str) -> list[Record]:
-        """Return the records of this name; they are looked for once."""
+        """Return the records of this name, and remember them for later calls."""
         key = result.experiment, result.file_name, name
         if key not in self._by_name:
             self._by_name[key] = [r for r in result.metrics if r["name"] == name]
@@ -202,7 +205,7 @@ class Outcome:
     verdict: Verdict
     seen: str
     rests_on: tuple[Claim, ...] = ()
-    """Claims that this one sums up; their rows are named before its criterion."""
+    """Claims that this one sums up. The table gives their row numbers before the criterion."""
 
 
 @dataclass(frozen=True)
@@ -231,17 +234,17 @@ def decide(checks: Iterable[bool], seen: str) -> Outcome:
 
 
 def cite(verdict: Verdict, seen: str) -> Callable[[Evidence], Outcome]:
-    """Return a judge for a claim that tests decide: were it otherwise, the tests would fail."""
+    """Return a judge with a fixed outcome, for a claim that tests decide or that is not tested."""
     return lambda _: Outcome(verdict, seen)
 
 
-def not_tested(place: str, says: str, why: str) -> Claim:
+def make_untested(place: str, says: str, why: str) -> Claim:
     """Return a claim that cannot be tested here."""
     return Claim(place, says, "", cite(Verdict.NOT_TESTED, why))
 
 
-def summary(place: str, says: str, *parts: Claim) -> Claim:
-    """Return a claim that sums up others: it holds if they all do, in part if any does in part."""
+def summarize_claims(place: str, says: str, *parts: Claim) -> Claim:
+    """Return a claim that sums up others: with their verdict if it is the same, else in part."""
 
     def judge(evidence: Evidence) -> Outcome:
         verdicts = [part.judge(evidence).verdict for part in parts]
@@ -255,12 +258,12 @@ def summary(place: str, says: str, *parts: Claim) -> Claim:
     return Claim(place, says, "do", judge, tuple(commands), differences=tuple(differences))
 
 
-def tell_number(value: float, digits: int = 1, *, sign: bool = False) -> str:
-    """Format a number, with a proper minus; with a plus as well if `sign`."""
+def format_number(value: float, digits: int = 1, *, sign: bool = False) -> str:
+    """Format a number with a typographic minus sign; if `sign`, with a plus sign as well."""
     return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
 
 
-def tell_all(values: Iterable[Measured | float], digits: int = 1) -> str:
-    """Return numbers, or means, side by side."""
+def format_all(values: Iterable[Measured | float], digits: int = 1) -> str:
+    """Format numbers, or the means of measurements, separated by slashes."""
     means = [value.mean if isinstance(value, Measured) else value for value in values]
-    return " / ".join(tell_number(mean, digits) for mean in means)
+    return " / ".join(format_number(mean, digits) for mean in means)

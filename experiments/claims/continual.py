@@ -13,8 +13,8 @@ from experiments.claims.claim import (
     Verdict,
     cite,
     decide,
+    format_all,
     run,
-    tell_all,
     tune,
 )
 from experiments.results import value_of
@@ -36,7 +36,7 @@ RUN, SEARCH = run(NAME), tune(NAME)
 
 
 class _Scores:
-    """Accuracies in percent, after all tasks unless told otherwise."""
+    """Accuracies in percent, after all tasks unless `tasks` says otherwise."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence, self.config = evidence, evidence.config(NAME)
@@ -76,14 +76,16 @@ def _forgets(evidence: Evidence) -> Outcome:
         task=0,
         tasks_seen=scores.tasks,
     )
-    seen = f"first task: {learnt.told()}% when learnt, {later.told()}% after {scores.tasks} tasks"
+    seen = (
+        f"first task: {learnt.format()}% when learnt, {later.format()}% after {scores.tasks} tasks"
+    )
     return decide([scores.is_ahead(learnt, later) and (learnt - later).mean > FAR], seen)
 
 
 def _ewc_helps(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     ewc, plain = scores.accuracy("EWC"), scores.accuracy("MLP")
-    return decide([scores.is_ahead(ewc, plain)], f"{ewc.told()}% against {plain.told()}%")
+    return decide([scores.is_ahead(ewc, plain)], f"{ewc.format()}% against {plain.format()}%")
 
 
 def _recovers(evidence: Evidence) -> Outcome:
@@ -100,9 +102,9 @@ def _recovers(evidence: Evidence) -> Outcome:
         for size in scores.sizes
     ]
     seen = (
-        f"of {lost:.1f} points lost, {tell_all((100 * share for share in shares), 0)}% "
+        f"of {lost:.1f} points lost, {format_all((100 * share for share in shares), 0)}% "
         f"come back in {' / '.join(map(str, steps))} steps, n = {scores.n}; one step alone "
-        f"reaches {tell_all(one_step)}% on held-out images"
+        f"reaches {format_all(one_step)}% on held-out images"
     )
     enough = [share >= RECOVERED for share in shares]
     return decide([e and s <= FEW_STEPS for e, s in zip(enough, steps, strict=True)], seen)
@@ -119,28 +121,28 @@ def _fewer_updates(evidence: Evidence) -> Outcome:
 def _random_is_worse(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     near, random = scores.by_size("MbPA"), scores.by_size("random memories")
-    seen = f"{tell_all(random.values())}% against {tell_all(near.values())}%, n = {scores.n}"
+    seen = f"{format_all(random.values())}% against {format_all(near.values())}%, n = {scores.n}"
     return decide([(near[n] - random[n]).mean > FAR for n in scores.sizes], seen)
 
 
 def _beats_mlp(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     ours, plain = scores.by_size("MbPA"), scores.accuracy("MLP")
-    seen = f"{tell_all(ours.values())}% against {plain.told()}%, n = {scores.n}"
+    seen = f"{format_all(ours.values())}% against {plain.format()}%, n = {scores.n}"
     return decide([scores.is_ahead(one, plain) for one in ours.values()], seen)
 
 
 def _beats_ewc(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     ours, ewc = scores.by_size("MbPA"), scores.accuracy("EWC")
-    seen = f"{tell_all(ours.values())}% against {ewc.told()}%, n = {scores.n}"
+    seen = f"{format_all(ours.values())}% against {ewc.format()}%, n = {scores.n}"
     return decide([scores.is_ahead(one, ewc) for n, one in ours.items() if n != EXCEPTION], seen)
 
 
 def _ewc_wins_with_few(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     ours, ewc = scores.accuracy("MbPA", EXCEPTION), scores.accuracy("EWC")
-    seen = f"MbPA {ours.told()}%, EWC {ewc.told()}%"
+    seen = f"MbPA {ours.format()}%, EWC {ewc.format()}%"
     if scores.is_ahead(ours, ewc):
         seen += "; MbPA is ahead here, too"
     return decide([scores.is_ahead(ewc, ours)], seen)
@@ -150,7 +152,7 @@ def _grows(evidence: Evidence) -> Outcome:
     scores = _Scores(evidence)
     ours = list(scores.by_size("MbPA").values())
     checks = [scores.is_ahead(more, fewer) for fewer, more in itertools.pairwise(ours)]
-    return decide(checks, f"{tell_all(ours)}%, n = {scores.n}")
+    return decide(checks, f"{format_all(ours)}%, n = {scores.n}")
 
 
 def _needs_less_memory(evidence: Evidence) -> Outcome:
@@ -160,7 +162,7 @@ def _needs_less_memory(evidence: Evidence) -> Outcome:
     ewc = 2 * scores.tasks * network
     ours = [scores.tasks * size * (784 + 1) for size in scores.sizes]
     seen = (
-        f"{tell_all(each / 1e6 for each in ours)} MB, n = {scores.n}; EWC as the paper "
+        f"{format_all(each / 1e6 for each in ours)} MB, n = {scores.n}; EWC as the paper "
         f"counts {ewc / 1e6:.1f} MB, with all penalties added up {2 * network / 1e6:.1f} MB"
     )
     return decide([each <= ewc / 2 for each in ours], seen)
@@ -173,15 +175,15 @@ def _survives_switches(evidence: Evidence) -> Outcome:
     told = scores.accuracy("EWC, told every switch", stream=stream)
     ours = scores.by_size("MbPA", stream)
     seen = (
-        f"task changes every {scores.config['switch_every']} examples: MLP {plain.told()}%, EWC "
-        f"{guessed.told()}%, EWC told every change {told.told()}%, "
-        f"MbPA {tell_all(ours.values())}%, n = {scores.n}"
+        f"task changes every {scores.config['switch_every']} examples: MLP {plain.format()}%, EWC "
+        f"{guessed.format()}%, EWC told every change {told.format()}%, "
+        f"MbPA {format_all(ours.values())}%, n = {scores.n}"
     )
     hampered = [scores.is_ahead(plain, each) for each in (guessed, told)]
     return decide([*hampered, *(scores.is_ahead(one, plain) for one in ours.values())], seen)
 
 
-def _adds_to(other: str) -> Claim:
+def _make_combined_claim(other: str) -> Claim:
     """Return the claim that MbPA on top of another method improves on both."""
     stored = other != "EWC"
 
@@ -192,8 +194,8 @@ def _adds_to(other: str) -> Claim:
         ahead = {n: scores.is_ahead(both[n], ours[n], alone[n]) for n in scores.sizes}
         which = " / ".join(f"{n:,}" for n in scores.sizes if ahead[n])
         seen = (
-            f"{tell_all(both.values())}%, alone {tell_all(ours.values())}% and "
-            f"{tell_all(alone.values() if stored else [alone[scores.sizes[0]]])}%, n = {scores.n}"
+            f"{format_all(both.values())}%, alone {format_all(ours.values())}% and "
+            f"{format_all(alone.values() if stored else [alone[scores.sizes[0]]])}%, n = {scores.n}"
         )
         some = f"; clearly ahead at n = {which}" if which and not all(ahead.values()) else ""
         return decide(ahead.values(), seen + some)
@@ -222,7 +224,9 @@ def _fewer_layers(evidence: Evidence) -> Outcome:
         ]
         for count in counts
     }
-    told = "; ".join(f"{count} of {counts[-1]} layers {tell_all(best[count])}" for count in counts)
+    told = "; ".join(
+        f"{count} of {counts[-1]} layers {format_all(best[count])}" for count in counts
+    )
     fewer = [max(best[count][place] for count in counts[:-1]) for place in range(len(sizes))]
     checks = [some >= whole for some, whole in zip(fewer, best[counts[-1]], strict=True)]
     return decide(checks, f"{told}%, n = {' / '.join(f'{size:,}' for size in sizes)}")
@@ -277,7 +281,9 @@ SWITCHES = Claim(
     (RUN,),
     (18,),
 )
-WITH_EWC, WITH_REPLAY, WITH_DER = (_adds_to(other) for other in ("EWC", "replay", "DER++"))
+WITH_EWC, WITH_REPLAY, WITH_DER = (
+    _make_combined_claim(other) for other in ("EWC", "replay", "DER++")
+)
 
 CLAIMS = (
     FORGETS,

@@ -1,4 +1,4 @@
-"""Claims on what MbPA's accuracy on new image classes depends on: appendix A, and the long run."""
+"""Claims on what the accuracy on new image classes depends on: appendix A, and the long run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from experiments.claims.claim import (
     Measured,
     Outcome,
     decide,
-    tell_all,
-    tell_number,
+    format_all,
+    format_number,
 )
 from experiments.claims.images import (
     ALL,
@@ -31,11 +31,11 @@ from experiments.claims.images import (
 )
 
 STEADY = 5.0
-"""Points over which "almost the same" may range."""
+"""Range in points of accuracy that counts as "almost at the same rate"."""
 CATCHING_UP = 30.0
 """Epochs after which the paper's parametric model matches MbPA."""
 ENOUGH_ENTRIES = 0.33
-"""Share of an epoch's images that the paper's 400,000 entries are."""
+"""The paper's 400,000 entries, as a share of the images of an epoch."""
 ENOUGH_NEIGHBOURS = 50
 
 
@@ -53,17 +53,20 @@ def _group_by_setting(
     }
 
 
-def _range(values: dict[float, Measured]) -> float:
+def _measure_range(values: dict[float, Measured]) -> float:
     means = [value.mean for value in values.values()]
     return max(means) - min(means)
 
 
 def _any_rate(evidence: Evidence) -> Outcome:
     ranges = {
-        method: [_range(_group_by_setting(evidence, "lr", method, NOVEL, each)) for each in EPOCHS]
+        method: [
+            _measure_range(_group_by_setting(evidence, "lr", method, NOVEL, each))
+            for each in EPOCHS
+        ]
         for method in (MBPA, MIXTURE, LAYER)
     }
-    told = ", ".join(f"{shorten(method)} {tell_all(found)}" for method, found in ranges.items())
+    told = ", ".join(f"{shorten(method)} {format_all(found)}" for method, found in ranges.items())
     rates = evidence.config(SENSITIVITY)["rates"]
     seen = f"range over rates of {min(rates):g} to {max(rates):g}, points: {told}, {IN_EPOCHS}"
     steady = all(each <= STEADY for each in ranges[MBPA])
@@ -81,7 +84,7 @@ def _catches_up(evidence: Evidence) -> Outcome:
             for each in (CATCHING_UP, last)
         ]
         checks.append(behind[0].mean <= MARGIN)
-        told.append(f"{WORDS[subset]} classes {behind[0].told()}, then {behind[1].told()}")
+        told.append(f"{WORDS[subset]} classes {behind[0].format()}, then {behind[1].format()}")
     seen = f"points by which the layer is behind after {CATCHING_UP:g} and {last:g} epochs: "
     return decide(checks, seen + "; ".join(told))
 
@@ -106,11 +109,16 @@ def _corrects_less(evidence: Evidence) -> Outcome:
 
 def _sizes_matter_for_new(evidence: Evidence) -> Outcome:
     moments = EPOCHS[1:]
-    new = [_range(_group_by_setting(evidence, "capacity", MBPA, NOVEL, each)) for each in moments]
-    old = [_range(_group_by_setting(evidence, "capacity", MBPA, OLD, each)) for each in moments]
+    new = [
+        _measure_range(_group_by_setting(evidence, "capacity", MBPA, NOVEL, each))
+        for each in moments
+    ]
+    old = [
+        _measure_range(_group_by_setting(evidence, "capacity", MBPA, OLD, each)) for each in moments
+    ]
     seen = (
-        f"range over memory sizes: new classes {tell_all(new)} points, "
-        f"old {tell_all(old)}, after 1 / 3 epochs"
+        f"range over memory sizes: new classes {format_all(new)} points, "
+        f"old {format_all(old)}, after 1 / 3 epochs"
     )
     return decide([n > o + MARGIN for n, o in zip(new, old, strict=True)], seen)
 
@@ -124,7 +132,7 @@ def _size_saturates(evidence: Evidence) -> Outcome:
         best = max(by_size.values(), key=lambda each: each.mean)
         checks.append((best - by_size[third]).mean <= MARGIN)
         told.append(
-            f"{by_size[third].told()}% with {third:,.0f} entries, {best.told()}% at best, "
+            f"{by_size[third].format()}% with {third:,.0f} entries, {best.format()}% at best, "
             f"at {epochs:g} epochs"
         )
     return decide(checks, "new classes: " + "; ".join(told))
@@ -136,7 +144,7 @@ def _more_neighbours(evidence: Evidence) -> Outcome:
         by_count = _group_by_setting(evidence, "k", MBPA, NOVEL, epochs)
         rising = [value for count, value in by_count.items() if count <= ENOUGH_NEIGHBOURS]
         checks.append(all(a.mean < b.mean for a, b in itertools.pairwise(rising)))
-        told.append(f"{rising[0].told()} to {rising[-1].told()}%")
+        told.append(f"{rising[0].format()} to {rising[-1].format()}%")
     seen = f"new classes, 1 to {ENOUGH_NEIGHBOURS} neighbours: {', '.join(told)}, {IN_EPOCHS}"
     return decide(checks, seen)
 
@@ -148,7 +156,7 @@ def _neighbours_saturate(evidence: Evidence) -> Outcome:
         most = max(value.mean for count, value in by_count.items() if count > ENOUGH_NEIGHBOURS)
         gain = most - by_count[ENOUGH_NEIGHBOURS].mean
         checks.append(gain <= MARGIN)
-        gains.append(tell_number(gain, sign=True))
+        gains.append(format_number(gain, sign=True))
     seen = f"more than {ENOUGH_NEIGHBOURS} neighbours add {' / '.join(gains)} points, {IN_EPOCHS}"
     return decide(checks, seen)
 

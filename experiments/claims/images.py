@@ -14,9 +14,9 @@ from experiments.claims.claim import (
     Measured,
     Outcome,
     decide,
-    not_tested,
+    format_all,
+    make_untested,
     run,
-    tell_all,
     tune,
 )
 from experiments.results import value_of
@@ -59,11 +59,15 @@ def _compare(
     *,
     best: bool = False,
 ) -> Callable[[Evidence], Outcome]:
-    """Return a judge: is each winner clearly ahead of all losers, at its epochs?
+    """Return a judge of whether each winner is clearly ahead of all losers.
 
     Args:
-        best: the claim is that a winner is the best: being ahead of some counts for nothing.
-            Otherwise, each loser is a check of its own, so that the claim may hold in part.
+        winners: methods, each with the epochs at which it should be ahead.
+        losers: the methods that it is compared with; a winner among them is skipped.
+        subsets: subsets of the classes on which accuracies are compared.
+        name: name of the records that are compared.
+        best: whether being ahead of only some losers counts for nothing. Otherwise each loser is a
+            check of its own, so that the claim may hold in part.
     """
     moments = sorted({epochs for _, epochs in winners})
     methods = list(dict.fromkeys([*(method for method, _ in winners), *losers]))
@@ -81,7 +85,7 @@ def _compare(
                 ahead = [_is_ahead(one, scores[e, epochs]) for e in losers if e != winner]
                 checks += [all(ahead)] if best else ahead
             figures = ", ".join(
-                f"{shorten(method)} {tell_all(scores[method, epochs] for epochs in moments)}"
+                f"{shorten(method)} {format_all(scores[method, epochs] for epochs in moments)}"
                 for method in methods
             )
             told.append(f"{WORDS[subset]} classes: {figures}")
@@ -97,12 +101,12 @@ def shorten(method: str) -> str:
     return {MBPA: "MbPA", MEMORY: "memory", LAYER: "layer"}.get(method, method)
 
 
-def _at(method: str, epochs: Sequence[float] = EPOCHS) -> list[tuple[str, float]]:
+def _pair_with_epochs(method: str, epochs: Sequence[float] = EPOCHS) -> list[tuple[str, float]]:
     return [(method, each) for each in epochs]
 
 
-def _leads(evidence: Evidence, subset: str, epochs: float, experiment: str) -> Measured:
-    """Return MbPA's lead over the better of parametric model and mixture."""
+def _measure_lead(evidence: Evidence, subset: str, epochs: float, experiment: str) -> Measured:
+    """Return MbPA's lead over the better of parametric model and mixture, in points."""
     ours = _score(evidence, MBPA, subset, epochs, experiment=experiment)
     others = [
         _score(evidence, each, subset, epochs, experiment=experiment) for each in (LAYER, MIXTURE)
@@ -111,9 +115,11 @@ def _leads(evidence: Evidence, subset: str, epochs: float, experiment: str) -> M
 
 
 def _notable_in_new(evidence: Evidence) -> Outcome:
-    new = [_leads(evidence, NOVEL, each, INCREMENTAL) for each in EPOCHS]
-    old = [_leads(evidence, OLD, each, INCREMENTAL) for each in EPOCHS]
-    seen = f"lead {tell_all(new)} points on new classes, {tell_all(old)} on old ones, {IN_EPOCHS}"
+    new = [_measure_lead(evidence, NOVEL, each, INCREMENTAL) for each in EPOCHS]
+    old = [_measure_lead(evidence, OLD, each, INCREMENTAL) for each in EPOCHS]
+    seen = (
+        f"lead {format_all(new)} points on new classes, {format_all(old)} on old ones, {IN_EPOCHS}"
+    )
     return decide([_is_ahead(n, o) for n, o in zip(new, old, strict=True)], seen)
 
 
@@ -125,7 +131,7 @@ def _learns_from_few(evidence: Evidence) -> Outcome:
     when = f"after {needed:g} epochs" if needed else f"not within {points[-1]:g} epochs"
     images = few * config["capacity"] / config["classes"]
     seen = (
-        f"after {few:g} epochs, {images:.0f} images per class, MbPA recognises {ours.told()}% of "
+        f"after {few:g} epochs, {images:.0f} images per class, MbPA recognises {ours.format()}% of "
         f"the new classes; the layer does {when}"
     )
     return decide([needed is None or needed >= 2 * few], seen)
@@ -136,8 +142,8 @@ def _keeps_old(evidence: Evidence) -> Outcome:
     layer = [_score(evidence, LAYER, OLD, each) for each in EPOCHS]
     before = evidence.measure(INCREMENTAL, "pretrained_top1")
     seen = (
-        f"old classes: {before.told()}% before, MbPA {tell_all(ours)}%, layer {tell_all(layer)}%, "
-        f"{IN_EPOCHS}"
+        f"old classes: {before.format()}% before, MbPA {format_all(ours)}%, "
+        f"layer {format_all(layer)}%, {IN_EPOCHS}"
     )
     ahead = all(_is_ahead(o, other) for o, other in zip(ours, layer, strict=True))
     return decide([ahead, min(o.mean for o in ours) >= KEPT * before.mean], seen)
@@ -170,13 +176,13 @@ def score_long_run(evidence: Evidence, method: str, subset: str, epochs: float) 
 # Unbalanced data
 
 
-def _last(evidence: Evidence, experiment: str) -> float:
+def _find_last_epoch(evidence: Evidence, experiment: str) -> float:
     return float(max(evidence.config(experiment)["points"]))
 
 
 def _wins_unbalanced(rivals: Sequence[str], subsets: Sequence[str]) -> Callable[..., Outcome]:
     def judge(evidence: Evidence) -> Outcome:
-        epochs = _last(evidence, UNBALANCED)
+        epochs = _find_last_epoch(evidence, UNBALANCED)
         checks, told = [], []
         for subset in subsets:
             ours, *others = (
@@ -186,8 +192,8 @@ def _wins_unbalanced(rivals: Sequence[str], subsets: Sequence[str]) -> Callable[
             checks += [_is_ahead(ours, other) for other in others]
             figures = zip(rivals, others, strict=True)
             told.append(
-                f"{WORDS[subset]} classes: MbPA {ours.told()}, "
-                + ", ".join(f"{shorten(name)} {value.told()}" for name, value in figures)
+                f"{WORDS[subset]} classes: MbPA {ours.format()}, "
+                + ", ".join(f"{shorten(name)} {value.format()}" for name, value in figures)
             )
         return decide(checks, f"{'; '.join(told)}; percent after {epochs:g} epochs")
 
@@ -195,26 +201,27 @@ def _wins_unbalanced(rivals: Sequence[str], subsets: Sequence[str]) -> Callable[
 
 
 def _wider_gap(evidence: Evidence) -> Outcome:
-    here = _leads(evidence, NOVEL, _last(evidence, UNBALANCED), UNBALANCED)
-    balanced = _last(evidence, INCREMENTAL)
-    before = _leads(evidence, NOVEL, balanced, INCREMENTAL)
-    long = _last(evidence, UNBALANCED)
+    here = _measure_lead(evidence, NOVEL, _find_last_epoch(evidence, UNBALANCED), UNBALANCED)
+    balanced = _find_last_epoch(evidence, INCREMENTAL)
+    before = _measure_lead(evidence, NOVEL, balanced, INCREMENTAL)
+    long = _find_last_epoch(evidence, UNBALANCED)
     one = score_long_run(evidence, MBPA, NOVEL, long) - score_long_run(evidence, LAYER, NOVEL, long)
     seen = (
-        f"lead on new classes {here.told()} points; with all images {before.told()} after "
-        f"{balanced:g} epochs, {one.told()} over the layer after {long:g} in one split"
+        f"lead on new classes {here.format()} points; with all images {before.format()} after "
+        f"{balanced:g} epochs, {one.format()} over the layer after {long:g} in one split"
     )
     return decide([here.mean > before.mean], seen)
 
 
 def _suits_scarcity(evidence: Evidence) -> Outcome:
-    epochs = _last(evidence, UNBALANCED)
+    epochs = _find_last_epoch(evidence, UNBALANCED)
     scarce, full = (
-        _leads(evidence, subset, epochs, UNBALANCED) for subset in ("novel-scarce", "novel-full")
+        _measure_lead(evidence, subset, epochs, UNBALANCED)
+        for subset in ("novel-scarce", "novel-full")
     )
     seen = (
-        f"lead over the better baseline {scarce.told()} points on scarce new classes, "
-        f"{full.told()} on the others, after {epochs:g} epochs"
+        f"lead over the better baseline {scarce.format()} points on scarce new classes, "
+        f"{full.format()} on the others, after {epochs:g} epochs"
     )
     zero = scarce - scarce
     return decide([_is_ahead(scarce, zero), _is_ahead(scarce, full)], seen)
@@ -226,8 +233,8 @@ def _right_alone(evidence: Evidence) -> Outcome:
     )
     near = [value_of(r) for r in evidence.records(NEIGHBOURHOODS, "classes_near")]
     seen = (
-        f"MbPA alone is right on {right.told(2)}% of the test images, alone wrong on "
-        f"{wrong.told(2)}%; the neighbours of the images shown have "
+        f"MbPA alone is right on {right.format(2)}% of the test images, alone wrong on "
+        f"{wrong.format(2)}%; the neighbours of the images shown have "
         f"{min(near):.0f} to {max(near):.0f} classes"
     )
     return decide([right.mean > wrong.mean], seen)
@@ -239,7 +246,7 @@ OUTPERFORMS = Claim(
     "4.2, figure 4",
     "MbPA significantly outperforms the parametric model and the mixture",
     "it is clearly ahead of both on new and on all classes, after 0.1, 1 and 3 epochs",
-    _compare(_at(MBPA), (MIXTURE, LAYER), (NOVEL, ALL)),
+    _compare(_pair_with_epochs(MBPA), (MIXTURE, LAYER), (NOVEL, ALL)),
     (RUN,),
     (8, 19, 21),
 )
@@ -248,7 +255,7 @@ IS_FASTER = Claim(
     "It does so in speed, too",
     "its area under the curve is clearly larger than those of both, on new and on all classes, "
     "up to 0.1, 1 and 3 epochs",
-    _compare(_at(MBPA), (MIXTURE, LAYER), (NOVEL, ALL), "auc"),
+    _compare(_pair_with_epochs(MBPA), (MIXTURE, LAYER), (NOVEL, ALL), "auc"),
     (RUN,),
     (20,),
 )
@@ -311,7 +318,7 @@ CLAIMS = (
         "4.2",
         "The mixture is a large improvement over the parametric model",
         "it is clearly ahead on new and on all classes, after 0.1, 1 and 3 epochs",
-        _compare(_at(MIXTURE), (LAYER,), (NOVEL, ALL)),
+        _compare(_pair_with_epochs(MIXTURE), (LAYER,), (NOVEL, ALL)),
         (RUN,),
         (21,),
     ),
@@ -331,7 +338,7 @@ CLAIMS = (
         TABLE,
         "New classes: MbPA is the most accurate of the four",
         "it is clearly ahead of the three others after 0.1, 1 and 3 epochs",
-        _compare(_at(MBPA), (MEMORY, MIXTURE, LAYER), (NOVEL,), best=True),
+        _compare(_pair_with_epochs(MBPA), (MEMORY, MIXTURE, LAYER), (NOVEL,), best=True),
         (RUN,),
         (19,),
     ),
@@ -347,7 +354,7 @@ CLAIMS = (
         TABLE,
         "New classes: after 1 and 3 epochs, the mixture is ahead of memory and parametric model",
         "it is clearly ahead of both",
-        _compare(_at(MIXTURE, EPOCHS[1:]), (MEMORY, LAYER), (NOVEL,)),
+        _compare(_pair_with_epochs(MIXTURE, EPOCHS[1:]), (MEMORY, LAYER), (NOVEL,)),
         (RUN,),
         (21,),
     ),
@@ -363,7 +370,7 @@ CLAIMS = (
         TABLE,
         "New classes, area under the curve: up to 1 and 3 epochs MbPA is best",
         "it is clearly ahead of the three others",
-        _compare(_at(MBPA, EPOCHS[1:]), METHODS, (NOVEL,), "auc", best=True),
+        _compare(_pair_with_epochs(MBPA, EPOCHS[1:]), METHODS, (NOVEL,), "auc", best=True),
         (RUN,),
     ),
     Claim(
@@ -378,7 +385,7 @@ CLAIMS = (
         TABLE,
         "Old classes: after 1 and 3 epochs MbPA is best",
         "it is clearly ahead of the three others",
-        _compare(_at(MBPA, EPOCHS[1:]), METHODS, (OLD,), best=True),
+        _compare(_pair_with_epochs(MBPA, EPOCHS[1:]), METHODS, (OLD,), best=True),
         (RUN,),
         (21, 26),
     ),
@@ -391,7 +398,7 @@ CLAIMS = (
         (RUN,),
         (20,),
     ),
-    not_tested(
+    make_untested(
         TABLE,
         "The percentages themselves: 46.2% of the new classes after 0.1 epochs, and so on",
         "they are of ImageNet, which we do not have; [imagenet.md](imagenet.md) has the commands",
@@ -415,7 +422,7 @@ CLAIMS = (
         (run(NEIGHBOURHOODS),),
         (25,),
     ),
-    not_tested(
+    make_untested(
         "figure 5, right",
         "In this neighbourhood, accuracy goes from 25% to 75%",
         "the figure is of one image, which is not named",

@@ -17,10 +17,10 @@ from experiments.claims.claim import (
     Verdict,
     cite,
     decide,
-    not_tested,
+    format_all,
+    format_number,
+    make_untested,
     run,
-    tell_all,
-    tell_number,
     tune,
 )
 from experiments.results import Record
@@ -35,7 +35,7 @@ SHARE = 0.9
 CLOSE = 1.0
 """Perplexity by which our network may be worse than the paper's."""
 LITTLE = 0.1
-"""Share of MbPA's fall that counts as adding nothing."""
+"""Share of MbPA's own gain up to which another gain counts as nothing."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,11 @@ class Corpus:
         return self.score(evidence, LSTM) - self.score(evidence, method)
 
     def trials(self, evidence: Evidence, **fields: object) -> list[Record]:
-        """Return what the search tried for MbPA, judged on the text that most trials have."""
+        """Return the trials of MbPA that have these fields, of those on the usual text.
+
+        A search judges its best settings again, on more tokens. These trials are left out, since
+        their perplexities are of another text.
+        """
         found = evidence.list_trials(NAME, self.preset, method=MBPA, rule="gradient")
         counts = [record["tokens"] for record in found]
         usual = max(set(counts), key=counts.count)
@@ -115,12 +119,12 @@ def _is_lower(one: Measured, *others: Measured) -> bool:
     return all(other.is_above(one, MARGIN) for other in others)
 
 
-def _falls(corpus: Corpus, method: str, paper: float) -> Callable[[Evidence], Outcome]:
-    """Return a judge: does the method lower the perplexity as much as in the paper?"""
+def _judge_fall(corpus: Corpus, method: str, paper: float) -> Callable[[Evidence], Outcome]:
+    """Return a judge of whether a method lowers the perplexity about as much as in the paper."""
 
     def judge(evidence: Evidence) -> Outcome:
         fall = corpus.fall(evidence, method).mean
-        before, after = (corpus.score(evidence, each).told() for each in (LSTM, method))
+        before, after = (corpus.score(evidence, each).format() for each in (LSTM, method))
         return decide(
             [fall >= SHARE * paper], f"{before} to {after}: −{fall:.1f} (paper −{paper:.1f})"
         )
@@ -128,10 +132,10 @@ def _falls(corpus: Corpus, method: str, paper: float) -> Callable[[Evidence], Ou
     return judge
 
 
-def _lstm(corpus: Corpus) -> Claim:
+def _make_lstm_claim(corpus: Corpus) -> Claim:
     def judge(evidence: Evidence) -> Outcome:
         ours = corpus.score(evidence, LSTM)
-        return decide([ours.mean <= corpus.perplexity + CLOSE], ours.told())
+        return decide([ours.mean <= corpus.perplexity + CLOSE], ours.format())
 
     return Claim(
         "4.3, table 2",
@@ -143,13 +147,13 @@ def _lstm(corpus: Corpus) -> Claim:
     )
 
 
-def _fall(corpus: Corpus, method: str, words: str, number: int) -> Claim:
+def _make_fall_claim(corpus: Corpus, method: str, words: str, number: int) -> Claim:
     paper = corpus.cache if method == CACHE else corpus.mbpa
     return Claim(
         "4.3, table 2",
         f"{corpus.name}: {words} lowers it by {paper}",
         f"the fall is at least {SHARE:.0%} of the paper's",
-        _falls(corpus, method, paper),
+        _judge_fall(corpus, method, paper),
         (corpus.run,),
         (number,),
     )
@@ -158,14 +162,14 @@ def _fall(corpus: Corpus, method: str, words: str, number: int) -> Claim:
 def _beats_cache(corpus: Corpus) -> Callable[[Evidence], Outcome]:
     def judge(evidence: Evidence) -> Outcome:
         ours, cache = (corpus.score(evidence, each) for each in (MBPA, CACHE))
-        return decide([_is_lower(ours, cache)], f"MbPA {ours.told()}, cache {cache.told()}")
+        return decide([_is_lower(ours, cache)], f"MbPA {ours.format()}, cache {cache.format()}")
 
     return judge
 
 
 def _cache_beats(evidence: Evidence) -> Outcome:
     ours, cache = (WIKITEXT.score(evidence, each) for each in (MBPA, CACHE))
-    seen = f"cache {cache.told()}, MbPA {ours.told()}"
+    seen = f"cache {cache.format()}, MbPA {ours.format()}"
     if _is_lower(ours, cache):
         seen += "; MbPA is ahead"
     return decide([_is_lower(cache, ours)], seen)
@@ -174,7 +178,7 @@ def _cache_beats(evidence: Evidence) -> Outcome:
 def _cache_adds_little(evidence: Evidence) -> Outcome:
     alone, both = (PTB.score(evidence, each) for each in (MBPA, BOTH))
     gain = (alone - both).mean
-    seen = f"MbPA {alone.told()}, with the cache {both.told()}"
+    seen = f"MbPA {alone.format()}, with the cache {both.format()}"
     return decide([gain <= LITTLE * PTB.fall(evidence, MBPA).mean], seen)
 
 
@@ -182,15 +186,15 @@ def _largest_drop(evidence: Evidence) -> Outcome:
     both, *others = (WIKITEXT.score(evidence, each) for each in (BOTH, CACHE, MBPA))
     fall = WIKITEXT.fall(evidence, BOTH).mean
     seen = (
-        f"all three {both.told()} (−{fall:.1f}; the paper has −15.9 in its text and −16.5 in its "
-        f"table), cache {others[0].told()}, MbPA {others[1].told()}"
+        f"all three {both.format()} (−{fall:.1f}; the paper has −15.9 in its text and −16.5 in its "
+        f"table), cache {others[0].format()}, MbPA {others[1].format()}"
     )
     return decide([_is_lower(both, *others), fall >= SHARE * WIKITEXT.all_three], seen)
 
 
 def _adam_gains_little(evidence: Evidence) -> Outcome:
     fall = PTB.fall(evidence, ADAM).mean
-    before, after = (PTB.score(evidence, each).told() for each in (LSTM, ADAM))
+    before, after = (PTB.score(evidence, each).format() for each in (LSTM, ADAM))
     rms = PTB.fall(evidence, DYNAMIC).mean
     seen = f"{before} to {after} with Adam; with the rule of Krause et al. it falls by {rms:.1f}"
     return decide([fall <= 1], seen)
@@ -201,14 +205,14 @@ def _dynamic_gains_more(evidence: Evidence) -> Outcome:
     for corpus in CORPORA:
         dynamic, ours = (corpus.score(evidence, each) for each in (DYNAMIC, MBPA))
         checks.append(_is_lower(dynamic, ours))
-        told.append(f"{corpus.name} {dynamic.told()}, MbPA {ours.told()}")
+        told.append(f"{corpus.name} {dynamic.format()}, MbPA {ours.format()}")
     return decide(checks, "dynamic evaluation " + "; ".join(told))
 
 
 # Rare words
 
 
-def _bucket(evidence: Evidence, number: int, of_tokens: bool) -> Measured:
+def _measure_bucket(evidence: Evidence, number: int, of_tokens: bool) -> Measured:
     name = "improvement_of_tokens" if of_tokens else "improvement"
     return evidence.measure(
         NAME, name, WIKITEXT.preset, method=BOTH, against=CACHE, split="test", bucket=number
@@ -216,10 +220,10 @@ def _bucket(evidence: Evidence, number: int, of_tokens: bool) -> Measured:
 
 
 def _rare_improve(evidence: Evidence) -> Outcome:
-    by_word, by_token = (_bucket(evidence, 5, of_tokens) for of_tokens in (False, True))
+    by_word, by_token = (_measure_bucket(evidence, 5, of_tokens) for of_tokens in (False, True))
     seen = (
-        f"rarest fifth of the words: {tell_number(by_word.mean, sign=True)}% averaged word by "
-        f"word, as the paper does, {tell_number(by_token.mean, sign=True)}% over all their tokens"
+        f"rarest fifth of the words: {format_number(by_word.mean, sign=True)}% averaged word by "
+        f"word, as the paper does, {format_number(by_token.mean, sign=True)}% over all their tokens"
     )
     return decide([value.mean > MARGIN for value in (by_word, by_token)], seen)
 
@@ -227,16 +231,16 @@ def _rare_improve(evidence: Evidence) -> Outcome:
 def _rare_improve_more(evidence: Evidence) -> Outcome:
     checks, told = [], []
     for of_tokens, words in ((False, "word by word"), (True, "over all tokens")):
-        gains = [_bucket(evidence, number, of_tokens) for number in range(1, 6)]
+        gains = [_measure_bucket(evidence, number, of_tokens) for number in range(1, 6)]
         checks.append(gains[-1].is_above(gains[0], MARGIN))
-        told.append(f"{words} {tell_all(gains)}%")
+        told.append(f"{words} {format_all(gains)}%")
     return decide(checks, f"from frequent to rare: {', '.join(told)}")
 
 
 # The texts
 
 
-def _counts(evidence: Evidence) -> Outcome:
+def _counts_agree(evidence: Evidence) -> Outcome:
     checks, told = [], []
     for corpus in CORPORA:
         ours = tuple(data.SETS[corpus.data_set].counts.values())
@@ -246,8 +250,8 @@ def _counts(evidence: Evidence) -> Outcome:
     return decide(checks, seen)
 
 
-PTB_MBPA = _fall(PTB, MBPA, "MbPA", 32)
-WIKITEXT_MBPA = _fall(WIKITEXT, MBPA, "MbPA", 32)
+PTB_MBPA = _make_fall_claim(PTB, MBPA, "MbPA", 32)
+WIKITEXT_MBPA = _make_fall_claim(WIKITEXT, MBPA, "MbPA", 32)
 PTB_BEATS_CACHE = Claim(
     "4.3",
     "PTB: MbPA gains one point more than the cache",
@@ -280,7 +284,7 @@ CLAIMS = (
         "PTB has 887,521 / 70,390 / 78,669 tokens for training, validation and test and 10,000 "
         "words, WikiText-2 2,088,628 / 217,646 / 245,569 and 33,278",
         "ours have the same",
-        _counts,
+        _counts_agree,
         (PytestNode("tests/experiments/test_data.py", "test_the_published_data_pass_their_check"),),
         (30,),
     ),
@@ -297,8 +301,8 @@ CLAIMS = (
         ),
         (27,),
     ),
-    _lstm(PTB),
-    _fall(PTB, CACHE, "the cache", 29),
+    _make_lstm_claim(PTB),
+    _make_fall_claim(PTB, CACHE, "the cache", 29),
     PTB_MBPA,
     PTB_BEATS_CACHE,
     Claim(
@@ -316,8 +320,8 @@ CLAIMS = (
         _adam_gains_little,
         (PTB.run,),
     ),
-    _lstm(WIKITEXT),
-    _fall(WIKITEXT, CACHE, "the cache", 29),
+    _make_lstm_claim(WIKITEXT),
+    _make_fall_claim(WIKITEXT, CACHE, "the cache", 29),
     WIKITEXT_MBPA,
     Claim(
         "4.3, table 2",
@@ -345,17 +349,17 @@ CLAIMS = (
         (WIKITEXT.run,),
         (31, 32),
     ),
-    not_tested(
+    make_untested(
         "C",
         "The reason may be that the cache boosts all recent words, relevant or not",
         "an explanation, for which the paper gives no measurement",
     ),
-    not_tested(
+    make_untested(
         "4.3",
         "MbPA applies to any problem whose distribution shifts at test time",
         "too general for a test",
     ),
-    not_tested(
+    make_untested(
         "table 2",
         "Perplexities of CharCNN, variational LSTM, AWD-LSTM and others",
         "they are quoted from other papers",

@@ -12,8 +12,8 @@ from experiments.claims.claim import (
     Verdict,
     cite,
     decide,
-    tell_all,
-    tell_number,
+    format_all,
+    format_number,
 )
 from experiments.claims.language import (
     CACHE,
@@ -30,29 +30,32 @@ from experiments.errors import ExperimentError
 from experiments.results import Record, value_of
 
 CLOSE_WEIGHT = 0.05
-"""How far a weight of a mixture may be from the paper's: the distance of its grid."""
+"""How far a weight of a mixture may be from the paper's: the spacing of the paper's grid."""
 OPTIMUM = {"steps": 1, "lr": 0.15, "k": 256, "window": 5000}
 """The paper's chosen settings of MbPA."""
 SEARCHES = tuple(corpus.search for corpus in CORPORA)
 INERT = PytestNode("tests/test_theory.py", "test_decay_is_inert_at_one_step")
 
 
-def _best(records: Sequence[Record]) -> float:
+def _find_best(records: Sequence[Record]) -> float:
     if not records:
         raise ExperimentError("a claim of the paper needs trials of the search that are missing")
     return min(value_of(record) for record in records)
 
 
-def _at_optimum(corpus: Corpus, evidence: Evidence, **changed: object) -> float:
+def _judge_at_optimum(corpus: Corpus, evidence: Evidence, **changed: object) -> float:
     """Return the perplexity with the paper's settings of MbPA, some of them changed."""
     wanted = {**OPTIMUM, **changed, "kernel": "inverse_distance", "decay": 0.0}
-    return _best(corpus.trials(evidence, **wanted))
+    return _find_best(corpus.trials(evidence, **wanted))
 
 
 def _one_step_is_best(evidence: Evidence) -> Outcome:
     checks, told = [], []
     for corpus in CORPORA:
-        one, best = _best(corpus.trials(evidence, steps=1)), _best(corpus.trials(evidence))
+        one, best = (
+            _find_best(corpus.trials(evidence, steps=1)),
+            _find_best(corpus.trials(evidence)),
+        )
         checks.append(one <= best + MARGIN)
         steps = evidence.config(NAME, corpus.preset)["mbpa"]["steps"]
         told.append(f"{corpus.name}: {one:.1f} with one step, {best:.1f} at best, {steps} chosen")
@@ -70,7 +73,7 @@ def _optimum_gains_as_much(evidence: Evidence) -> Outcome:
         ]
         if not alone:  # an earlier search did not score the LSTM on the tokens of the trials
             continue
-        found = _at_optimum(corpus, evidence)
+        found = _judge_at_optimum(corpus, evidence)
         fall = alone[0] - found
         checks.append(fall >= SHARE * corpus.valid_mbpa)
         told.append(
@@ -83,28 +86,28 @@ def _optimum_gains_as_much(evidence: Evidence) -> Outcome:
 def _setting_is_best(
     field: str, tried: Sequence[float], words: str
 ) -> Callable[[Evidence], Outcome]:
-    """Return a judge: is the paper's value the best of those tried, all else as in the paper?"""
+    """Return a judge of whether the paper's value is the best, with its other settings."""
 
     def judge(evidence: Evidence) -> Outcome:
         checks, told = [], []
         for corpus in CORPORA:
-            found = [_at_optimum(corpus, evidence, **{field: value}) for value in tried]
+            found = [_judge_at_optimum(corpus, evidence, **{field: value}) for value in tried]
             checks.append(found[tried.index(OPTIMUM[field])] == min(found))
-            told.append(f"{corpus.name} {tell_all(found)}")
+            told.append(f"{corpus.name} {format_all(found)}")
         values = " / ".join(f"{value:,g}" for value in tried)
-        chosen = [_chosen(evidence, corpus, field) for corpus in CORPORA]
+        chosen = [_find_chosen(evidence, corpus, field) for corpus in CORPORA]
         seen = f"{words} {values}: {'; '.join(told)}; with all settings free we chose "
         return decide(checks, seen + " and ".join(f"{value:,g}" for value in chosen))
 
     return judge
 
 
-def _chosen(evidence: Evidence, corpus: Corpus, field: str) -> float:
+def _find_chosen(evidence: Evidence, corpus: Corpus, field: str) -> float:
     config = evidence.config(NAME, corpus.preset)
     return float(config["memory"] if field == "window" else config["mbpa"][field])
 
 
-def _weights(evidence: Evidence) -> Outcome:
+def _weights_agree(evidence: Evidence) -> Outcome:
     checks, told = [], []
     for corpus in CORPORA:
         found = [
@@ -115,7 +118,7 @@ def _weights(evidence: Evidence) -> Outcome:
             abs(weight.mean - paper) <= CLOSE_WEIGHT
             for weight, paper in zip(found, (0.1, 0.15), strict=True)
         ]
-        told.append(f"{corpus.name} {found[0].told(2)} and {found[1].told(2)}")
+        told.append(f"{corpus.name} {found[0].format(2)} and {found[1].format(2)}")
     return decide(checks, f"MbPA and cache, each beside the LSTM: {'; '.join(told)}")
 
 
@@ -123,21 +126,23 @@ def _pull_helps(evidence: Evidence) -> Outcome:
     checks, told = [], []
     for corpus in CORPORA:
         trials = corpus.trials(evidence)
-        free = {_setting(record): value_of(record) for record in trials if record["decay"] == 0}
+        free = {
+            _describe_setting(record): value_of(record) for record in trials if record["decay"] == 0
+        }
         gains = [
-            free[_setting(record)] - value_of(record)
+            free[_describe_setting(record)] - value_of(record)
             for record in trials
-            if record["decay"] != 0 and _setting(record) in free
+            if record["decay"] != 0 and _describe_setting(record) in free
         ]
         if not gains:
             raise ExperimentError(f"no search of {corpus.preset} tried a pull and none")
         checks.append(max(gains) > MARGIN)
-        told.append(f"{corpus.name} {tell_number(-max(gains), 2, sign=True)}")
+        told.append(f"{corpus.name} {format_number(-max(gains), 2, sign=True)}")
     seen = "best change of the perplexity by a pull, all else the same: "
     return decide(checks, f"{seen}{'; '.join(told)} (validation text)")
 
 
-def _setting(record: Record) -> tuple[object, ...]:
+def _describe_setting(record: Record) -> tuple[object, ...]:
     """Return everything in a trial but the pull and the outcome."""
     names = ("window", "lr", "steps", "k", "kernel", "kernel_scale")
     return tuple(record[name] for name in names)
@@ -188,7 +193,7 @@ CLAIMS = (
         "B",
         "Weights of 0.1 for MbPA and 0.15 for the cache are best",
         f"ours are within {CLOSE_WEIGHT:g} of them, on both corpora",
-        _weights,
+        _weights_agree,
         RUNS,
         (28,),
     ),

@@ -15,9 +15,9 @@ from experiments.claims.claim import (
     Verdict,
     cite,
     decide,
-    not_tested,
+    format_number,
+    make_untested,
     run,
-    tell_number,
 )
 from experiments.results import Record, value_of
 
@@ -28,11 +28,11 @@ SHOTS, BATCH = 3, 256
 CORPORA = {"clinc150": "CLINC150", "banking77": "Banking77"}
 
 
-def _theory(name: str) -> PytestNode:
+def _find_theory_test(name: str) -> PytestNode:
     return PytestNode("tests/test_theory.py", name)
 
 
-def _optimum(name: str) -> PytestNode:
+def _find_optimum_test(name: str) -> PytestNode:
     return PytestNode("tests/adaptation/test_optimum.py", name)
 
 
@@ -78,7 +78,7 @@ def _attention_leans(evidence: Evidence) -> Outcome:
     drawing = _Drawing(evidence)
     truth, attention = drawing.prediction("truth"), drawing.prediction("attention")
     ours = drawing.prediction("MbPA")
-    told = [tell_number(value, 2) for value in (truth, attention, ours)]
+    told = [format_number(value, 2) for value in (truth, attention, ours)]
     seen = f"at the query: true value {told[0]}, attention {told[1]}, MbPA {told[2]}"
     return decide([attention > truth, abs(ours - truth) < abs(attention - truth)], seen)
 
@@ -114,7 +114,7 @@ def _solving_costs(evidence: Evidence) -> Outcome:
             for method in ("MbPA (MAP)", "MbPA")
         )
         checks.append(solved.is_above(stepped, 0))
-        told.append(f"{words} {solved.told(0)} against {stepped.told(0)} µs per query")
+        told.append(f"{words} {solved.format(0)} against {stepped.format(0)} µs per query")
     return decide(checks, f"optimum against gradient steps: {'; '.join(told)}")
 
 
@@ -128,7 +128,7 @@ def _solving_overfits(evidence: Evidence) -> Outcome:
     for corpus, words in CORPORA.items():
         solved, stepped = score("MbPA (MAP)", corpus), score("MbPA", corpus)
         checks.append(stepped.is_above(solved, MARGIN))
-        told.append(f"{words} {solved.told()} against {stepped.told()}%")
+        told.append(f"{words} {solved.format()} against {stepped.format()}%")
     return decide(checks, f"new intents, optimum against gradient steps: {'; '.join(told)}")
 
 
@@ -142,8 +142,12 @@ IS_ATTENTION = Claim(
         "falls as 1 / (rate × steps)",
     ),
     (
-        _theory("test_attention_is_adaptation_of_a_constant_head_when_every_class_occurs"),
-        _theory("test_with_a_class_missing_the_difference_falls_as_one_over_lr_times_steps"),
+        _find_theory_test(
+            "test_attention_is_adaptation_of_a_constant_head_when_every_class_occurs"
+        ),
+        _find_theory_test(
+            "test_with_a_class_missing_the_difference_falls_as_one_over_lr_times_steps"
+        ),
     ),
     (5,),
 )
@@ -168,8 +172,10 @@ CLAIMS = (
         "no prediction changes a module, and none depends on earlier ones",
         cite(Verdict.HOLDS, "weights, modes and random state are the same to the bit"),
         (
-            _theory("test_no_call_changes_a_module_or_draws_random_numbers"),
-            _theory("test_the_answer_does_not_depend_on_the_rest_of_the_batch_or_on_earlier_calls"),
+            _find_theory_test("test_no_call_changes_a_module_or_draws_random_numbers"),
+            _find_theory_test(
+                "test_the_answer_does_not_depend_on_the_rest_of_the_batch_or_on_earlier_calls"
+            ),
         ),
     ),
     Claim(
@@ -177,7 +183,7 @@ CLAIMS = (
         "Adaptation decreases the weighted negative log-likelihood of the neighbours",
         "steps lower it for every query",
         cite(Verdict.HOLDS, "it falls with every further step, at a small rate"),
-        (_theory("test_every_step_lowers_the_weighted_loss_over_the_neighbours"),),
+        (_find_theory_test("test_every_step_lowers_the_weighted_loss_over_the_neighbours"),),
         (1,),
     ),
     Claim(
@@ -189,7 +195,7 @@ CLAIMS = (
             "as printed, both signs are wrong: it raises the loss and pushes away from θ; ours are "
             "the opposite",
         ),
-        (_theory("test_equation_4_as_printed_climbs_the_loss_and_flees_the_weights"),),
+        (_find_theory_test("test_equation_4_as_printed_climbs_the_loss_and_flees_the_weights"),),
         (1, 2, 3),
     ),
     Claim(
@@ -210,8 +216,8 @@ CLAIMS = (
         "a stronger prior moves them less, and steps with a pull end at the optimum of equation 3",
         cite(Verdict.HOLDS, "predictions approach those of the network alone as the prior grows"),
         (
-            _optimum("test_a_strong_prior_leaves_the_head_as_it_is"),
-            _optimum("test_gradient_steps_end_there"),
+            _find_optimum_test("test_a_strong_prior_leaves_the_head_as_it_is"),
+            _find_optimum_test("test_gradient_steps_end_there"),
         ),
         (3, 4, 33),
     ),
@@ -224,7 +230,7 @@ CLAIMS = (
             "for a linear head: none for classification, where `MAP` iterates to a guaranteed "
             "tolerance; for squared error, a system of linear equations gives it",
         ),
-        (_optimum("test_it_is_the_optimum_of_explicit_weights"),),
+        (_find_optimum_test("test_it_is_the_optimum_of_explicit_weights"),),
         (33,),
     ),
     Claim(
@@ -249,8 +255,8 @@ CLAIMS = (
         "it goes to zero as a head is trained on its memories",
         cite(Verdict.HOLDS, "it falls below a thousandth; an exact fit is not changed at all"),
         (
-            _theory("test_the_change_vanishes_as_the_head_fits_its_memories"),
-            _theory("test_a_head_that_fits_regression_targets_exactly_does_not_move"),
+            _find_theory_test("test_the_change_vanishes_as_the_head_fits_its_memories"),
+            _find_theory_test("test_a_head_that_fits_regression_targets_exactly_does_not_move"),
         ),
     ),
     image_settings.CORRECTS_LESS,
@@ -260,14 +266,14 @@ CLAIMS = (
         "The same holds for regression with squared error",
         "the adapted constant is the weighted mean of the neighbours",
         cite(Verdict.HOLDS, "equal within 1e-9"),
-        (_theory("test_attention_is_adaptation_of_a_constant_head_for_regression"),),
+        (_find_theory_test("test_attention_is_adaptation_of_a_constant_head_for_regression"),),
     ),
     Claim(
         "E, equation 10",
         "Attention's logits minimise the printed sum",
         "the printed sum has its minimum there",
         cite(Verdict.FAILS, "it has its maximum there: it is the log-likelihood, not its negative"),
-        (_theory("test_equation_10_as_printed_has_its_maximum_at_attention"),),
+        (_find_theory_test("test_equation_10_as_printed_has_its_maximum_at_attention"),),
         (5,),
     ),
     Claim(
@@ -303,17 +309,17 @@ CLAIMS = (
             ),
         ),
     ),
-    not_tested(
+    make_untested(
         "3",
         "What other methods do, and that MbPA generalises some of them",
         "statements about other papers; for attention, see above",
     ),
-    not_tested(
+    make_untested(
         "D",
         "MbPA can be seen as local elastic weight consolidation, and as posterior sharpening",
         "a point of view: it predicts nothing that could be measured",
     ),
-    not_tested(
+    make_untested(
         "E",
         "The parameters only change slightly",
         "the paper does not say how much is slight; `explain` reports the size of every change",

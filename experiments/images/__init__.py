@@ -56,7 +56,10 @@ def run(config: ImagesConfig, context: Context) -> BySeed:
 
 
 def make_unbalanced(name: str, preset: ImagesConfig) -> ImagesConfig:
-    """Return a preset with few images of some classes; its balance of classes was searched so."""
+    """Return a preset in which some new classes have few images.
+
+    With `paper`, the settings of `MbPA (balanced)` are those that a search with such data chose.
+    """
     config = replace(
         preset,
         scarce=SCARCE,

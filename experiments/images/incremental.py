@@ -229,7 +229,9 @@ def situation_of(moment: Moment, task: ImageTask, config: ImagesConfig | None = 
     """Return everything that methods can use at this moment.
 
     Args:
-        config: has the settings of the baselines of a rehearsal; without it there is none.
+        moment: the stream so far.
+        task: the task that it is a stream of.
+        config: settings of the baselines in a rehearsal; without it there is no rehearsal.
     """
     copies = int(moment.passed[-len(moment.memory) :].bincount().max())
     scale = Scale(measure_spacing(moment.memory, copies), key_length(task))

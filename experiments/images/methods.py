@@ -32,7 +32,7 @@ from experiments.search import Grid
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
-    """Images of known classes that nothing has been trained on, to try a method with."""
+    """Images of known classes that nothing was trained on, with which a method can be tried."""
 
     queries: Float[Tensor, "R D"]
     answers: Int[Tensor, "R"]
@@ -117,7 +117,7 @@ class BalancedAdaptation(ScaledAdaptation):
     """An adaptation in which neighbours of a class with few entries have more weight."""
 
     power: float = 1.0
-    """Power of the number of entries of a neighbour's class by which its weight is divided."""
+    """The weight of a neighbour is divided by this power of the number of entries of its class."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,8 +163,8 @@ class PreservingAdaptation(ScaledAdaptation, ModelSettings):
     offset: float = 0.15
     """Margin in logits by which a new class must exceed an old one, if there is no rehearsal."""
     lost: float = 1.5
-    """Points of accuracy that the known classes may lose in a rehearsal, to the best baseline.
-    The margin is the smallest with which they lose no more.
+    """Points by which the accuracy on the images of a rehearsal may be below the best baseline's.
+    The margin is the smallest with which this holds.
     """
 
     def __post_init__(self) -> None:
@@ -195,16 +195,18 @@ class PreservingAdaptation(ScaledAdaptation, ModelSettings):
 def find_margin(
     outputs: Float[Tensor, "R C"], answers: Int[Tensor, "R"], old: int, wanted: float
 ) -> float:
-    """Return the smallest margin, not negative, with which the accuracy on images of known classes
-    is as wanted; if it cannot be, the smallest with which it is highest.
+    """Return the smallest margin from 0 on with which images of known classes are classified as
+    accurately as wanted; if no margin achieves that, the smallest with the highest accuracy.
 
     Args:
         outputs: outputs for these images, without a margin.
         answers: their classes, all below `old`.
+        old: number of known classes, which are the first columns of the outputs.
         wanted: accuracy in percent.
     """
     best, said = outputs[:, :old].max(1)
-    leads = (outputs[:, old:].amax(1) - best)[said == answers].sort().values  # right if not above
+    # An image counts as right if the margin is at least the lead of its best new class.
+    leads = (outputs[:, old:].amax(1) - best)[said == answers].sort().values
     needed = min(len(leads), math.ceil(wanted / 100 * len(answers) - 1e-9))
     return max(0.0, float(leads[needed - 1])) if needed > 0 else 0.0
 

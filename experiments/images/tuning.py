@@ -8,11 +8,10 @@ accuracy on new classes after `TARGET_EPOCHS`, on more held-out images. Such a s
 if it is then at most `MAX_LOST_POINTS` behind the best of layer, vote and mixture on the old
 classes; other settings are judged by how much they fall short (`shortfall`).
 
-If images are set aside for a rehearsal, that limits what is lost on the old classes: no margin is
-searched, and a setting is judged by its accuracy on new classes alone.
+If images are set aside for a rehearsal, the rehearsal limits what is lost on the old classes: no
+margin is searched, and a setting is judged by its accuracy on new classes alone.
 
-The unbalanced experiment has a search of its own, for the balance of classes alone, with its own
-stream.
+The unbalanced experiment has a search of its own, with its own stream, for `MbPA (balanced)` alone.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from experiments.results import Record
 from experiments.search import Search, count_settings
 
 SEARCHED = {name: each for name, each in WITH_SETTINGS.items() if not each.needs_scarce}
-"""Methods whose settings are searched with as many images of every class."""
+"""Methods whose settings are searched with the same number of images of every class."""
 SPLIT = 0
 POINTS_EPOCHS = (0.05, 0.1, 0.3, 1.0, 3.0)
 """Epochs of the stream after which settings are judged."""
@@ -80,7 +79,10 @@ def make_search_config(config: ImagesConfig) -> ImagesConfig:
 
 
 def make_balance_search_config(config: ImagesConfig) -> ImagesConfig:
-    """Return the config with which the balance of classes is searched; all else is as chosen."""
+    """Return the config with which the settings of `MbPA (balanced)` are searched.
+
+    All other settings are as they were chosen.
+    """
     untuned = BalancedAdaptation(**vars(config.gradient))
     return replace(
         config, seeds=(SPLIT,), part="validation", points=POINTS_EPOCHS, balanced=untuned
@@ -94,7 +96,7 @@ def tune(config: ImagesConfig, context: Context) -> BySeed:
 
 
 def tune_balance(config: ImagesConfig, context: Context) -> BySeed:
-    """The same for methods that are compared only where some classes have few images."""
+    """Return the same as `tune`, for methods that are compared only if some classes are scarce."""
     config = make_balance_search_config(config)
     task = make_image_task(config, context, SPLIT)
     methods = {name: method for name, method in METHODS.items() if method.needs_scarce}
@@ -114,7 +116,7 @@ def search_settings(
     """Search with the stream of a task, at the points of the config; return all records.
 
     Args:
-        layer_rates: rates of the last layer to try; if there are none, it keeps its rate.
+        layer_rates: rates of the last layer to try; with none, the layer keeps its rate.
     """
     grids = [grid for method in methods.values() for grid in method.stages]
     with Search(context, expected_settings=len(layer_rates) + count_settings(grids)) as search:
@@ -217,7 +219,7 @@ class ImageSearch:
     def choose(self, method: str) -> None:
         """Choose the settings of a method, grid by grid."""
         field, grids = self.methods[method].settings, self.methods[method].stages
-        if self.config.rehearsed:  # which finds the margin
+        if self.config.rehearsed:  # the rehearsal finds the margin
             grids = tuple({n: v for n, v in grid.items() if n != "offset"} for grid in grids)
 
         def judge_all_classes(settings: ImageMethodSettings) -> float:

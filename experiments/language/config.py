@@ -227,9 +227,10 @@ class SearchBudget:
     finalists: int = 4
     """Number of settings of each method that are judged again, on the whole validation text."""
     seconds: float = 600.0
-    """Seconds after which nothing more of a method is tried: as many for MbPA and the cache as for
-    dynamic evaluation, and half as many again for the finalists of each and for the gated mixture.
-    A trial that has begun is completed; training does not count.
+    """Seconds after which nothing more of a method is tried.
+    The cache and MbPA share one budget, and dynamic evaluation has one of its own. The finalists of
+    each method have half as much, and so has the gated mixture. A trial that has begun is
+    completed; training does not count.
     """
     max_neighbor_steps: int = 16_384
     """Maximum number of neighbours times steps of MbPA; settings beyond it are not tried.
@@ -271,7 +272,7 @@ class LanguageConfig:
     """Number of most recent tokens that are remembered."""
     adapted_words: int = 0
     """Number of most probable words per neighbour whose outputs MbPA adapts; 0 adapts all words.
-    With fewer words a prediction is faster and not exact: a record of the run states the error.
+    With fewer words, predictions are faster but not exact; records of the run state the error.
     """
     cache: Cache = field(default_factory=Cache)
     mbpa: SoftmaxAdaptation = field(default_factory=SoftmaxAdaptation)
@@ -280,8 +281,8 @@ class LanguageConfig:
     one_step: SoftmaxAdaptation = field(
         default_factory=lambda: SoftmaxAdaptation(lr=2.0, steps=1, k=256)
     )
-    """MbPA with a single step, as in the paper, and the best rate for it; memory as in the paper.
-    Used to find out which words gain.
+    """MbPA with a single step, as in the paper, and the settings that are best for one step.
+    The memory is the paper's. Used to show which words gain.
     """
     gate: GatedMixture = field(default_factory=GatedMixture)
     dynamic: Dynamic = field(default_factory=Dynamic)

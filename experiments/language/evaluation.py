@@ -55,7 +55,11 @@ from experiments.language.passage import (
     score_vote,
     solve_weights,
 )
-from experiments.language.words import examples, improvements, improvements_by_memory
+from experiments.language.words import (
+    examples,
+    measure_improvements,
+    measure_improvements_by_memory,
+)
 from experiments.measures import wait_for_device
 from experiments.results import Record
 from mbpa.kernels import neighbor_weights
@@ -103,7 +107,7 @@ COMPARED = {
 """Methods whose gain is shown word by word, and what each is compared with."""
 LOOPED_TOKENS = 200  # tokens from which the time of a loop is extrapolated
 WARM_UP_TOKENS = 2048  # tokens
-COMPARED_TOKENS = 2048  # tokens of which the error of adapting few words is measured
+COMPARED_TOKENS = 2048  # tokens on which the error of adapting only some words is measured
 TOKENS_PER_SAVE = 25_000  # tokens of dynamic evaluation between saves
 
 
@@ -160,7 +164,7 @@ def _score_texts(
 
 
 class Gated(NamedTuple):
-    """What the gated mixtures say."""
+    """Scores of the gated mixtures."""
 
     records: list[Record]
     logs: dict[str, Tensor]
@@ -192,15 +196,17 @@ def _score_gated(texts: dict[str, Text], bar: tqdm) -> Gated:
 
 
 def _word_records(test: Text, weights: dict[str, Tensor], gated: dict[str, Tensor]) -> list[Record]:
-    """Return which words gain when MbPA joins, and when it joins the cache."""
+    """Return which words gain from MbPA, and the perplexities with the paper's weights."""
     logs = {name: mix(test.parts(METHODS[name]), weights[name]) for name in weights} | gated
     for name, shares in PAPER_WEIGHTS.items():
         logs[name] = mix(test.parts(tuple(shares)), torch.tensor(list(shares.values())))
     records: list[Record] = []
     for after, before in COMPARED.items():
-        found = improvements(test.corpus, test.tokens.cpu(), logs[before].cpu(), logs[after].cpu())
+        found = measure_improvements(
+            test.corpus, test.tokens.cpu(), logs[before].cpu(), logs[after].cpu()
+        )
         window = test.config.memory
-        found += improvements_by_memory(
+        found += measure_improvements_by_memory(
             test.tokens.cpu(), logs[before].cpu(), logs[after].cpu(), window
         )
         if after == BOTH:
@@ -275,7 +281,7 @@ class Text:
 
     @cached_property
     def token_scores(self) -> TokenScores:
-        """The components of the gated mixtures, with what their gates may know."""
+        """Scores of the components of the gated mixtures, and the features of their gates."""
         gate, kept, device = self.config.gate, self._kept.get("gated"), self.context.device
         if kept is None:
             windows = {reach.memory for reach in gate.reaches.values()}
@@ -347,8 +353,8 @@ class Text:
         ]
 
     def compare_with_all_words(self) -> list[Record]:
-        """Return how far log-probabilities are from those of a layer of which all words adapt, for
-        the last tokens of the text.
+        """Return how much log-probabilities change if only some words adapt instead of all, for the
+        last tokens of the text.
         """
         config, device = self.config, self.context.device
         if not config.adapted_words:
@@ -422,7 +428,7 @@ class Text:
             return {name: even}
         if name == "dynamic, Adam":
             return {name: self._dynamic(self._adam, "adam")[0].own}
-        assert name in METHODS[ALL], name  # `gated` is added from elsewhere
+        assert name in METHODS[ALL], name  # `gated` comes from `add_part`
         on_top = config.dynamic.mbpa if config.dynamic.on_top else None
         passage, adapted = self._dynamic(self._rms, "rms", on_top)
         parts = {"dynamic": passage.own}

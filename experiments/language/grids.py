@@ -46,7 +46,7 @@ class Grids:
     priors: tuple[float, ...] = (0.03, 0.1, 0.3)
 
     rounds: int = 4
-    """Maximum number of times that all variations are tried; fewer if a round finds nothing."""
+    """Maximum number of rounds in which all variations are tried; it ends with one without gain."""
     gate_pool: int = 16
     """Number of adaptations among which those of the gated mixture are chosen."""
 

@@ -135,7 +135,8 @@ def engine_for(device: torch.device, adapted_words: int) -> mbpa.Engine:
     them.
 
     Args:
-        adapted_words: most probable words per neighbour that take part; 0 adapts all, exactly.
+        device: device of the states.
+        adapted_words: number of most probable words per neighbour that adapt; 0 adapts all words.
     """
     named: dict[str, Any] = {"store_bytes": STORE_BYTES} if device.type == "cuda" else {}
     if adapted_words:
@@ -216,7 +217,7 @@ def predict_cache(
 ) -> Float[Tensor, "P V"]:
     """Return the neural cache's log-probabilities of all words: −∞ for those not in the window.
 
-    The first token of a text has no window, and all words are equally probable.
+    For the first token of a text, whose window is empty, all words are equally probable.
     """
     size = max(1, SCORES_PER_CHUNK // (window + 1))
     parts = []
@@ -233,8 +234,11 @@ def predict_cache(
 def _compare_with_window(
     passage: Passage, window: int, positions: range
 ) -> tuple[Tensor, slice, Tensor, Tensor]:
-    """Return the positions as a tensor, the entries of all their windows, which of these are hidden
-    from which position, and the dot products of their keys.
+    """Compare the keys at some positions with those of all entries in their windows.
+
+    Returns:
+        The P positions as a tensor; the range of all W entries that are in some window; whether
+        each is outside the window of a position, of shape (P, W); and the dot products (P, W).
     """
     oldest = max(0, positions[0] - window)
     seen = slice(oldest, positions[-1])

@@ -28,7 +28,7 @@ class Trial(NamedTuple):
         return Reach(self.window, self.local)
 
     def describe(self) -> str:
-        """Return the settings in words, as a record names them."""
+        """Describe the settings in words, for a record."""
         local = self.local
         how = f"{local.rule}, {local.steps} steps at rate {local.lr:g}"
         if local.decay:
@@ -74,7 +74,9 @@ class Trials(Generic[Setting]):
         rounds: int,
         stages: Mapping[str, Callable[[Setting], Iterable[Setting]]],
     ) -> None:
-        """Try all variations of the best setting, again and again until none of them is better."""
+        """Try all variations of the best settings, round after round, until no round finds better
+        ones or all rounds are over.
+        """
         for _ in range(rounds):
             before = dict.fromkeys(self._find_bests())
             for stage, list_options in stages.items():

@@ -9,8 +9,8 @@ have; the best are judged again on the whole text. The adaptations of the gated 
 among those that were tried. Then come the optimum and the rest of the paper's grid, for comparison
 only. Dynamic evaluation has a budget of its own, of the same size. It is judged on the beginning of
 the text, and the best settings again on all of it. Once a budget is used up, its remaining stages
-are cut, and the best of the settings tried is chosen; the last comparison of the best, and the
-choice for the gated mixture, have half a budget more each.
+are cut, and the best of the settings tried is chosen. The comparison of the best on the whole text
+and the choice for the gated mixture have half a budget each.
 """
 
 from __future__ import annotations
@@ -344,8 +344,8 @@ class LanguageSearch:
         )
 
     def _list_pool(self) -> list[Trial]:
-        """Return good adaptations of different reach: the best of each number of steps, number of
-        neighbours, kernel and memory size, and the best of all, by either mixture.
+        """Return good adaptations that differ in reach: the best of all without and with the cache,
+        then the best for each number of steps, kernel, number of neighbours and memory size.
         """
         found: dict[Trial, None] = {}
         kinds: tuple[Callable[[Trial], object], ...] = (
@@ -419,8 +419,8 @@ class LanguageSearch:
         return found
 
     def _judge_mbpa(self, trial: Trial, positions: range | None = None) -> list[float]:
-        """Return the perplexities alone and beside the cache, of the tokens of the search unless
-        others are given.
+        """Return the perplexities without and with the cache, on the tokens of the search unless
+        other positions are given.
         """
         at = positions or self.positions
 
@@ -454,7 +454,7 @@ class LanguageSearch:
     def _judge_dynamic(
         self, method: str, settings: Dynamic, text: Tensor | None = None
     ) -> list[float]:
-        """Return the perplexity of the beginning of the text unless another part is given."""
+        """Return the perplexity on the beginning of the text, unless another part is given."""
         training = self.config.training
         text = self.beginning if text is None else text
 

@@ -21,10 +21,10 @@ EXAMPLES = 8
 CONTEXT = 8  # words shown before a token
 REMEMBERED = 4  # words shown before a memory
 MEMORIES = 2  # shown per token
-TIMES_REMEMBERED = (0, 1, 2, 4, 8, 16, 64)  # least number of each bucket
+TIMES_REMEMBERED = (0, 1, 2, 4, 8, 16, 64)  # smallest number in each bucket
 
 
-def improvements(
+def measure_improvements(
     corpus: Corpus,
     tokens: Int[Tensor, "T"],
     before: Float[Tensor, "T"],
@@ -68,15 +68,18 @@ def improvements(
     return records
 
 
-def improvements_by_memory(
+def measure_improvements_by_memory(
     tokens: Int[Tensor, "T"],
     before: Float[Tensor, "T"],
     after: Float[Tensor, "T"],
     window: int,
 ) -> list[Record]:
-    """Return by how many percent perplexity falls, by how often the memory held the word.
+    """Return by how many percent the perplexity falls, by how often the memory holds the word.
 
     Args:
+        tokens: the words of the text.
+        before: their log-probabilities by the method that the other one is compared with.
+        after: their log-probabilities by the other method.
         window: number of most recent tokens that are remembered.
     """
     seen = count_before(tokens, window)

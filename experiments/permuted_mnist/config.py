@@ -128,8 +128,8 @@ class PermutedMnistConfig:
     on_der: AdaptationBySize = field(default_factory=AdaptationBySize)
     """MbPA on the network trained by DER++."""
     on_der_logits: AdaptationBySize = field(default_factory=lambda: AdaptationBySize(lr=(0.001,)))
-    """The same towards the stored logits of the neighbours, by squared error, instead of their
-    labels. Rates are smaller: logits are farther apart than probabilities.
+    """The same, but adapting to the stored logits of the neighbours by squared error, not to their
+    labels. Rates are smaller, since logits are farther apart than probabilities.
     """
     switching: bool = True
     """Also run a stream whose task changes every `switch_every` examples."""

@@ -1,7 +1,7 @@
 """The accuracy of every method on all tasks so far, with one retrieval per memory.
 
-A size has two memories with the same images as keys: one holds labels, the other the logits that
-the network trained by DER++ had for them when they were stored.
+Each memory size has two memories with the same images as keys: one holds their labels, the other
+the logits that the network trained by DER++ returned for them when they were stored.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def score_methods(training: Training, place: int, images: int) -> dict[MethodAtS
     networks = copy_networks(training, place)
     sizes = range(len(config.memory_per_task))
     memories = {size: memory_of(training, place, size) for size in sizes}
-    logits = {size: logits_of(training, place, size) for size in sizes}
+    logits = {size: read_stored_logits(training, place, size) for size in sizes}
     models = {
         size: {
             method: model
@@ -105,7 +105,7 @@ def score_methods(training: Training, place: int, images: int) -> dict[MethodAtS
                     found = random_neighbors(memory, queries, model.predictor.k, draws)
                     needed = now(queries.device) - start
                 elif (stored := logits[size]) is not None and method == TOWARDS_LOGITS:
-                    found = with_logits(neighbors, stored)
+                    found = attach_logits(neighbors, stored)
                 predict = partial(model, keys=queries, neighbors=found)
                 if not part and queries.is_cuda:
                     predict()  # compile kernels before timing
@@ -171,10 +171,10 @@ def memory_of(training: Training, place: int, size: int) -> mbpa.ExactMemory:
     return memory
 
 
-def logits_of(
+def read_stored_logits(
     training: Training, place: int, size: int, index: int | None = None
 ) -> Float[Tensor, "N 10"] | None:
-    """Return the logits stored for DER++ with everything in the memory; `None` without DER++.
+    """Return the logits that DER++ stored with the examples in the memory; `None` without DER++.
 
     Args:
         index: the network among those trained by DER++; by default the first with this seed and
@@ -200,8 +200,8 @@ def hold_logits(memory: mbpa.Memory, logits: Float[Tensor, "N 10"]) -> mbpa.Exac
     return targets
 
 
-def with_logits(neighbors: mbpa.Neighbors, logits: Float[Tensor, "N 10"]) -> mbpa.Neighbors:
-    """Return neighbours read from a memory of labels with their logits as values."""
+def attach_logits(neighbors: mbpa.Neighbors, logits: Float[Tensor, "N 10"]) -> mbpa.Neighbors:
+    """Return neighbours that were read from a memory of labels, with their logits as values."""
     return replace(neighbors, values=logits[neighbors.ids.to(logits.device)])
 
 

@@ -32,11 +32,11 @@ from experiments.permuted_mnist.config import (
 )
 from experiments.permuted_mnist.scoring import (
     TOWARDS_LOGITS,
+    attach_logits,
     hold_logits,
-    logits_of,
     memory_of,
     random_neighbors,
-    with_logits,
+    read_stored_logits,
 )
 from experiments.permuted_mnist.stream import CLASSES, PIXELS, generator
 from experiments.permuted_mnist.training import Group, StackedNetwork, Training
@@ -53,7 +53,7 @@ IMAGES_PER_TASK_FOR_NETWORKS = 2_500
 """Networks are quick to score without adaptation."""
 TOLERANCE_ON_DER = 0.0003
 """The tolerance for adaptations on networks trained by DER++. All settings are tried on the same
-images, and most of their predictions agree, so smaller differences are real.
+images, and most of their predictions agree, so smaller differences are meaningful.
 """
 
 Setting = dict[str, float]
@@ -77,7 +77,7 @@ class Grids:
     der_betas: tuple[float, ...] = (0.03, 0.1, 0.25, 0.5, 1.0, 2.0)
     rates: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
     logit_rates: tuple[float, ...] = (3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01)
-    """Rates of the adaptation towards logits."""
+    """Rates of the adaptation to logits."""
     steps: tuple[int, ...] = (1, 2, 5, 10, 20)
     counts: tuple[int, ...] = (5, 10, 20, 32, 64, 128)
     """Numbers of neighbours."""
@@ -241,12 +241,12 @@ class MnistSearch:
         index = self._choose_network("DER++", size, self.grids.pair_der_weights())
         head = self._stacks["DER++"].network(index)
         labels = self._read_memory(size, IMAGES_PER_TASK_ON_DER)
-        logits = logits_of(self.training, 0, size, index)
+        logits = read_stored_logits(self.training, 0, size, index)
         assert logits is not None  # DER++ is among the candidates
         towards = replace(
             labels,
             memory=hold_logits(labels.memory, logits),
-            nearest=with_logits(labels.nearest, logits),
+            nearest=attach_logits(labels.nearest, logits),
         )
         for name, questions in {"on_der": labels, "on_der_logits": towards}.items():
             best = self._choose_adaptation(questions, name, size, head, TOLERANCE_ON_DER)

@@ -24,7 +24,7 @@ from experiments.claims import (
     continual,
     make_sections,
 )
-from experiments.claims.claim import Measured, Outcome, cite, decide, summary
+from experiments.claims.claim import Measured, Outcome, cite, decide, summarize_claims
 from experiments.errors import ExperimentError
 from experiments.experiment import find
 from experiments.results import Record, read_result, write_result
@@ -192,7 +192,9 @@ def test_a_summary_holds_as_far_as_its_parts_do() -> None:
         return Claim("1", f"it {verdict.value}", "always", cite(verdict, ""))
 
     def sum_up(*verdicts: Verdict) -> Outcome:
-        return summary("abstract", "All of it", *map(claim, verdicts)).judge(Evidence(RESULTS))
+        return summarize_claims("abstract", "All of it", *map(claim, verdicts)).judge(
+            Evidence(RESULTS)
+        )
 
     assert sum_up(Verdict.HOLDS, Verdict.HOLDS).verdict is Verdict.HOLDS
     assert sum_up(Verdict.FAILS, Verdict.FAILS).verdict is Verdict.FAILS

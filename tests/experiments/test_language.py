@@ -69,7 +69,7 @@ from experiments.language.passage import (
     solve_weights,
 )
 from experiments.language.training import train_or_load
-from experiments.language.words import examples, improvements
+from experiments.language.words import examples, measure_improvements
 from experiments.report import draw_figure, make_sections
 from experiments.results import Record, Result, value_of
 from experiments.tuned_settings import apply_settings
@@ -678,7 +678,7 @@ def test_adapting_few_words_states_its_error(
 
 def test_words_are_put_into_equal_buckets_from_frequent_to_rare(corpus: Corpus) -> None:
     before, after = -torch.rand(2, TOKENS).double() - 1
-    found = improvements(corpus, corpus.test, before, after)
+    found = measure_improvements(corpus, corpus.test, before, after)
     means = [r for r in found if r["name"] == "improvement"]
     sizes = [int(str(r["words"])) for r in means]
     assert len(sizes) == 5

@@ -33,14 +33,14 @@ from experiments.permuted_mnist.config import (
 )
 from experiments.permuted_mnist.figures import sections
 from experiments.permuted_mnist.scoring import (
+    attach_logits,
     copy_networks,
     hold_logits,
-    logits_of,
     memory_of,
     questions,
     random_neighbors,
+    read_stored_logits,
     score_methods,
-    with_logits,
 )
 from experiments.permuted_mnist.stream import StoredExamples, Streams, blocks_of, load_digits
 from experiments.permuted_mnist.training import Training
@@ -287,7 +287,7 @@ def test_logits_to_adapt_to_are_those_of_the_time_of_storing(
     networks, memory = copy_networks(training, 0), memory_of(training, 0, 1)
     group = next(group for group in training.groups if group.method == "DER++")
     index = [network.size for network in group.networks].index(1)
-    logits = logits_of(training, 0, 1)
+    logits = read_stored_logits(training, 0, 1)
     assert logits is not None
     assert group.logits is not None
     images, _ = training.kept.memory(0, 1, 600)
@@ -306,7 +306,7 @@ def test_logits_to_adapt_to_are_those_of_the_time_of_storing(
     model = mbpa.MbPA(
         head=networks["DER++", 1], memory=targets, predictor=TINY.on_der_logits.predictor(1)
     )
-    shared = with_logits(memory.read(queries, 10), logits)
+    shared = attach_logits(memory.read(queries, 10), logits)
     assert torch.allclose(model(keys=queries, neighbors=shared), model(queries), atol=1e-5)
     right = float((model(queries).argmax(1) == answers).double().mean())
     found = score_methods(training, 0, 60)["MbPA + DER++ (logits)", 1].accuracies[2]
