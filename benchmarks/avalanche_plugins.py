@@ -1,8 +1,9 @@
 """`python -m benchmarks.avalanche_plugins`: what a memory adds to a strategy of Avalanche.
 
-Decides when to prefer `MemoryPlugin` to replay, or both. A network learns ten digits in five
-experiences of two digits each; the accuracy is that over all ten after the last experience. There
-are three seeds: of the network, and of the order of the digits. Needs the extra `avalanche`.
+Decides when to prefer `MemoryPlugin` to replay, or to use both. A network learns ten digits in five
+experiences of two digits each; its accuracy is measured on all ten after the last experience. Each
+of three seeds determines the network's first weights and the order of the digits. Needs the extra
+`avalanche`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PLUGINS: dict[str, tuple[dict[str, Any] | None, int]] = {
     ),
     "`MemoryPlugin(None, …)`": ({**MEMORY, "at": None}, 0),
 }
-"""Arguments of the `MemoryPlugin`, and the examples of the `ReplayPlugin`."""
+"""Arguments of `MemoryPlugin`, or `None`; number of examples that `ReplayPlugin` keeps, or 0."""
 
 
 def read_mnist() -> tuple[Tensor, Tensor]:
@@ -58,7 +59,7 @@ TASKS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], float, int]] = {
     "MNIST, rate 0.001": (read_mnist, 1e-3, 200),
     "8 × 8 digits, rate 0.01": (read_digits, 1e-2, 100),
 }
-"""The data, the rate of Adam, and the training examples of each digit."""
+"""Function that reads the data, rate of Adam, and number of training examples per digit."""
 
 
 def make_benchmark(inputs: Tensor, labels: Tensor, count: int, seed: int) -> Any:

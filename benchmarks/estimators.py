@@ -170,7 +170,7 @@ def format_scores(report: dict[str, Any]) -> str:
             title = " ".join(words) + (", refitted" if is_refitted else "")
             parts = [f"{task}: {part}" for part in ("new", "old", "all")]
             tasks = parts if task == NEW_CLASS else [task]
-            cells = [" / ".join(means[each, name, method] for each in tasks) for name in data]
+            cells = [" / ".join(means[each, source, method] for each in tasks) for source in data]
             is_first = method == ours and task != NEW_CLASS
             rows.append([f"**{task}**: {title}" if is_first else title, *cells])
         return rows

@@ -170,6 +170,13 @@ def read_batches(
     """Yield batches of queries with the neighbours that all predictors need, themselves excluded.
 
     There may be fewer neighbours if the memory does not hold as many.
+
+    Args:
+        model: holds the memory.
+        queries: what is read; if they have ids, they are entries of the memory.
+        predictors: determine how many neighbours are read, and whether labels are counted.
+        progress: show a progress bar.
+        with_keys: also read the keys that the predictors need.
     """
     memory, extra = model.memory, int(queries.ids is not None)
     k = max(predictor.k for predictor in predictors)
@@ -199,7 +206,7 @@ def leave_out(
     """Remove from each query's neighbours the one with the given id, which has the given value.
 
     Where that id is not among them, the last neighbour is removed, so that all rows keep the same
-    length. In counts of labels it is left out everywhere.
+    length. Counts of labels leave out the entry as well.
     """
     width = neighbors.ids.shape[1]
     if width < 2:

@@ -3,8 +3,8 @@
 A kernel is called as `kernel(distances, dots)` with squared Euclidean distances and inner products,
 both of shape (B, K). It returns log-weights (B, K) up to a constant per row; `neighbor_weights`
 normalises them. Any function of that form is a kernel. Those defined here are classes, so that they
-can be compared, printed and saved. `Balanced` wraps a kernel and also takes the number of entries
-that the memory holds of each neighbour's label.
+can be compared, printed and saved. `Balanced` wraps a kernel and takes a third argument: for each
+neighbour, the number of entries in the memory that have its label.
 """
 
 from __future__ import annotations
@@ -105,17 +105,16 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Balanced:
-    """Another kernel, divided by how many entries of the neighbour's label the memory holds,
-    `k(h, q) / countᵖ`.
+    """A kernel divided by a power of the number of entries with the neighbour's label.
 
-    Neighbours of a label with few entries are few, so labels with many entries outvote them. With
-    p = 1 all labels have the same total weight in a memory whose entries are all equally near. The
-    counts are those of the memory at the time of the read: what was overwritten or deleted does not
-    count. Which entries are the k nearest does not depend on them.
+    The weight is `k(h, q) / countᵖ`. Labels with many entries otherwise outvote those with few.
+    With p = 1, if all entries are neighbours and equally near, all labels have the same total
+    weight. The counts are those at the time of the read: entries that were overwritten or deleted
+    no longer count. They do not affect which entries are the k nearest.
 
     Args:
-        kernel: weights the neighbours by their distance.
-        power: p, from 0 to 1; 0 is the kernel itself.
+        kernel: the kernel k, which weighs neighbours by their distance.
+        power: the exponent p, from 0 to 1; with 0 the counts have no effect.
 
     Example:
         >>> import torch, mbpa

@@ -186,12 +186,14 @@ class MbPA(MemoryModule):
         flat, _ = self._flatten_keys((), {}, keys)
 
         def compare(keys: Tensor) -> Comparison:
-            context = self.build_context(keys, found := self._read(keys))
+            found = self._read(keys)
+            context = self.build_context(keys, found)
             return Comparison(context.parametric, self.predictor(context), found)
 
         def compute(keys: Tensor) -> tuple[Tensor, ...]:
             both = compare(keys)
-            tensors = [getattr(both.neighbors, name) for name in TENSORS if both.neighbors]
+            found = both.neighbors
+            tensors = [] if found is None else [getattr(found, name) for name in TENSORS]
             return both.before, both.after, *tensors
 
         with self.memory.lock, own_precision(flat):
@@ -221,7 +223,7 @@ class MbPA(MemoryModule):
         """Return what a prediction depends on besides values on the GPU; `None` if unknown.
 
         It is known for a linear head and parts of this library, but not for code of the user, nor
-        for counts of labels, which are made anew after each write.
+        for label counts, whose tensors are made anew after each write.
         """
         if self.predictor.uses_label_counts:
             return None

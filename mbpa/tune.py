@@ -191,7 +191,7 @@ class _Search:
         given = () if isinstance(candidates, AdaptationGrid) else _check_predictors(candidates)
         self._listed: list[Predictor] = [model.predictor, Parametric(), *given]
         self.known = [*self._listed, *(self._grid.make_adaptations(1.0) if self._grid else ())]
-        """All candidates; bandwidths are not in their unit yet."""
+        """All candidates, with bandwidths that are not yet multiplied by their unit."""
         for predictor in self.known:
             model.check_predictor(predictor)
         self._nearest: float | None = None  # the unit of bandwidths

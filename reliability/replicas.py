@@ -40,9 +40,9 @@ from reliability.trial import BrokenPromiseError, Trial
 REPLICAS, WRITERS = 3, 4
 START_LIMIT_S, SETTLE_LIMIT_S = 60.0, 120.0
 KILLS = {"replica": 5, "writer": 4, "terminated backend": 2, "killed backend": 1, "database": 2}
-SHOWN_RECORDS = 12  # of a writer that did not end
+SHOWN_RECORDS = 12  # last records of a writer that failed, for the error message
 MAX_PAUSE_S = 1.0  # between two kills
-LESSONS_PER_KILL = 2  # at least acknowledged in between, so that a busy machine tries as much
+LESSONS_PER_KILL = 2  # least number acknowledged per kill, so that a slow machine tests as much
 LONGEST_CUT_S = 4.0
 QUERIES = draw_keys(6, seed=11).tolist()
 
@@ -347,11 +347,13 @@ def kill_replicas(times: int, seed: int) -> dict[str, Any]:
 
 
 def _wait_for_lessons(folder: Path, count: int) -> None:
-    """Wait until the writers have recorded so many acknowledged lessons."""
+    """Wait until the writers have recorded `count` acknowledged lessons in all."""
     deadline = time.monotonic() + SETTLE_LIMIT_S
     while sum(path.read_text().count('["learnt"') for path in folder.glob("*.jsonl")) < count:
         if time.monotonic() > deadline:
-            raise BrokenPromiseError(f"{count} lessons must be acknowledged by now, got fewer")
+            raise BrokenPromiseError(
+                f"{count} lessons must be acknowledged within {SETTLE_LIMIT_S:g} s, got fewer"
+            )
         time.sleep(0.05)
 
 

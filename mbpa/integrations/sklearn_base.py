@@ -132,7 +132,7 @@ class MemoryEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has 
             )
         parsed_ids = None if ids is None else _parse_ids(ids, len(X))
         features = self._standardize(X)
-        with self._undo_on_error():  # numbers that were given as ids, too
+        with self._undo_on_error():  # also the counter of default ids
             examples = self._examples + self._make_examples(
                 features, targets, parsed_ids, is_trained=False
             )
@@ -216,7 +216,7 @@ class MemoryEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has 
     def model_(self) -> MbPA:
         """The model of the examples, with the present `k`, `prior` and `kernel`.
 
-        It depends on nothing else that could be lost in a pickle or a copy.
+        It is built anew if one of these has changed, and after unpickling or copying.
         """
         check_is_fitted(self)
         if self._model is None or self._model.predictor != self._make_predictor():
@@ -299,7 +299,7 @@ class MemoryEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has 
 
 
 def _parse_ids(ids: Any, count: int | None = None) -> list[Hashable]:
-    """Return ids as a list; numbers of numpy become plain ones, which are equal to them."""
+    """Return ids as a list; numpy numbers become plain ones, which are equal to them."""
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
         raise ValueError(f"ids must be a list of ids, got {ids!r}")
     parsed = ids.tolist() if hasattr(ids, "tolist") else list(ids)

@@ -102,7 +102,7 @@ class DocumentMemory:
             name: name of the document.
             tokens: its tokens.
             states: the state of the model after each of them.
-            progress: called now and then; if it raises an exception, this ends.
+            progress: called after each part; an exception that it raises ends the call.
         """
         keys = states[:-1].to(self._key_dtype)
         if not keys.isfinite().all():
@@ -186,7 +186,7 @@ class DocumentMemory:
         return replace(source, keys=keys.cpu(), summaries=summaries)
 
     def load(self, run: RunDirectory, progress: Progress | None) -> None:
-        """Read all documents of a run, and keep later ones there if it is open for writing.
+        """Load all documents of a run, and store later ones there if it is open for writing.
 
         Args:
             run: the run. If another process changes it meanwhile, it is read again.

@@ -75,7 +75,7 @@ def weigh_adapted_neighbors(predictor: Predictor, context: Context) -> Float[Ten
 def _rank_origins(
     prediction: Prediction, tokens: Tensor, count: int
 ) -> list[list[tuple[int, float, float]]]:
-    """Return id, weight and distance of entries per row: those of the same token, then by weight.
+    """Return id, weight and distance of entries per row: those of the same token first, by weight.
 
     Args:
         prediction: the prediction.

@@ -37,8 +37,8 @@ NEIGHBORHOOD_FEATURES = (
 """Features that are known before any adaptation, in the order of the coefficients."""
 LEAST_DISTANCE = 1e-4  # added to relative squared distances, so that equal keys have a logarithm
 LEAST_LOG_PROBABILITY = -20.0
-BASE_RATE = 4.0  # times the mean squared norm of the neighbours: the step size for factor 1
-MAX_LOG_FACTOR = 4.0  # of sharpness and step size, either way
+BASE_RATE = 4.0  # divided by the mean squared norm of the neighbours: the step size for factor 1
+MAX_LOG_FACTOR = 4.0  # largest absolute logarithm of sharpness, width and step factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +284,7 @@ def require_labels(memory: Memory) -> None:
 
 
 def parse_row(name: str, row: object, width: int) -> tuple[float, ...]:
-    """Return a row of coefficients; raise `ValueError` unless it is this many finite numbers."""
+    """Return a row of coefficients; raise `ValueError` unless it has `width` finite numbers."""
     if not isinstance(row, list | tuple) or len(row) != width:
         raise ValueError(f"{name} must have {width} numbers, got {row!r}")
     numbers = tuple(validation.parse_number(name, number) for number in row)

@@ -54,9 +54,9 @@ QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 MAX_EXPANSION = 2048
 CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 1024, 50  # that choose the first width of searches
 MIN_RECENT_QUERIES = 256  # with fewer, keys take their place
-WIDENING, NARROWING = 1.25, 1.12  # factors by which searches are widened and narrowed
-AIMED_SHARE = 0.85  # of the misses that the target allows; what a new graph is calibrated to
-SPARE_SHARE = 0.7  # of them, below which a search is narrowed
+WIDENING, NARROWING = 1.25, 1.12  # factors of the width of searches
+AIMED_SHARE = 0.85  # of the misses that the target allows: the aim when a new graph is calibrated
+SPARE_SHARE = 0.7  # of the misses that the target allows; with fewer, searches are narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
 
 
@@ -94,8 +94,8 @@ class GraphMemory(Memory):
         connectivity: links per node (M).
         expansion_add: candidates considered for the links of a new node (efConstruction).
         expansion_search: candidates considered by a search (ef); grows if recall is too low.
-        parts: number of indexes over which a graph is distributed, which as many threads fill and
-            search side by side. Default: the threads that torch uses, at most 4.
+        parts: number of indexes over which a graph is distributed; as many threads fill and search
+            them side by side. Default: the number of threads that torch uses, at most 4.
         background: rebuild in a thread. Otherwise the call that makes it necessary waits.
 
     Example:
@@ -570,11 +570,12 @@ class GraphMemory(Memory):
                 self._swap(graph, old, slots, labels)
 
     def _choose_expansion(self, graph: Graph, content: _Content, labels: Ints) -> int:
-        """Return how widely to search a new graph so that recall is well above the target.
+        """Return how widely to search a new graph so that recall is slightly above the target.
 
-        Queries are recent ones, or keys of the graph if there were few. They are many because
-        recall is estimated no better than to 0.003 with 256. Recall on live queries corrects the
-        choice later.
+        Widths are tried from the smallest on, in the small steps by which searches are narrowed
+        later. Queries are recent ones, or keys of the graph if there were few; with 256 of them
+        the estimate of recall would be off by 0.003. Recall on live queries corrects the choice
+        later.
         """
         rows = np.linspace(0, len(labels) - 1, min(len(labels), CALIBRATION_QUERIES)).astype(int)
         inside = labels & ((1 << SLOT_BITS) - 1)

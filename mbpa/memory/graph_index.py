@@ -4,9 +4,9 @@ Replacing a node in place, as usearch can, leaves the links of its former neighb
 key that is far from them, and recall falls with every turnover. Here an entry that was overwritten
 or deleted stays in the graph as a way to its neighbours; whoever searches ignores it.
 
-A graph consists of parts, each an index of its own with about as many nodes. Threads fill and
-search them side by side. A search is bound by the latency of main memory, so two parts take
-little more processor time than one, and half of the time by the clock.
+A graph consists of parts of about the same size, each an index of its own, which threads fill and
+search side by side. The latency of main memory limits a search, so with two parts it takes about
+half the time.
 
 Keys are shifted and scaled before they are rounded, which changes no order of distances: 8 bits
 then cover the range in which the keys are, whatever their norms.
@@ -41,7 +41,7 @@ LARGEST_INT8 = 127
 FIRST_ADVICE = 10_000  # nodes from which on huge pages are asked for
 ADVICE_FACTOR = 1.05  # by which a graph grows until they are asked for again
 LARGEST_FLOAT = 1e6  # in units of the range; squares of it must not overflow
-DEVIATIONS = 3.0  # by which a part may hold more of the nearest nodes than its share
+MAX_DEVIATIONS = 3.0  # standard deviations by which a part's nearest nodes may exceed its share
 HASH_FACTOR, HASH_SHIFT = 0x9E3779B97F4A7C15, 40  # spread labels over the parts evenly
 
 
@@ -98,7 +98,7 @@ class Graph:
         Args:
             labels: one per node.
             keys: keys of shape (N, D).
-            use_all_threads: whether each part has a thread of its own.
+            use_all_threads: fill the parts side by side, in one thread each; otherwise one by one.
         """
         if not len(labels):
             return
@@ -111,7 +111,9 @@ class Graph:
                 # With several threads, usearch leaves a few nodes that no search can find.
                 self._parts[number].add(unsigned[chosen], rounded[chosen], threads=1)
 
-        _for_each(fill, range(len(self._parts)), side_by_side=use_all_threads and len(labels) > 1)
+        _run_for_each(
+            fill, range(len(self._parts)), side_by_side=use_all_threads and len(labels) > 1
+        )
         if len(self) >= self._next_advice:
             use_huge_pages()
             self._next_advice = math.ceil(ADVICE_FACTOR * len(self))
@@ -124,11 +126,12 @@ class Graph:
         Args:
             queries: queries of shape (B, D).
             count: number of nodes, of all parts together.
-            expansion: candidates considered by the search of a part.
-            threads: threads per part. With one, all parts are searched side by side.
+            expansion: candidates considered by the search of each part.
+            threads: threads that search a part. With one, all parts are searched side by side,
+                otherwise one after the other.
         """
         rounded, share = self._round(queries), 1 / len(self._parts)
-        most = math.ceil(count * share + DEVIATIONS * math.sqrt(count * share * (1 - share)))
+        most = math.ceil(count * share + MAX_DEVIATIONS * math.sqrt(count * share * (1 - share)))
 
         def find(part: Any) -> Ints:
             part.expansion_search = expansion
@@ -139,7 +142,7 @@ class Graph:
             return labels
 
         used = [part for part in self._parts if len(part)]
-        return np.concatenate(_for_each(find, used, side_by_side=threads == 1), 1)
+        return np.concatenate(_run_for_each(find, used, side_by_side=threads == 1), 1)
 
     def _round(self, keys: Float[Tensor, "N D"]) -> NDArray[Any]:
         wide = torch.float64 if keys.dtype == torch.float64 else torch.float32
@@ -164,9 +167,7 @@ class Graph:
                 part.expansion_add = self.settings.expansion_add  # which loading forgets
 
     def save(self, paths: Sequence[Path]) -> dict[str, Any]:
-        """Write the nodes of each part to a file, and return what `load` needs besides, as JSON
-        values.
-        """
+        """Write each part to a file; return what else `load` needs, as JSON values."""
         for part, path in zip(self._parts, paths, strict=True):
             part.save(path)
             with open(path, "rb") as file:
@@ -200,8 +201,8 @@ class Graph:
                 part.expansion_add = settings.expansion_add  # which loading forgets
         graph.is_sealed = mmap
         if len(graph) != described["nodes"]:
-            told = ", ".join(map(str, paths))
-            raise ValueError(f"{told} must have {described['nodes']} nodes, got {len(graph)}")
+            files = ", ".join(map(str, paths))
+            raise ValueError(f"{files} must have {described['nodes']} nodes, got {len(graph)}")
         return graph
 
 
@@ -230,10 +231,13 @@ def _make_parts(settings: GraphSettings, key_size: int) -> list[Any]:
     ]
 
 
-def _for_each(
+def _run_for_each(
     work: Callable[[Any], Result], items: Sequence[Any], *, side_by_side: bool
 ) -> list[Result]:
-    """Return the result for each item, computed in one thread per item or one after the other."""
+    """Return the result for each item, computed in a thread per item or one after the other.
+
+    If threads cannot be started, the calling thread does their work.
+    """
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 

@@ -320,7 +320,7 @@ def _split(numbers: Float[Tensor, "N D"], bits: int) -> tuple[Tensor, Tensor]:
 
 
 def count_equal(ordered: Int[Tensor, "M"], wanted: Int[Tensor, "*W"]) -> Int[Tensor, "*W"]:
-    """Return how many of the rising numbers `ordered` equal each of the wanted ones."""
+    """Return how often each wanted number occurs in `ordered`, which is sorted."""
     last = torch.searchsorted(ordered, wanted, right=True)
     return last - torch.searchsorted(ordered, wanted)
 
@@ -331,8 +331,8 @@ def count_equal_between(
     first: Int[Tensor, "B"],
     last: Int[Tensor, "B"],
 ) -> Int[Tensor, "B K"]:
-    """Return how many of `numbers`, from the place `first` to before the place `last` of each row,
-    equal each of the wanted ones.
+    """Return how often each wanted number occurs in `numbers[first:last]`, with the bounds of its
+    row.
     """
     distinct, ranks = numbers.unique(return_inverse=True)
     size = len(numbers) + 1

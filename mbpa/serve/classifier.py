@@ -367,7 +367,7 @@ class Classifier:
             )
             for each in lessons
         ]
-        with self._following_refusals():
+        with self._catching_up_on_refusal():
             found = self.journal.find_repeated(rows, request)
         if found is not None:
             self.follow()  # another replica may have written them
@@ -687,7 +687,7 @@ class Classifier:
         change back from the log instead, with those of others that came before it.
         """
         if self._shared is not None:
-            with self._following_refusals():
+            with self._catching_up_on_refusal():
                 yield lambda update: self.follow()
             return
         assert isinstance(self.journal, Journal)
@@ -707,10 +707,10 @@ class Classifier:
             raise
 
     @contextlib.contextmanager
-    def _following_refusals(self) -> Iterator[None]:
-        """Follow the log before a refusal of the journal, which may tell of what others wrote.
+    def _catching_up_on_refusal(self) -> Iterator[None]:
+        """Catch up with the log before passing on a refusal by the journal.
 
-        Whoever was refused then reads what the refusal is about.
+        The cause may be a write of another replica, which the caller can then see here, too.
         """
         try:
             yield

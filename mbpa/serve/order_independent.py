@@ -53,6 +53,11 @@ class OrderIndependentReader:
         """Return the `k` entries nearest to each query, with columns of the head as values.
 
         Equally near entries are ordered by key, then by column.
+
+        Args:
+            queries: keys to search for.
+            k: number of neighbours per query.
+            with_label_counts: also count the entries of each neighbour's label, for `Balanced`.
         """
         k = validation.count("k", k)
         with self.memory.lock:
@@ -65,7 +70,7 @@ class OrderIndependentReader:
                 found = self.memory.count_labels(found)
             columns = found.values if self.columns is None else self.columns[found.values]
             order = self._order(found, columns)[:, :k]
-            ids = found.ids.gather(1, order)
+            ids, counts = found.ids.gather(1, order), found.label_counts
             keys = self.memory.get_keys(ids)
         return replace(
             found,
@@ -76,9 +81,7 @@ class OrderIndependentReader:
             ids=ids,
             slots=found.slots.gather(1, order),
             keys=keys,
-            label_counts=found.label_counts
-            if found.label_counts is None
-            else found.label_counts.gather(1, order),
+            label_counts=None if counts is None else counts.gather(1, order),
         )
 
     def _order(self, found: Neighbors, columns: Int[Tensor, "B R"]) -> Int[Tensor, "B R"]:

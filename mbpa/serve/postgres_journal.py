@@ -259,7 +259,7 @@ class PostgresJournal(SharedJournal):
                 raise JournalError(f"{self._name} holds another run since: restart")
             state = read_state(connection, size)
             parts = list(state.parts)
-        # What is made of it may take longer than a transaction may be idle.
+        # The transaction is over: the caller may take longer than one may be idle.
         self._current_at, self._outage = asked_at, None
         yield replace(state, parts=iter(parts))
 
