@@ -5,8 +5,8 @@ key that is far from them, and recall falls with every turnover. Here an entry t
 or deleted stays in the graph as a way to its neighbours; whoever searches ignores it.
 
 A graph consists of parts of about the same size, each an index of its own, which threads fill and
-search side by side. The latency of main memory limits a search, so with two parts it takes about
-half the time.
+search side by side. With two parts on two cores, a million entries are added in two thirds of the
+time, and reads take about a tenth less time.
 
 Keys are shifted and scaled before they are rounded, which changes no order of distances: 8 bits
 then cover the range in which the keys are, whatever their norms.
