@@ -42,7 +42,7 @@ FIRST_ADVICE = 10_000  # nodes from which on huge pages are asked for
 ADVICE_FACTOR = 1.05  # by which a graph grows until they are asked for again
 LARGEST_FLOAT = 1e6  # in units of the range; squares of it must not overflow
 MAX_DEVIATIONS = 3.0  # standard deviations by which a part's nearest nodes may exceed its share
-HASH_FACTOR, HASH_SHIFT = 0x9E3779B97F4A7C15, 40  # spread labels over the parts evenly
+HASH_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # those of SplitMix64
 
 
 class GraphSettings(NamedTuple):
@@ -103,7 +103,7 @@ class Graph:
         if not len(labels):
             return
         rounded, unsigned = self._round(keys), labels.astype(np.uint64)
-        place = (unsigned * np.uint64(HASH_FACTOR) >> np.uint64(HASH_SHIFT)) % len(self._parts)
+        place = _hash(unsigned) % len(self._parts)
 
         def fill(number: int) -> None:
             chosen = place == number
@@ -229,6 +229,16 @@ def _make_parts(settings: GraphSettings, key_size: int) -> list[Any]:
         )
         for _ in range(settings.parts)
     ]
+
+
+def _hash(labels: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a hash of each label, in which no pattern of the labels remains."""
+    shift = np.uint64(31)
+    mixed = labels ^ (labels >> shift)
+    for factor in HASH_FACTORS:
+        mixed = mixed * np.uint64(factor)
+        mixed = mixed ^ (mixed >> shift)
+    return mixed
 
 
 def _run_for_each(

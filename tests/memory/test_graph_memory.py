@@ -18,7 +18,7 @@ from torch import Tensor
 
 import mbpa
 from mbpa.errors import CheckpointError, MissingExtraError
-from mbpa.memory import GraphMemory, graph, recall
+from mbpa.memory import GraphMemory, graph, graph_index, recall
 from mbpa.memory.graph_index import Graph, GraphSettings
 from mbpa.testing import check_memory
 
@@ -124,6 +124,18 @@ def test_neighbours_that_arrive_in_a_regular_order_are_in_all_parts(parts: int) 
     memory.write(keys.flatten(0, 1), torch.arange(3000))  # every fourth is of the same kind
     assert memory.is_indexed
     assert memory.measure_recall(keys[::10].flatten(0, 1), 40) >= 0.98
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 7])
+@pytest.mark.parametrize("capacity", [1000, 1 << 16, 1 << 20])
+def test_entries_at_regular_intervals_are_spread_over_the_parts(capacity: int, parts: int) -> None:
+    serial = np.arange(3_000_000)
+    labels = ((serial << graph.SLOT_BITS) | (serial % capacity)).astype(np.uint64)
+    for interval in (1, 2, 3, 4, 7, 64, 100, 1000, 1024, 1 << 16):
+        places = graph_index._hash(labels[::interval][:2000]) % parts
+        expected, deviation = len(places) / parts, (len(places) / parts * (1 - 1 / parts)) ** 0.5
+        counts = np.bincount(places.astype(int), minlength=parts)
+        assert abs(counts - expected).max() < 5 * deviation
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])
