@@ -18,7 +18,13 @@ from torch import Tensor
 from mbpa.device import takes_kernels
 from mbpa.memory.base import Memory
 from mbpa.memory.neighbors import Candidates
-from mbpa.memory.ranking import SCRATCH_BYTES, compute_distances, compute_scores, find_smallest
+from mbpa.memory.ranking import (
+    SCRATCH_BYTES,
+    compute_distances,
+    compute_scores,
+    find_smallest,
+    gather_rows,
+)
 from mbpa.memory.two_stage import CoarseKeys
 
 _ROWS = ("_keys", "_values", "_norms")  # one per slot
@@ -93,7 +99,7 @@ class ExactMemory(Memory):
         return self._keys.index_select(0, slots), self._values.index_select(0, slots)
 
     def _get_keys(self, slots: Int[Tensor, "N"]) -> Float[Tensor, "N D"]:
-        return self._keys.index_select(0, slots)
+        return gather_rows(self._keys, slots)
 
     def _get_values(self, slots: Int[Tensor, "N"]) -> Shaped[Tensor, "N *V"]:
         return self._values.index_select(0, slots)

@@ -40,6 +40,7 @@ from mbpa.memory.graph_index import (
     require_usearch,
 )
 from mbpa.memory.neighbors import Candidates, Holdings
+from mbpa.memory.ranking import gather_rows
 from mbpa.memory.recall import RecallMeter, Sample
 from mbpa.memory.ring import Ints, Ring
 from mbpa.memory.schema import parse_schema
@@ -373,7 +374,7 @@ class GraphMemory(Memory):
         return self._keys.index_select(0, slots), self._values.index_select(0, slots)
 
     def _get_keys(self, slots: Int[Tensor, "N"]) -> Float[Tensor, "N D"]:
-        return self._keys.index_select(0, slots)
+        return gather_rows(self._keys, slots)
 
     def _get_values(self, slots: Int[Tensor, "N"]) -> Shaped[Tensor, "N *V"]:
         return self._values.index_select(0, slots)

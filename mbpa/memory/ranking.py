@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mbpa.device import takes_kernels
@@ -189,10 +189,24 @@ def measure_each_query(
         distances, dots = zip(*(measure_each_query(*pair, fetch) for pair in pairs), strict=True)
         return torch.cat(distances), torch.cat(dots)
     keys = fetch(slots)
-    products = torch.bmm(queries[:, None], keys.mT)[:, 0]
+    if keys.device.type != "cpu":
+        products = torch.bmm(queries[:, None], keys.mT)[:, 0]
+        return keys.sub_(queries[:, None]).square_().sum(-1), products
+    # Not by `bmm`: it may wake threads, and rounds differently if there are more candidates.
     size = _count_unthreaded(keys)
-    sums = [part.sub_(queries[:, None]).square_().sum(-1) for part in keys.split(size, 1)]
-    return sums[0] if len(sums) == 1 else torch.cat(sums, 1), products
+    measured = [_measure(queries[:, None], part) for part in keys.split(size, 1)]
+    if len(measured) == 1:
+        return measured[0]
+    distances, dots = zip(*measured, strict=True)
+    return torch.cat(distances, 1), torch.cat(dots, 1)
+
+
+def _measure(
+    queries: Float[Tensor, "B 1 D"], keys: Float[Tensor, "B J D"]
+) -> tuple[Float[Tensor, "B J"], Float[Tensor, "B J"]]:
+    """Return `Σ(h−q)²` and `q·h`; overwrites the keys."""
+    products = (keys * queries).sum(-1)
+    return keys.sub_(queries).square_().sum(-1), products
 
 
 def _count_unthreaded(keys: Float[Tensor, "B J D"]) -> int:
@@ -202,9 +216,26 @@ def _count_unthreaded(keys: Float[Tensor, "B J D"]) -> int:
     more than that, waking a thread takes longer than all the arithmetic.
     """
     most = max(1, keys.shape[1])
-    if keys.device.type != "cpu" or keys.numel() > 4 * NUMBERS_PER_THREAD:
+    if keys.numel() > 4 * NUMBERS_PER_THREAD:
         return most
     return min(most, max(1, (NUMBERS_PER_THREAD - 1) // max(1, len(keys) * keys.shape[2])))
+
+
+def gather_rows(rows: Shaped[Tensor, "N *D"], places: Int[Tensor, "M"]) -> Shaped[Tensor, "M *D"]:
+    """Return the rows in these places, in a new tensor.
+
+    A few are copied by one thread of a CPU. Others would wait actively when they are done, and keep
+    a core from what comes next.
+    """
+    size = math.prod(rows.shape[1:])
+    most = len(places) * size
+    if rows.device.type != "cpu" or not NUMBERS_PER_THREAD <= most <= 4 * NUMBERS_PER_THREAD:
+        return rows.index_select(0, places)
+    found = rows.new_empty((len(places), *rows.shape[1:]))
+    count = max(1, (NUMBERS_PER_THREAD - 1) // size)
+    for some, out in zip(places.split(count), found.split(count), strict=True):
+        torch.index_select(rows, 0, some, out=out)
+    return found
 
 
 def compute_distances(
