@@ -231,8 +231,8 @@ def test_real_exhaustion_is_survived() -> None:
     head = nn.Linear(512, 2000).cuda()
     memory = mbpa.ExactMemory(1000, 512, device="cuda")
     memory.write(torch.randn(1000, 512, device="cuda"), torch.randint(2000, (1000,)).cuda())
-    queries = torch.randn(512, 512, device="cuda")
-    predictor = mbpa.Adapted(mbpa.RMSprop(0.01, 3, initial_square=1.0), k=20)
+    queries = torch.randn(4096, 512, device="cuda")
+    predictor = mbpa.Adapted(mbpa.RMSprop(0.01, 3, initial_square=1.0), k=200)
     expected = mbpa.MbPA(head=head, memory=memory, predictor=predictor)(keys=queries)
     model = mbpa.MbPA(
         head=head,

@@ -55,6 +55,7 @@ QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 MAX_EXPANSION = 2048
 CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 1024, 50  # that choose the first width of searches
 MIN_RECENT_QUERIES = 256  # with fewer, keys take their place
+MIN_PER_SPARED = 10  # entries of a graph per key that takes the place of a query
 WIDENING, NARROWING = 1.25, 1.12  # factors of the width of searches
 AIMED_SHARE = 0.85  # of the misses that the target allows: the aim when a new graph is calibrated
 SPARE_SHARE = 0.7  # of the misses that the target allows; with fewer, searches are narrowed
@@ -551,45 +552,61 @@ class GraphMemory(Memory):
         slots: Ints,
         labels: Ints,
     ) -> None:
-        """Fill a graph without the lock, then swap it for the old ones.
+        """Fill a graph without the lock, then swap it for the old ones."""
+        # Some are added last: until then, they are queries like those to come.
+        order, spared = _order_for_calibration(len(slots))
+        slots, labels = slots[order], labels[order]
+        inside, last = slice(len(slots) - spared), slice(len(slots) - spared, None)
+        if not self._fill(graph, content, slots[inside], labels[inside]):
+            return
+        expansion = self._choose_expansion(graph, content, labels[inside], slots[last])
+        if not self._fill(graph, content, slots[last], labels[last]):
+            return
+        with self._lock:
+            if self._generation is content.generation:
+                self._expansion = expansion
+                self._swap(graph, old, slots, labels)
+
+    def _fill(self, graph: Graph, content: _Content, slots: Ints, labels: Ints) -> bool:
+        """Add entries to a graph without the lock; return whether it was not told to stop.
 
         A key that changes while it is read has another label before the lock is released again, so
         its node is stale from the beginning.
         """
         for start in range(0, len(slots), ENTRIES_PER_STEP):
             if self._is_stopping or self._generation is not content.generation:
-                return
+                return False
             part = slice(start, start + ENTRIES_PER_STEP)
             chosen = content.labels[slots[part]] == labels[part]  # others were overwritten since
             keys = content.keys[torch.from_numpy(slots[part][chosen])]
             # While the graphs are in use, leave processors to those who use them.
             graph.add(labels[part][chosen], keys, use_all_threads=bool(self._unindexed))
-        expansion = self._choose_expansion(graph, content, labels)
-        with self._lock:
-            if self._generation is content.generation:
-                self._expansion = expansion
-                self._swap(graph, old, slots, labels)
+        return True
 
-    def _choose_expansion(self, graph: Graph, content: _Content, labels: Ints) -> int:
+    def _choose_expansion(self, graph: Graph, content: _Content, labels: Ints, spared: Ints) -> int:
         """Return how widely to search a new graph so that recall is slightly above the target.
 
         Widths are tried from the smallest on, in the small steps by which searches are narrowed
-        later. Queries are recent ones, or keys of the graph if there were few; with 256 of them
-        the estimate of recall would be off by 0.003. Recall on live queries corrects the choice
-        later.
+        later. Queries are recent ones or, if there were few, keys that are not in the graph: those
+        in it are found more easily than new ones. With 256 of them the estimate of recall would be
+        off by 0.003. Recall on live queries corrects the choice later.
+
+        Args:
+            labels: of the nodes of the graph.
+            spared: slots of entries that are not in it.
         """
-        rows = np.linspace(0, len(labels) - 1, min(len(labels), CALIBRATION_QUERIES)).astype(int)
-        inside = labels & ((1 << SLOT_BITS) - 1)
         recent = self._meter.get_recent(CALIBRATION_QUERIES)
         if len(recent) >= MIN_RECENT_QUERIES:
             queries = torch.stack(recent)
         else:
-            queries = content.keys[torch.from_numpy(inside[rows])].to(self.distance_dtype)
-        count = int(inside.max()) + 1
+            queries = content.keys[torch.from_numpy(spared)].to(self.distance_dtype)
+        if not len(queries) or not len(labels):
+            return self._expansion
+        count = int((labels & ((1 << SLOT_BITS) - 1)).max()) + 1
         k = min(CALIBRATION_NEIGHBORS, count)
         stored = content.keys[:count], content.norms[:count]
         expected = content.labels[search_all(*stored, queries, k).slots.numpy()]
-        expected[~np.isin(expected, labels)] = -1  # written meanwhile, or in another graph
+        expected[~np.isin(expected, labels)] = -1  # spared, written meanwhile, or in another graph
         if (expected < 0).all():
             return self._expansion
         expansion = self._least_expansion
@@ -681,13 +698,23 @@ class GraphMemory(Memory):
         if recall is None or not self._meter.is_certain:
             return
         before, nodes = self._expansion, sum(map(len, self._graphs.values()))
-        if recall < self.target_recall:
+        missing, error = self.target_recall - recall, self._meter.standard_error
+        if missing > error:
             self._expansion = min(MAX_EXPANSION, math.ceil(before * WIDENING))
-            self._wants_rebuild = self.stale > STALE_SHARE * nodes
-        elif 1 - recall < SPARE_SHARE * (1 - self.target_recall):
+            # A rebuild takes long: not for what may be chance.
+            self._wants_rebuild = missing > 2 * error and self.stale > STALE_SHARE * nodes
+        elif 1 - recall + error < SPARE_SHARE * (1 - self.target_recall):
             self._expansion = max(self._least_expansion, int(before / NARROWING))
         if self._expansion != before:
             self._meter.clear()
+
+
+def _order_for_calibration(count: int) -> tuple[Ints, int]:
+    """Return an order of entries in which those to calibrate with come last, and their number."""
+    spared = min(count // MIN_PER_SPARED, CALIBRATION_QUERIES)
+    is_spared = np.zeros(count, bool)
+    is_spared[np.linspace(0, count - 1, spared).astype(int)] = True
+    return np.argsort(is_spared, kind="stable"), int(is_spared.sum())
 
 
 def _require_cpu(device: torch.device) -> None:

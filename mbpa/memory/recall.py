@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mbpa.memory.ring import Ints
 
-MAX_MEASURED = 256  # queries over which recall is averaged
+MAX_MEASURED = 1024  # queries over which recall is averaged
 MIN_MEASURED = 64  # queries before it is acted upon
 MAX_RECENT = 1024  # queries that are remembered
 SAMPLES_PER_MEASUREMENT = 16  # queries that share a pass over the keys
@@ -47,6 +48,11 @@ class RecallMeter:
     @property
     def recall(self) -> float | None:
         return float(np.mean(self._measured)) if self._measured else None
+
+    @property
+    def standard_error(self) -> float:
+        """How far `recall` is typically off, for it is the mean of a sample."""
+        return float(np.std(self._measured)) / math.sqrt(max(1, len(self._measured)))
 
     @property
     def is_certain(self) -> bool:
