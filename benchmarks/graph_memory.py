@@ -131,7 +131,8 @@ def run_stages(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     memory.write(keys, torch.zeros(entries, dtype=torch.int64))
     del keys
     wait_for_graph(memory)
-    yield {"stage": "built", "seconds": time.perf_counter() - start, **memory.settings}
+    seconds = time.perf_counter() - start
+    yield {"stage": "built", "seconds": seconds, "widths": memory.widths, **memory.settings}
     yield {"stage": "fresh", **measure(memory, sentences, arguments.queries, exact=True)}
     done = 0.0
     while done < arguments.turnovers:
@@ -225,10 +226,11 @@ def measure(
         "recall": recall,
         "recall_on_live_queries": memory.recall,
         "read_ms_median": 1e3 * float(np.median(took.clock)),
+        "read_ms_mean": 1e3 * float(np.mean(took.clock)),
         "read_ms_p99": 1e3 * float(np.quantile(took.clock, 0.99)),
         "read_processor_ms_median": 1e3 * float(np.median(took.processor)),
         "stale": memory.stale,
-        "expansion_search": memory.settings["expansion_search"],
+        "widths": list(memory.widths),
         "load": os.getloadavg()[0],
     }
     if exact:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mbpa.memory import validation
@@ -34,11 +34,14 @@ from mbpa.memory.graph_files import SavedGraphs, read_description, read_saved, w
 from mbpa.memory.graph_index import (
     PRECISIONS,
     SAMPLE_KEYS,
+    Found,
     Graph,
     GraphSettings,
     Precision,
+    join_found,
     require_usearch,
 )
+from mbpa.memory.graph_widths import RANK, Widths, choose_widths
 from mbpa.memory.neighbors import Candidates, Holdings
 from mbpa.memory.ranking import gather_rows
 from mbpa.memory.recall import RecallMeter, Sample
@@ -52,13 +55,13 @@ MAX_GRAPHS = 3
 MAX_PARTS = 4  # by default
 MIN_STALE_NODES = 64
 QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
-MAX_EXPANSION = 2048
-CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 1024, 50  # that choose the first width of searches
+CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 2048, 50  # that choose the first width of searches
 MIN_RECENT_QUERIES = 256  # with fewer, keys take their place
 MIN_PER_SPARED = 10  # entries of a graph per key that takes the place of a query
-WIDENING, NARROWING = 1.25, 1.12  # factors of the width of searches
-AIMED_SHARE = 0.85  # of the misses that the target allows: the aim when a new graph is calibrated
-SPARE_SHARE = 0.7  # of the misses that the target allows; with fewer, searches are narrowed
+WIDENING, NARROWING = 1.25, 1 / 1.12  # factors of the width of searches
+SPARE_CANDIDATES = 1.5  # ranked per candidate needed, since rounded copies mix up near ones
+AIMED_SHARE = 0.6  # of the misses that the target allows: the aim when a new graph is calibrated
+SPARE_SHARE = 0.5  # of the misses that the target allows; with fewer, searches are narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
 
 
@@ -95,7 +98,8 @@ class GraphMemory(Memory):
         exact_below: number of entries up to which reads compare with all of them, and are exact.
         connectivity: links per node (M).
         expansion_add: candidates considered for the links of a new node (efConstruction).
-        expansion_search: candidates considered by a search (ef); grows if recall is too low.
+        expansion_search: least number of candidates that a search considers (ef). How many are
+            needed is tried out when a graph is built, and corrected by recall; see `widths`.
         parts: number of indexes over which a graph is distributed; as many threads fill and search
             them side by side. Default: the number of threads that torch uses, at most 4.
         background: rebuild in a thread. Otherwise the call that makes it necessary waits.
@@ -131,7 +135,7 @@ class GraphMemory(Memory):
         exact_below: int = 10_000,
         connectivity: int = 24,
         expansion_add: int = 128,
-        expansion_search: int = 128,
+        expansion_search: int = 64,
         parts: int | None = None,
         background: bool = True,
     ) -> None:
@@ -152,9 +156,9 @@ class GraphMemory(Memory):
             if parts is None
             else validation.count("parts", parts),
         )
-        self._expansion = validation.count("expansion_search", expansion_search)
+        self._least_width: int = validation.count("expansion_search", expansion_search)
+        self._widths = Widths(self._least_width, self._least_width)
         self._background = background
-        self._least_expansion = self._expansion
         self._meter = RecallMeter()
         self._job: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -202,9 +206,15 @@ class GraphMemory(Memory):
             **self._settings._asdict(),
             "target_recall": self.target_recall,
             "exact_below": self.exact_below,
-            "expansion_search": self._expansion,
+            "expansion_search": self._least_width,
             "background": self._background,
         }
+
+    @property
+    def widths(self) -> Widths:
+        """How many candidates searches consider: for most queries, and for those far away."""
+        with self._lock:
+            return self._widths
 
     def measure_recall(self, queries: Float[Tensor, "B *D"], k: int) -> float:
         """Return the share of the true `k` nearest entries of these queries that a read finds.
@@ -279,6 +289,7 @@ class GraphMemory(Memory):
             description = {
                 "schema": self.schema,
                 "settings": self.settings,
+                "widths": list(self._widths),
                 "next_id": self.next_id,
                 "serial": self._serial,
             }
@@ -328,6 +339,7 @@ class GraphMemory(Memory):
         self._labels[:used] = tensors["labels"].numpy()
         self._homes[:used] = tensors["homes"].numpy()
         self._graphs = dict(enumerate(saved.graphs))
+        self._widths = Widths(*saved.description.get("widths", self._widths))  # not in older ones
         self._serial, self._next_number = saved.description["serial"], len(saved.graphs)
         self._held = len(tensors["ids"])
         is_live = self._norms.isfinite().numpy()
@@ -419,21 +431,34 @@ class GraphMemory(Memory):
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         if self._unindexed or self._held <= self.exact_below or 4 * k >= self._held:
             return self._search_all(queries, k)
-        labels = np.concatenate(
-            [self._search(graph, queries, k) for graph in self._graphs.values() if len(graph)], 1
-        )
-        slots = np.maximum(labels, 0) & ((1 << SLOT_BITS) - 1)
-        slots[(labels < 0) | (self._labels[slots] != labels)] = -1
+        labels, distances = self._search_graphs(queries, k, self._widths.near)
+        is_far = self._widths.find_far(distances)
+        if is_far.any():
+            again = queries[torch.from_numpy(is_far)]
+            labels[is_far] = self._search_graphs(again, k, self._widths.far).labels
         # Without the spare candidates that the base class asks for.
         self._meter.offer(queries, labels, max(1, (k - 8) * 8 // 9), self._serial)
         if self._meter.is_due:
             self._maintain()
+        slots = np.where(labels < 0, -1, labels & ((1 << SLOT_BITS) - 1))
         return Candidates(torch.from_numpy(slots), None)
 
-    def _search(
-        self, graph: Graph, queries: Float[Tensor, "B D"], k: int
-    ) -> Int[np.ndarray, "B J"]:
-        """Return labels of candidates: more of them the more nodes of the graph are stale.
+    def _search_graphs(self, queries: Float[Tensor, "B D"], k: int, width: int) -> Found:
+        """Return candidates among the current entries."""
+        found = join_found(
+            [
+                self._search(graph, queries, k, width)
+                for graph in self._graphs.values()
+                if len(graph)
+            ]
+        )
+        slots = found.labels & ((1 << SLOT_BITS) - 1)  # any slot if there is no label
+        is_stale = (found.labels < 0) | (self._labels[slots % self.capacity] != found.labels)
+        found.labels[is_stale], found.distances[is_stale] = -1, np.inf
+        return found
+
+    def _search(self, graph: Graph, queries: Float[Tensor, "B D"], k: int, width: int) -> Found:
+        """Return more candidates the more nodes of the graph are stale.
 
         The search itself need not be wider for that: the nearest live nodes are as near to the
         query among all nodes as they would be if the others were live, too.
@@ -441,13 +466,13 @@ class GraphMemory(Memory):
         nodes = len(graph)
         excess = max(1.0, nodes / self._held)
         count = math.ceil((2 - graph.live / nodes) * excess * self._widen(k))
-        expansion = max(count, math.ceil(excess * self._expansion))
+        expansion = max(count, math.ceil(excess * width))
         threads = 1 if len(queries) < QUERIES_PER_THREAD else torch.get_num_threads()
         return graph.search(queries, count, expansion=expansion, threads=threads)
 
     def _widen(self, k: int) -> int:
-        """Return how many candidates to rank from their keys: rounded copies mix up near ones."""
-        return 2 * k if self._settings.precision == "int8" else k
+        """Return how many candidates to rank from their keys."""
+        return math.ceil(SPARE_CANDIDATES * k) if self._settings.precision == "int8" else k
 
     def _search_all(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         used = self._used_slots
@@ -559,12 +584,12 @@ class GraphMemory(Memory):
         inside, last = slice(len(slots) - spared), slice(len(slots) - spared, None)
         if not self._fill(graph, content, slots[inside], labels[inside]):
             return
-        expansion = self._choose_expansion(graph, content, labels[inside], slots[last])
+        widths = self._choose_widths(graph, content, labels[inside], slots[last])
         if not self._fill(graph, content, slots[last], labels[last]):
             return
         with self._lock:
             if self._generation is content.generation:
-                self._expansion = expansion
+                self._widths = widths
                 self._swap(graph, old, slots, labels)
 
     def _fill(self, graph: Graph, content: _Content, slots: Ints, labels: Ints) -> bool:
@@ -583,42 +608,43 @@ class GraphMemory(Memory):
             graph.add(labels[part][chosen], keys, use_all_threads=bool(self._unindexed))
         return True
 
-    def _choose_expansion(self, graph: Graph, content: _Content, labels: Ints, spared: Ints) -> int:
-        """Return how widely to search a new graph so that recall is slightly above the target.
+    def _choose_widths(self, graph: Graph, content: _Content, labels: Ints, spared: Ints) -> Widths:
+        """Return how widely to search a new graph so that recall is above the target.
 
-        Widths are tried from the smallest on, in the small steps by which searches are narrowed
-        later. Queries are recent ones or, if there were few, keys that are not in the graph: those
-        in it are found more easily than new ones. With 256 of them the estimate of recall would be
-        off by 0.003. Recall on live queries corrects the choice later.
+        Queries are recent ones or, if there were few, keys that are not in the graph: those in it
+        are found more easily than new ones. Recall on live queries corrects the choice later.
 
         Args:
             labels: of the nodes of the graph.
             spared: slots of entries that are not in it.
         """
         recent = self._meter.get_recent(CALIBRATION_QUERIES)
-        if len(recent) >= MIN_RECENT_QUERIES:
+        is_new = len(recent) >= MIN_RECENT_QUERIES
+        if is_new:
             queries = torch.stack(recent)
         else:
             queries = content.keys[torch.from_numpy(spared)].to(self.distance_dtype)
         if not len(queries) or not len(labels):
-            return self._expansion
+            return self._widths
         count = int((labels & ((1 << SLOT_BITS) - 1)).max()) + 1
         k = min(CALIBRATION_NEIGHBORS, count)
-        stored = content.keys[:count], content.norms[:count]
-        expected = content.labels[search_all(*stored, queries, k).slots.numpy()]
+        keys, norms = content.keys[:count], content.norms[:count]
+        nearest = search_all(keys, norms, queries, k).slots
+        expected = content.labels[nearest.numpy()]
         expected[~np.isin(expected, labels)] = -1  # spared, written meanwhile, or in another graph
         if (expected < 0).all():
-            return self._expansion
-        expansion = self._least_expansion
-        wanted = 1 - AIMED_SHARE * (1 - self.target_recall)
-        while expansion < MAX_EXPANSION and not self._is_stopping:
-            reach = self._widen(k + k // 8 + 8)
-            found = graph.search(queries, reach, expansion=max(reach, expansion), threads=1)
-            hits = (expected[:, :, None] == found[:, None]).any(2)
-            if hits[expected >= 0].mean() >= wanted:
-                break
-            expansion = min(MAX_EXPANSION, math.ceil(NARROWING * expansion))
-        return expansion
+            return self._widths
+        # A spared key is the nearest entry of itself.
+        ranked = nearest[:, min(RANK - is_new, k - 1)]
+        distances = (keys[ranked].to(queries.dtype) - queries).square().sum(1).numpy()
+        reach = self._widen(k + k // 8 + 8)
+
+        def find(rows: Bool[np.ndarray, "B"], width: int) -> Int[np.ndarray, "_ J"]:
+            chosen = queries[torch.from_numpy(rows)]
+            return graph.search(chosen, reach, expansion=max(reach, width), threads=1).labels
+
+        aim = 1 - AIMED_SHARE * (1 - self.target_recall)
+        return choose_widths(find, expected, distances, least=self._least_width, aim=aim)
 
     def _swap(self, graph: Graph, old: list[int], slots: Ints, labels: Ints) -> None:
         slots = slots[self._labels[slots] == labels]
@@ -697,15 +723,15 @@ class GraphMemory(Memory):
         recall = self._meter.recall
         if recall is None or not self._meter.is_certain:
             return
-        before, nodes = self._expansion, sum(map(len, self._graphs.values()))
+        before, nodes = self._widths, sum(map(len, self._graphs.values()))
         missing, error = self.target_recall - recall, self._meter.standard_error
         if missing > error:
-            self._expansion = min(MAX_EXPANSION, math.ceil(before * WIDENING))
+            self._widths = before.scale(WIDENING, self._least_width)
             # A rebuild takes long: not for what may be chance.
             self._wants_rebuild = missing > 2 * error and self.stale > STALE_SHARE * nodes
         elif 1 - recall + error < SPARE_SHARE * (1 - self.target_recall):
-            self._expansion = max(self._least_expansion, int(before / NARROWING))
-        if self._expansion != before:
+            self._widths = before.scale(NARROWING, self._least_width)
+        if self._widths != before:
             self._meter.clear()
 
 

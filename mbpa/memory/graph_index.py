@@ -57,6 +57,20 @@ class GraphSettings(NamedTuple):
     """Indexes over which nodes are distributed."""
 
 
+class Found(NamedTuple):
+    """Nodes that searches found for B queries."""
+
+    labels: Int[np.ndarray, "B J"]
+    """−1 for none."""
+    distances: Float[np.ndarray, "B J"]
+    """Squared, of the rounded copies of the keys."""
+
+
+def join_found(found: Sequence[Found]) -> Found:
+    """Return what several searches for the same queries found."""
+    return Found(*(np.concatenate(each, 1) for each in zip(*found, strict=True)))
+
+
 class Graph:
     """A graph with its own shift and scale of keys; not thread-safe.
 
@@ -120,8 +134,8 @@ class Graph:
 
     def search(
         self, queries: Float[Tensor, "B D"], count: int, *, expansion: int, threads: int
-    ) -> Int[np.ndarray, "B J"]:
-        """Return the labels of about the `count` nearest nodes of each query; −1 for none.
+    ) -> Found:
+        """Return about the `count` nearest nodes of each query.
 
         Args:
             queries: queries of shape (B, D).
@@ -133,16 +147,24 @@ class Graph:
         rounded, share = self._round(queries), 1 / len(self._parts)
         most = math.ceil(count * share + MAX_DEVIATIONS * math.sqrt(count * share * (1 - share)))
 
-        def find(part: Any) -> Ints:
+        def find(part: Any) -> Found:
             part.expansion_search = expansion
             found = part.search(rounded, min(most, count, len(part)), threads=threads)
             labels: Ints = found.keys.reshape(len(queries), -1).astype(np.int64)
+            distances = found.distances.reshape(labels.shape).astype(np.float64) * self._unit**2
             if len(queries) > 1:
-                labels[np.arange(labels.shape[1]) >= found.counts[:, None]] = -1
-            return labels
+                missing = np.arange(labels.shape[1]) >= found.counts[:, None]
+                labels[missing], distances[missing] = -1, np.inf
+            return Found(labels, distances)
 
         used = [part for part in self._parts if len(part)]
-        return np.concatenate(_run_for_each(find, used, side_by_side=threads == 1), 1)
+        found = _run_for_each(find, used, side_by_side=threads == 1)
+        return join_found(found)
+
+    @property
+    def _unit(self) -> float:
+        """The length that is one in the copies of keys."""
+        return self._reach / LARGEST_INT8 if self.settings.precision == "int8" else self._reach
 
     def _round(self, keys: Float[Tensor, "N D"]) -> NDArray[Any]:
         wide = torch.float64 if keys.dtype == torch.float64 else torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 
 import mbpa
+from benchmarks.graph_memory import Sentences
 from mbpa.errors import CheckpointError, MissingExtraError
 from mbpa.memory import GraphMemory, graph, graph_index, recall
 from mbpa.memory.graph_index import Graph, GraphSettings
+from mbpa.memory.graph_widths import Widths, choose_widths
 from mbpa.testing import check_memory
 
 ROOT = Path(__file__).parents[2]
@@ -179,11 +182,11 @@ def test_recall_is_measured_on_live_queries_and_raised_to_the_target(
     fill(memory, 3000)
     assert memory.recall is None
     assert memory.measure_recall(draw(200, 5), 20) >= 0.98  # the graph was tried when it was built
-    memory._expansion = 30
+    memory._widths = Widths(30, 30)
     assert memory.measure_recall(draw(200, 5), 20) < 0.975
     for seed in range(1500):
         memory.read(draw(1, seed), 20)
-    assert memory.settings["expansion_search"] > 60
+    assert memory.widths.near > 60
     measured = memory.measure_recall(draw(200, 5), 20)
     assert measured >= 0.98
     assert memory.recall is not None
@@ -196,10 +199,10 @@ def test_a_search_is_narrowed_again_when_recall_is_more_than_enough(
     monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)
     memory = make(expansion_search=16, target_recall=0.5)
     fill(memory, 3000)
-    memory._expansion = 64
+    memory._widths = Widths(64, 64)
     for seed in range(1000):
         memory.read(draw(1, seed), 20)
-        if memory.settings["expansion_search"] == 16:
+        if memory.widths.near == 16:
             return
     raise AssertionError(memory.settings)
 
@@ -671,3 +674,60 @@ def test_labels_that_run_out_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None
         fill(memory, 400, seed)
     assert memory.is_indexed
     assert find_themselves(memory) >= 0.999
+
+
+def test_far_queries_are_searched_for_more_widely() -> None:
+    sentences = Sentences(6_000, 0)  # one in ten is of no group
+    memory = GraphMemory(
+        6_000,
+        384,
+        precision="float32",  # which ranks no spare candidates
+        connectivity=12,
+        expansion_add=48,
+        expansion_search=16,
+        parts=1,
+        exact_below=0,
+        background=False,
+    )
+    memory.write(sentences.draw(6_000), torch.zeros(6_000, dtype=torch.int64))
+    queries, widths = sentences.draw(1_000), memory.widths
+    assert widths.far > 3 * widths.near
+    assert memory.measure_recall(queries, 20) >= 0.98
+    is_far = widths.find_far(memory._search_graphs(queries, 20, widths.near).distances)
+    assert 0.1 < is_far.mean() < 0.3
+    far = queries[torch.from_numpy(is_far)]
+    found = memory.measure_recall(far, 20)
+    memory._widths = Widths(widths.near, widths.near)
+    assert memory.measure_recall(far, 20) < found - 0.1
+
+
+def test_widths_are_saved_and_copied(tmp_path: Path) -> None:
+    memory = make(3_000)
+    fill(memory, 3_000)
+    memory._widths = Widths(70, 300, 0.25)
+    memory.save(tmp_path / "saved")
+    assert GraphMemory.load(tmp_path / "saved").widths == memory.widths
+    assert copy.deepcopy(memory).widths == memory.widths
+
+
+def test_widths_reach_the_aim_in_sum_and_for_near_queries() -> None:
+    """Near queries find everything; a far one finds `width` of its 100 neighbours."""
+    expected = np.arange(100)[None].repeat(10, 0)
+    distances = np.arange(10.0)
+
+    def find(rows: Any, width: int) -> Any:
+        found = np.full((int(rows.sum()), 100), -1)
+        for row, number in enumerate(np.flatnonzero(rows)):
+            count = 100 if number < 8 else min(100, width)
+            found[row, :count] = np.arange(count)
+        return found
+
+    widths = choose_widths(find, expected, distances, least=10, aim=0.95)
+    assert widths.near == 10
+    assert widths.border == pytest.approx(7.2)
+    assert 75 <= widths.far <= 75 * 1.12  # (8 · 100 + 2 · 75) / 1000 = 0.95
+    assert widths.find_far(np.array([[7.0] * 10, [7.5] * 10])).tolist() == [False, True]
+    assert widths.scale(2, 10)[:2] == (20, 2 * widths.far)
+    assert widths.scale(0.01, 10)[:2] == (10, 10)
+    equal = choose_widths(find, expected, np.ones(10), least=10, aim=0.95)
+    assert equal.near == equal.far
