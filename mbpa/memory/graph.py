@@ -432,7 +432,7 @@ class GraphMemory(Memory):
         if self._unindexed or self._held <= self.exact_below or 4 * k >= self._held:
             return self._search_all(queries, k)
         labels, distances = self._search_graphs(queries, k, self._widths.near)
-        is_far = self._widths.find_far(distances)
+        is_far = self._widths.find_far(distances, self._widen(k))
         if is_far.any():
             again = queries[torch.from_numpy(is_far)]
             labels[is_far] = self._search_graphs(again, k, self._widths.far).labels
@@ -644,7 +644,14 @@ class GraphMemory(Memory):
             return graph.search(chosen, reach, expansion=max(reach, width), threads=1).labels
 
         aim = 1 - AIMED_SHARE * (1 - self.target_recall)
-        return choose_widths(find, expected, distances, least=self._least_width, aim=aim)
+        return choose_widths(
+            find,
+            expected,
+            distances,
+            least=self._least_width,
+            aim=aim,
+            should_stop=lambda: self._is_stopping,
+        )
 
     def _swap(self, graph: Graph, old: list[int], slots: Ints, labels: Ints) -> None:
         slots = slots[self._labels[slots] == labels]

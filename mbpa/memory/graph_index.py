@@ -149,12 +149,15 @@ class Graph:
 
         def find(part: Any) -> Found:
             part.expansion_search = expansion
-            found = part.search(rounded, min(most, count, len(part)), threads=threads)
-            labels: Ints = found.keys.reshape(len(queries), -1).astype(np.int64)
-            distances = found.distances.reshape(labels.shape).astype(np.float64) * self._unit**2
-            if len(queries) > 1:
-                missing = np.arange(labels.shape[1]) >= found.counts[:, None]
-                labels[missing], distances[missing] = -1, np.inf
+            shape = len(queries), min(most, count, len(part))
+            found = part.search(rounded, shape[1], threads=threads)
+            keys = found.keys.reshape(len(queries), -1)  # for one query, only what was found
+            counts = found.counts if len(queries) > 1 else np.array([keys.shape[1]])
+            is_found = np.arange(keys.shape[1]) < counts[:, None]
+            near = found.distances.reshape(keys.shape)[is_found].astype(np.float64)
+            labels, distances = np.full(shape, -1, np.int64), np.full(shape, np.inf)
+            labels[:, : keys.shape[1]][is_found] = keys[is_found]
+            distances[:, : keys.shape[1]][is_found] = near * self._unit**2
             return Found(labels, distances)
 
         used = [part for part in self._parts if len(part)]

@@ -36,9 +36,16 @@ class Widths(NamedTuple):
         )
         return self._replace(near=near, far=far)
 
-    def find_far(self, distances: Float[np.ndarray, "B J"]) -> Bool[np.ndarray, "B"]:
-        """Return which queries are far away, by the squared distances of what was found."""
-        if self.far <= self.near or not distances.shape[1]:
+    def find_far(
+        self, distances: Float[np.ndarray, "B J"], candidates: int = 0
+    ) -> Bool[np.ndarray, "B"]:
+        """Return which queries to search for again.
+
+        Args:
+            distances: squared distances of what was found for each query.
+            candidates: number of candidates that were asked for; a search is at least as wide.
+        """
+        if self.far <= max(self.near, candidates) or not distances.shape[1]:
             return np.zeros(len(distances), bool)
         rank = min(RANK, distances.shape[1]) - 1
         is_far: Bool[np.ndarray, "B"] = np.partition(distances, rank, 1)[:, rank] > self.border
@@ -52,6 +59,7 @@ def choose_widths(
     *,
     least: int,
     aim: float,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Widths:
     """Return the narrowest searches with which recall reaches the aim.
 
@@ -61,6 +69,7 @@ def choose_widths(
         distances: squared distance of each query's tenth neighbour.
         least: the narrowest width to try.
         aim: share of the expected neighbours to find.
+        should_stop: whether to return at once, with any widths.
     """
     border = float(np.quantile(distances, 1 - FAR_SHARE))
     is_far, is_counted = distances > border, expected >= 0
@@ -72,6 +81,8 @@ def choose_widths(
 
     def widen(rows: Bool[np.ndarray, "B"], width: int, wanted: float) -> tuple[int, int]:
         while (hits := count_hits(rows, width)) < wanted and width < MAX_WIDTH:
+            if should_stop():
+                break
             width = min(MAX_WIDTH, math.ceil(STEP * width))
         return width, hits
 

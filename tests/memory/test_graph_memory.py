@@ -731,3 +731,23 @@ def test_widths_reach_the_aim_in_sum_and_for_near_queries() -> None:
     assert widths.scale(0.01, 10)[:2] == (10, 10)
     equal = choose_widths(find, expected, np.ones(10), least=10, aim=0.95)
     assert equal.near == equal.far
+
+
+def test_queries_that_find_less_than_others_are_answered() -> None:
+    """Tight groups with few links: some nodes cannot be reached, and searches find fewer nodes."""
+    generator = torch.Generator().manual_seed(0)
+    groups = 10 * torch.randn(40, DIM, generator=generator)
+    memory = make(4_000, connectivity=3, expansion_add=4, expansion_search=4, parts=3)
+    places = torch.arange(4_000) % 40
+    keys = groups[places] + 0.01 * torch.randn(4_000, DIM, generator=generator)
+    memory.write(keys, places)
+    memory.wait()
+    memory._widths = Widths(4, 200, 0.0)  # every query is far away
+    for count in (1, 2, 3, 9):
+        found = memory.read(keys[:count] + 1e-3, 60)
+        assert found.ids.shape == (count, 60)
+        assert (found.distances.diff(dim=1)[found.mask[:, 1:]] >= 0).all()
+    mixed = torch.cat([keys[:7], 5 * torch.randn(1, DIM, generator=generator)])
+    memory._widths = Widths(4, 200, 1.0)  # only the last one is
+    alone = memory.read(mixed[7:], 20)
+    assert torch.equal(memory.read(mixed, 20).ids[7], alone.ids[0])
