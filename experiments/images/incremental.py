@@ -79,7 +79,7 @@ def stream_of(
     return rows, orders()
 
 
-def moments(task: ImageTask, config: ImagesConfig, seed: int) -> Iterator[Moment]:
+def follow_stream(task: ImageTask, config: ImagesConfig, seed: int) -> Iterator[Moment]:
     """Learn from the stream, and yield at every point."""
     device = task.train.device
     head = make_head(task)
@@ -131,8 +131,9 @@ def run_split(task: ImageTask, config: ImagesConfig, seed: int) -> list[Record]:
     from_memory = {name for name, method in METHODS.items() if method.is_memory_alone}
     records: list[Record] = []
     margins: list[Record] = []
-    for moment in moments(task, config, seed):
-        models, at = config.models(situation_of(moment, task, config)), {"epochs": moment.epochs}
+    for moment in follow_stream(task, config, seed):
+        models = config.models(describe_situation(moment, task, config))
+        at = {"epochs": moment.epochs}
         right = compare_models(models, queries, answers)
         records += record_accuracies(right, groups, {**shared, **at})
         margins += [
@@ -141,7 +142,7 @@ def run_split(task: ImageTask, config: ImagesConfig, seed: int) -> list[Record]:
             if isinstance(model, MarginModel)
         ]
     before = {name: nothing if name in from_memory else start for name in right}
-    records += areas(record_accuracies(before, groups, {**shared, "epochs": 0.0}) + records)
+    records += compute_areas(record_accuracies(before, groups, {**shared, "epochs": 0.0}) + records)
     known: Record = {"method": "parametric", "subset": "pre-trained", "epochs": 0.0, **shared}
     known |= {"made_on": task.made_on}
     return [*records, *margins, {**known, "name": "pretrained_top1", "value": 100 * task.known}]
@@ -164,7 +165,7 @@ def record_accuracies(
     ]
 
 
-def areas(records: list[Record]) -> list[Record]:
+def compute_areas(records: list[Record]) -> list[Record]:
     """Return records of the areas under the curves that these records form."""
     curves: dict[tuple[object, object], list[Record]] = {}
     for record in records:
@@ -225,7 +226,9 @@ def most_queries(queries: Float[Tensor, "Q D"], k: int) -> int:
     return max(1, READ_BYTES[queries.device.type] // (k * queries.shape[1] * queries.itemsize))
 
 
-def situation_of(moment: Moment, task: ImageTask, config: ImagesConfig | None = None) -> Situation:
+def describe_situation(
+    moment: Moment, task: ImageTask, config: ImagesConfig | None = None
+) -> Situation:
     """Return everything that methods can use at this moment.
 
     Args:

@@ -21,11 +21,11 @@ from experiments.experiment import BySeed, Context, run_each_seed
 from experiments.images.config import ImagesConfig
 from experiments.images.incremental import (
     Moment,
+    describe_situation,
     draw_scored_rows,
-    moments,
+    follow_stream,
     predict_in_slices,
     select_scored,
-    situation_of,
 )
 from experiments.images.methods import METHODS
 from experiments.images.presets import PRESETS as IMAGES
@@ -70,7 +70,7 @@ def run(config: NeighbourhoodsConfig, context: Context) -> BySeed:
 
     def run_seed(seed: int) -> list[Record]:
         task = make_image_task(config, context, seed)
-        *_, moment = moments(task, config, seed)
+        *_, moment = follow_stream(task, config, seed)
         return Gallery(task, config, seed, moment, class_names(config, context)).records()
 
     return run_each_seed(config.seeds, context, run_seed)
@@ -98,9 +98,9 @@ class Gallery:
         self.queries, self.answers = select_scored(task, config)
         self.rows = draw_scored_rows(config, getattr(task, f"{config.part}_labels"))
         parts = "train", config.part
-        self.numbers = {part: numbers(task, part) for part in parts}
+        self.numbers = {part: number_images(task, part) for part in parts}
         self.shared: Record = {"split": seed, "part": config.part, "epochs": moment.epochs}
-        models = config.models(situation_of(moment, task, config))
+        models = config.models(describe_situation(moment, task, config))
         model = models[config.adapting]
         assert isinstance(model, mbpa.MbPA), "else the config refuses it"
         self.model = model
@@ -192,7 +192,7 @@ def choose_queries(
     return list(found.values())[:count]
 
 
-def numbers(task: ImageTask, part: str) -> Int[Tensor, "N"]:
+def number_images(task: ImageTask, part: str) -> Int[Tensor, "N"]:
     """Return the number of each image of a part within its class, as the data set counts."""
     classes, order = task.classes.cpu().sort()
     parts = ("train", "validation", "rehearsal") if part in ("train", "validation") else ("test",)

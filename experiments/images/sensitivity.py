@@ -23,11 +23,11 @@ from experiments.images.config import ImagesConfig
 from experiments.images.incremental import (
     Moment,
     compare_models,
-    moments,
+    describe_situation,
+    follow_stream,
     most_queries,
     record_accuracies,
     select_scored,
-    situation_of,
     split_answers,
     stream_of,
 )
@@ -121,9 +121,9 @@ class Study:
         layer.
         """
         records: list[Record] = []
-        for moment in moments(self.task, replace(self.config, lr=lr), self.seed):
+        for moment in follow_stream(self.task, replace(self.config, lr=lr), self.seed):
             models = self.config.models(
-                situation_of(moment, self.task, self.config), with_own_layers=False
+                describe_situation(moment, self.task, self.config), with_own_layers=False
             )
             right = compare_models(models, self.queries, self.answers)
             records += self._accuracies(right, moment, lr=lr)
@@ -134,7 +134,7 @@ class Study:
         config, records = self.config, list[Record]()
         points = tuple(sorted({*config.at, *config.long}))
         wide = replace(config, points=points, capacity=max(config.capacity, *self.sizes))
-        for moment in moments(self.task, wide, self.seed):
+        for moment in follow_stream(self.task, wide, self.seed):
             if moment.epochs in config.at:
                 records += self._by_capacity(moment)
             if len(moment.memory) > config.capacity:
@@ -160,7 +160,7 @@ class Study:
 
     def _by_count(self, moment: Moment) -> list[Record]:
         """Measure methods with other numbers of neighbours and otherwise the same settings."""
-        situation, records = situation_of(moment, self.task, self.config), list[Record]()
+        situation, records = describe_situation(moment, self.task, self.config), list[Record]()
         models: dict[tuple[str, int], Model] = {}
         for name in (name for name, method in self.config.methods.items() if method.settings):
             settings: Any = self.config.settings(name)
@@ -176,7 +176,8 @@ class Study:
         """Measure how far an adaptation moves the layer and the prediction."""
         some = slice(0, self.config.explained)  # queries are in random order
         queries, records = self.queries[some], list[Record]()
-        for name, model in self.config.models(situation_of(moment, self.task, self.config)).items():
+        models = self.config.models(describe_situation(moment, self.task, self.config))
+        for name, model in models.items():
             if not isinstance(model, mbpa.MbPA) or not model.predictor.keys_for:
                 continue  # does not adapt the learning layer
             measured = corrections(model, queries)
@@ -188,7 +189,7 @@ class Study:
         return records
 
     def _answer(self, moment: Moment) -> dict[str, Bool[Tensor, "Q"]]:
-        models = self.config.models(situation_of(moment, self.task, self.config))
+        models = self.config.models(describe_situation(moment, self.task, self.config))
         return compare_models(models, self.queries, self.answers)
 
     def _accuracies(

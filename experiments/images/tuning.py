@@ -32,9 +32,9 @@ from experiments.experiment import BySeed, Context
 from experiments.images.config import ImagesConfig
 from experiments.images.incremental import (
     compare_models,
-    moments,
+    describe_situation,
+    follow_stream,
     select_scored,
-    situation_of,
 )
 from experiments.images.methods import (
     METHODS,
@@ -263,9 +263,9 @@ class ImageSearch:
         """The moment of the stream at which methods that must keep the old classes are judged."""
         config = replace(self.config, points=(self._target_epochs,))
         some = slice(0, SCORED_IMAGES_AT_TARGET)
-        (moment,) = moments(self.task, config, SPLIT)
+        (moment,) = follow_stream(self.task, config, SPLIT)
         keeping = [name for name, method in self.methods.items() if method.keeps_old]
-        situation = situation_of(moment, self.task, self.config)
+        situation = describe_situation(moment, self.task, self.config)
         k = self._find_max_neighbors(keeping)
         return Snapshot(situation, self.queries[some], self.answers[some], k)
 
@@ -291,10 +291,10 @@ class ImageSearch:
     def _take_snapshots(self, lr: float) -> Iterator[Snapshot]:
         some = slice(0, self._scored_images)  # queries are in random order
         k = self._find_max_neighbors(self.methods)
-        for moment in moments(self.task, replace(self.config, lr=lr), SPLIT):
+        for moment in follow_stream(self.task, replace(self.config, lr=lr), SPLIT):
             still = moment.with_capacity(len(moment.memory))  # a copy, since the stream goes on
             still = replace(still, head=copy.deepcopy(moment.head))
-            found = situation_of(still, self.task, self.config)
+            found = describe_situation(still, self.task, self.config)
             yield Snapshot(found, self.queries[some], self.answers[some], k)
 
     def _find_max_neighbors(self, methods: Iterable[str]) -> int:

@@ -142,7 +142,7 @@ class SoftmaxAdaptation:
 
 
 @dataclass(frozen=True)
-class Reach:
+class RecentAdaptation:
     """A memory size, and how MbPA adapts to the neighbours found there."""
 
     memory: int = 5000
@@ -161,9 +161,9 @@ class GatedMixture:
     and how far the steps go. The gate decides per token how much each of them counts.
     """
 
-    first: Reach = field(default_factory=Reach)
-    second: Reach = field(default_factory=Reach)
-    third: Reach = field(default_factory=Reach)
+    first: RecentAdaptation = field(default_factory=RecentAdaptation)
+    second: RecentAdaptation = field(default_factory=RecentAdaptation)
+    third: RecentAdaptation = field(default_factory=RecentAdaptation)
     k: int = 32
     """Number of nearest neighbours from which the gate judges a token's surroundings."""
     ridge: float = 1e-4
@@ -174,7 +174,7 @@ class GatedMixture:
         check_finite(self, positive=(), not_negative=("ridge",))
 
     @property
-    def reaches(self) -> dict[str, Reach]:
+    def reaches(self) -> dict[str, RecentAdaptation]:
         """The adaptations by name; those that equal an earlier one are left out."""
         named = {"first": self.first, "second": self.second, "third": self.third}
         earlier = {reach: name for name, reach in reversed(named.items())}

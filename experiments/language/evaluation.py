@@ -25,7 +25,7 @@ from tqdm import tqdm
 import mbpa
 from experiments.data import END_OF_LINE, Corpus
 from experiments.experiment import Context
-from experiments.language.config import LanguageConfig, Reach, SoftmaxAdaptation
+from experiments.language.config import LanguageConfig, RecentAdaptation, SoftmaxAdaptation
 from experiments.language.dynamic import (
     AdamUpdate,
     DynamicEvaluation,
@@ -56,7 +56,7 @@ from experiments.language.passage import (
     solve_weights,
 )
 from experiments.language.words import (
-    examples,
+    find_improved_words,
     measure_improvements,
     measure_improvements_by_memory,
 )
@@ -95,7 +95,7 @@ PAPER_WEIGHTS = {
     ONE_STEP: {"LSTM": 0.75, "MbPA with one step": 0.1, "cache": 0.15},
 }
 """Mixtures with the weights that were best in the paper."""
-PAPER_REACH = Reach(5000, SoftmaxAdaptation(lr=0.15, steps=1, k=256))
+PAPER_REACH = RecentAdaptation(5000, SoftmaxAdaptation(lr=0.15, steps=1, k=256))
 """The paper's memory and adaptation."""
 COMPARED = {
     BOTH: CACHE,
@@ -210,7 +210,7 @@ def _word_records(test: Text, weights: dict[str, Tensor], gated: dict[str, Tenso
             test.tokens.cpu(), logs[before].cpu(), logs[after].cpu(), window
         )
         if after == BOTH:
-            found += examples(
+            found += find_improved_words(
                 test.corpus, test.retrieval, test.config.combined, logs[before], logs[after]
             )
         where: Record = {"method": after, "against": before, "corpus": test.config.corpus}

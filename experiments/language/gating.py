@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import mbpa
-from experiments.language.config import Cache, GatedMixture, Reach
+from experiments.language.config import Cache, GatedMixture, RecentAdaptation
 from experiments.language.passage import (
     Retrieval,
     make_blocks,
@@ -85,7 +85,7 @@ def score_components(
     base: Retrieval,
     retrievals: Mapping[int, Retrieval],
     mixture: GatedMixture,
-    reaches: Mapping[str, Reach],
+    reaches: Mapping[str, RecentAdaptation],
     cache: Cache | None,
     positions: range,
     engine: mbpa.Engine,
@@ -145,7 +145,7 @@ def _make_context(
 
 
 def _adapt(
-    model: mbpa.MbPA, retrieval: Retrieval, reach: Reach, block: range, span: int
+    model: mbpa.MbPA, retrieval: Retrieval, reach: RecentAdaptation, block: range, span: int
 ) -> Float[Tensor, "B V"]:
     predictor = reach.local.predictor(reach.memory)
     prediction: Tensor = predictor(_make_context(model, retrieval, block, predictor.k, span))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from experiments.language.config import Reach, SoftmaxAdaptation
+from experiments.language.config import RecentAdaptation, SoftmaxAdaptation
 from experiments.search import Search
 
 Setting = TypeVar("Setting")
@@ -24,8 +24,8 @@ class Trial(NamedTuple):
         return self._replace(local=replace(self.local, **changes))
 
     @property
-    def reach(self) -> Reach:
-        return Reach(self.window, self.local)
+    def reach(self) -> RecentAdaptation:
+        return RecentAdaptation(self.window, self.local)
 
     def describe(self) -> str:
         """Describe the settings in words, for a record."""

@@ -29,7 +29,13 @@ from torch.nn import functional
 
 from experiments.data import Corpus
 from experiments.experiment import BySeed, Context
-from experiments.language.config import Cache, Dynamic, LanguageConfig, Reach, SoftmaxAdaptation
+from experiments.language.config import (
+    Cache,
+    Dynamic,
+    LanguageConfig,
+    RecentAdaptation,
+    SoftmaxAdaptation,
+)
 from experiments.language.corpus import read_corpus
 from experiments.language.dynamic import AdamUpdate, DynamicEvaluation, Params, RMSUpdate, Update
 from experiments.language.evaluation import (
@@ -85,7 +91,12 @@ def make_search_config(config: LanguageConfig) -> LanguageConfig:
         mbpa=fresh.mbpa,
         combined=fresh.combined,
         one_step=fresh.one_step,
-        gate=replace(config.gate, first=Reach(), second=Reach(), third=Reach()),
+        gate=replace(
+            config.gate,
+            first=RecentAdaptation(),
+            second=RecentAdaptation(),
+            third=RecentAdaptation(),
+        ),
         dynamic=replace(
             dynamic,
             lr=fresh.dynamic.lr,
@@ -291,7 +302,7 @@ class LanguageSearch:
         return [
             replace(best, segment=segment, lr=_round(a * best.lr))
             for segment, a in options
-            if a >= 1
+            if a >= 1  # lower rates are tried with ε
         ]
 
     def _change_epsilon(self, best: Dynamic) -> list[Dynamic]:

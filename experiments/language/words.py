@@ -107,7 +107,7 @@ def count_before(tokens: Int[Tensor, "T"], window: int) -> Int[Tensor, "T"]:
     return torch.tensor(found)
 
 
-def examples(
+def find_improved_words(
     corpus: Corpus,
     retrieval: Retrieval,
     local: SoftmaxAdaptation,

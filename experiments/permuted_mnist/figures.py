@@ -165,7 +165,7 @@ def _claims(scores: Scores) -> Table:
     assert ewc
     sizes = scores.sizes
 
-    def listed(spreads: Sequence[Spread]) -> str:
+    def join_means(spreads: Sequence[Spread]) -> str:
         return " / ".join(f"{spread.mean:.1f}" for spread in spreads)
 
     beats = [n for n, spread in zip(sizes, ours, strict=True) if spread.mean > ewc.mean]
@@ -181,19 +181,19 @@ def _claims(scores: Scores) -> Table:
         [
             "MbPA beats the MLP",
             _verdict(all(spread.mean > plain.mean for spread in ours)),
-            f"{listed(ours)} against {listed([plain])}",
+            f"{join_means(ours)} against {join_means([plain])}",
         ],
         [
             "MbPA beats EWC for n > 100",
             (_verdict(all(n in beats for n in larger)) if larger else "no such n")
             + (", at 100 too" if 100 in beats else ""),
-            f"{listed(ours)} against {listed([ewc])}",
+            f"{join_means(ours)} against {join_means([ewc])}",
         ],
-        ["it grows with n", _verdict(grows) if ours[1:] else "one n", listed(ours)],
+        ["it grows with n", _verdict(grows) if ours[1:] else "one n", join_means(ours)],
         [
             "memories at random are far worse (by 5 points)",
             _verdict(all(a.mean < b.mean - 5 for a, b in zip(chance, ours, strict=True))),
-            f"{listed(chance)} against {listed(ours)}",
+            f"{join_means(chance)} against {join_means(ours)}",
         ],
         [
             "MbPA + EWC is at least as good as either",
@@ -203,7 +203,7 @@ def _claims(scores: Scores) -> Table:
                 if 0 < len(adds) < len(sizes)
                 else ""
             ),
-            f"{listed(both)}; alone {listed(ours)} and {listed([ewc])}",
+            f"{join_means(both)}; alone {join_means(ours)} and {join_means([ewc])}",
         ],
     ]
     note = "Means are compared; how far seeds differ is in the table above."

@@ -79,7 +79,7 @@ def score_methods(training: Training, place: int, images: int) -> dict[MethodAtS
     scores: dict[MethodAtSize, TaskScores] = defaultdict(TaskScores)
     networks = copy_networks(training, place)
     sizes = range(len(config.memory_per_task))
-    memories = {size: memory_of(training, place, size) for size in sizes}
+    memories = {size: fill_memory(training, place, size) for size in sizes}
     logits = {size: read_stored_logits(training, place, size) for size in sizes}
     models = {
         size: {
@@ -89,7 +89,7 @@ def score_methods(training: Training, place: int, images: int) -> dict[MethodAtS
         }
         for size, memory in memories.items()
     }
-    for part, (tasks, queries, answers) in enumerate(questions(training, place, images)):
+    for part, (tasks, queries, answers) in enumerate(list_questions(training, place, images)):
         for name, network in networks.items():
             scores[name].take(tasks, answers, partial(network, queries))
         for size, memory in memories.items():
@@ -138,7 +138,7 @@ def record_scores(training: Training, scores: dict[MethodAtSize, TaskScores]) ->
     return records
 
 
-def questions(
+def list_questions(
     training: Training, place: int, images: int
 ) -> Iterator[tuple[Int[Tensor, "Q"], Float[Tensor, "Q 784"], Int[Tensor, "Q"]]]:
     """Yield tasks, images and labels of every task so far, in batches that suit the device."""
@@ -163,7 +163,7 @@ def copy_networks(training: Training, place: int) -> dict[MethodAtSize, nn.Seque
     }
 
 
-def memory_of(training: Training, place: int, size: int) -> mbpa.ExactMemory:
+def fill_memory(training: Training, place: int, size: int) -> mbpa.ExactMemory:
     """Return a memory of everything stored so far."""
     keys, labels = training.kept.memory(place, size, training.kept.starts[training.done])
     memory = mbpa.ExactMemory(len(keys), PIXELS, device=keys.device)

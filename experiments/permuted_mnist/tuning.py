@@ -33,8 +33,8 @@ from experiments.permuted_mnist.config import (
 from experiments.permuted_mnist.scoring import (
     TOWARDS_LOGITS,
     attach_logits,
+    fill_memory,
     hold_logits,
-    memory_of,
     random_neighbors,
     read_stored_logits,
 )
@@ -289,7 +289,7 @@ class MnistSearch:
         """Read as many neighbours as any setting needs, for this many images per task."""
         parts = [self._ask(images, task) for task in range(self.config.tasks)]
         queries, answers = (torch.cat(each) for each in zip(*parts, strict=True))
-        memory = memory_of(self.training, 0, size)
+        memory = fill_memory(self.training, 0, size)
         count = min(max(self.grids.counts), len(memory))
         draws = generator(SEARCH_SEED, "random memories", size)
         drawn = random_neighbors(memory, queries, count, draws)

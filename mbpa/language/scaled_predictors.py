@@ -280,7 +280,7 @@ def _make_tensor_on(
 def require_labels(memory: Memory) -> None:
     """Raise `ValueError` unless the values of a memory are labels."""
     if not memory.holds_labels:
-        raise ValueError("a gate is for labels, the memory holds regression targets")
+        raise ValueError("the memory must hold labels, got regression targets")
 
 
 def parse_row(name: str, row: object, width: int) -> tuple[float, ...]:

@@ -22,13 +22,13 @@ from experiments.images import task as task_module
 from experiments.images.incremental import (
     area,
     compare_models,
+    describe_situation,
     fit_known_layer,
+    follow_stream,
     make_head,
-    moments,
     predict_in_slices,
     run_split,
     select_scored,
-    situation_of,
     split_answers,
     stream_of,
 )
@@ -179,7 +179,7 @@ def test_damaged_features_are_computed_anew(context: Context, tmp_path: Path) ->
 
 def test_where_it_is_tested_does_not_change_what_is_learnt(task: ImageTask) -> None:
     often, once = (
-        list(moments(task, replace(SMOKE, points=points), 1))[-1].head.weight
+        list(follow_stream(task, replace(SMOKE, points=points), 1))[-1].head.weight
         for points in ((0.013, 0.1, 0.2, 0.5), (0.5,))
     )
     assert torch.equal(often, once)
@@ -215,7 +215,7 @@ def test_the_memory_holds_what_has_passed_and_the_layer_learns(task: ImageTask) 
     config = replace(SMOKE, points=(0.1, 0.5, 1.5), capacity=2000)
     start = make_head(task)
     sizes, accuracies = [], []
-    for moment in moments(task, config, 1):
+    for moment in follow_stream(task, config, 1):
         entries = moment.memory.entries()
         known = {
             (row.numpy().tobytes(), int(label))
@@ -250,7 +250,7 @@ def test_everything_is_measured_at_every_point(task: ImageTask) -> None:
         pytest.approx(SMOKE.kept.offset)
     ] * 2
     queries, answers = select_scored(task, SMOKE)
-    moment = next(iter(moments(task, SMOKE, 1)))
+    moment = next(iter(follow_stream(task, SMOKE, 1)))
     right = 100 * float((moment.head(queries).argmax(1) == answers).double().mean())
     found = of(records, name="top1", method="parametric", subset="all", epochs=0.1)
     assert found[0]["value"] == pytest.approx(right)
@@ -269,8 +269,8 @@ def test_curves_begin_with_what_is_known_before_the_first_entry(task: ImageTask)
 
 def test_methods_that_share_a_retrieval_answer_as_they_would_alone(task: ImageTask) -> None:
     queries, answers = select_scored(task, SMOKE)
-    moment = next(iter(moments(task, SMOKE, 1)))
-    situation = situation_of(moment, task)
+    moment = next(iter(follow_stream(task, SMOKE, 1)))
+    situation = describe_situation(moment, task)
     settings = {
         "vote": Vote(5),
         "MbPA": ScaledAdaptation(lr=1.0, k=20),
@@ -414,8 +414,8 @@ def test_a_layer_of_roots_says_what_the_layer_of_features_said(
 def test_what_keeps_the_old_classes_adapts_a_layer_of_the_memory_and_holds_new_classes_back(
     task: ImageTask,
 ) -> None:
-    moment = next(iter(moments(task, SMOKE, 1)))
-    situation, queries = situation_of(moment, task), task.test[:50]
+    moment = next(iter(follow_stream(task, SMOKE, 1)))
+    situation, queries = describe_situation(moment, task), task.test[:50]
     entries, known, roots = moment.memory.entries(), fit_known_layer(task).layer, situation.roots
     assert torch.equal(roots.memory.entries().keys, entries.keys.sqrt())
     assert torch.equal(roots.memory.entries().values, entries.values)
@@ -456,8 +456,8 @@ def test_scarce_classes_have_a_method_that_weighs_neighbours_by_the_entries_of_t
 ) -> None:
     config = replace(SMOKE, scarce=0.1, points=(1.0,), balanced=BalancedAdaptation(lr=2.0, k=30))
     assert set(config.methods) == set(METHODS)
-    (moment,) = moments(task, config, 1)
-    situation, queries = situation_of(moment, task), task.test[:40]
+    (moment,) = follow_stream(task, config, 1)
+    situation, queries = describe_situation(moment, task), task.test[:40]
     models = config.models(situation)
     kernel = models["MbPA (balanced)"].predictor.kernel
     plain = ScaledAdaptation(lr=2.0, k=30).predictor(situation.scale)

@@ -33,10 +33,10 @@ from experiments.images import task as task_module
 from experiments.images.config import ImagesConfig
 from experiments.images.incremental import (
     compare_models,
-    moments,
+    describe_situation,
+    follow_stream,
     run_split,
     select_scored,
-    situation_of,
 )
 from experiments.images.methods import (
     WITH_SETTINGS,
@@ -179,9 +179,9 @@ def test_the_search_takes_what_did_best_on_images_that_were_held_out(
         field = WITH_SETTINGS[method].settings
         assert all(settled[f"{field}.{name}"] == best[name] for name in names)
         values = []
-        for moment in moments(task, config, tuning.SPLIT):
+        for moment in follow_stream(task, config, tuning.SPLIT):
             settings = kind(**{name: best[name] for name in names})
-            model = make_model(settings, situation_of(moment, task))
+            model = make_model(settings, describe_situation(moment, task))
             right = compare_models({"": model}, queries, truth[: config.scored])
             values.append(100 * float(right[""].double().mean()))
         assert best["value"] == pytest.approx(sum(values) / len(values))
@@ -232,8 +232,8 @@ def test_what_is_to_keep_the_old_classes_is_judged_by_new_ones_unless_it_loses_t
     queries, truth = task.validation[rows], task.validation_labels[rows]
     vote = Vote(int(settled["vote.k"] or 0), float(settled["vote.bandwidth"] or 0))
     mixed = VoteMixture(*(settled[f"mixture.{name}"] for name in ("k", "bandwidth", "weight")))
-    (moment,) = moments(task, config, tuning.SPLIT)
-    situation = situation_of(moment, task)
+    (moment,) = follow_stream(task, config, tuning.SPLIT)
+    situation = describe_situation(moment, task)
     models = {"vote": make_model(vote, situation), "mixture": make_model(mixed, situation)}
     models |= {
         (k, offset): make_model(PreservingAdaptation(k=k, offset=offset), situation)
@@ -274,8 +274,8 @@ def test_the_margin_is_the_smallest_that_loses_no_more_than_allowed(
     rehearsing: ImageTask, lost: float
 ) -> None:
     config = replace(SMOKE, points=(0.4,), kept=PreservingAdaptation(k=20, lost=lost, offset=9.0))
-    (moment,) = moments(rehearsing, config, 1)
-    situation = situation_of(moment, rehearsing, config)
+    (moment,) = follow_stream(rehearsing, config, 1)
+    situation = describe_situation(moment, rehearsing, config)
     assert situation.rehearsal is not None
     queries, answers = situation.rehearsal.queries, situation.rehearsal.answers
     models = config.models(situation)
@@ -293,7 +293,7 @@ def test_the_margin_is_the_smallest_that_loses_no_more_than_allowed(
     if margin > 0:  # with any smaller one, more is lost
         less = measure(replace(kept, margins=(margin - 1e-3) * _is_new()))
         assert less < min(baseline - lost, highest)
-    alone = situation_of(moment, rehearsing)  # without baselines there is no rehearsal
+    alone = describe_situation(moment, rehearsing)  # without baselines there is no rehearsal
     assert float(config.models(alone)["MbPA (kept)"].margins[-1]) == 9.0
 
 
@@ -333,9 +333,9 @@ def test_the_balance_of_classes_is_searched_with_few_images_of_some(
     assert searched == tuning.make_balance_search_config(searched)
     queries, truth = select_scored(task, searched)
     values = []
-    for moment in moments(task, searched, tuning.SPLIT):
+    for moment in follow_stream(task, searched, tuning.SPLIT):
         settings = BalancedAdaptation(**vars(config.gradient), power=0.5)
-        model = make_model(settings, situation_of(moment, task))
+        model = make_model(settings, describe_situation(moment, task))
         values.append(100 * float((model(queries).argmax(1) == truth).double().mean()))
     assert tried[0.5] == pytest.approx(sum(values) / len(values))
 
@@ -422,8 +422,8 @@ def test_memories_hold_one_epoch_of_images() -> None:
 
 def test_images_that_are_stored_twice_do_not_change_the_scale(task: ImageTask) -> None:
     config = replace(SMOKE, points=(1.0, 3.0), capacity=10_000)
-    for moment in moments(task, config, 1):
-        keys, situation = task.train[moment.passed.unique()], situation_of(moment, task)
+    for moment in follow_stream(task, config, 1):
+        keys, situation = task.train[moment.passed.unique()], describe_situation(moment, task)
         for each, scale in ((keys, situation.scale), (keys.sqrt(), situation.roots.scale)):
             distances = torch.cdist(each, each).fill_diagonal_(torch.inf)
             near = float(distances.amin(1).mean())
@@ -481,7 +481,7 @@ def records(task: ImageTask) -> list[Record]:
 def test_a_smaller_memory_holds_the_last_of_the_stream(
     task: ImageTask, records: list[Record]
 ) -> None:
-    moment = next(iter(moments(task, replace(SENSITIVE, points=(0.5,)), 1)))
+    moment = next(iter(follow_stream(task, replace(SENSITIVE, points=(0.5,)), 1)))
     sizes = dict.fromkeys(r["capacity"] for r in of(records, epochs=0.5) if "capacity" in r)
     assert list(sizes) == [37, 146, 192]  # a tenth, two fifths, and all that has passed
     small = moment.with_capacity(37)
@@ -489,7 +489,7 @@ def test_a_smaller_memory_holds_the_last_of_the_stream(
     assert torch.equal(small.memory.entries().keys, task.train[rows])
     assert torch.equal(small.rows_of(small.memory.ids), rows)
     study = Study(task, SENSITIVE, 1)
-    predictor = SENSITIVE.vote.predictor(situation_of(small, task).scale)
+    predictor = SENSITIVE.vote.predictor(describe_situation(small, task).scale)
     memory = mbpa.ExactMemory(37, SIZE)
     memory.write(task.train[rows], task.train_labels[rows])
     said = mbpa.MbPA(head=moment.head, memory=memory, predictor=predictor)(study.queries)
@@ -503,13 +503,13 @@ def test_only_the_sizes_of_the_memory_go_beyond_its_capacity(task: ImageTask) ->
     found = Study(task, config, 1).stream()
     assert {r["capacity"] for r in found if "capacity" in r} == {37, 146}
     (small,) = of(found, method="memory only", subset="all", name="top1", k=10)
-    moment = next(iter(moments(task, replace(config, points=(0.5,)), 1)))
+    moment = next(iter(follow_stream(task, replace(config, points=(0.5,)), 1)))
     assert len(moment.memory) == 40
     study = Study(task, config, 1)
     model = mbpa.MbPA(
         head=moment.head,
         memory=moment.memory,
-        predictor=replace(config.vote, k=10).predictor(situation_of(moment, task).scale),
+        predictor=replace(config.vote, k=10).predictor(describe_situation(moment, task).scale),
     )
     right = 100 * float((model(study.queries).argmax(1) == study.answers).double().mean())
     assert small["value"] == pytest.approx(right)
@@ -518,8 +518,8 @@ def test_only_the_sizes_of_the_memory_go_beyond_its_capacity(task: ImageTask) ->
 def test_one_retrieval_serves_all_numbers_of_neighbours(
     task: ImageTask, records: list[Record]
 ) -> None:
-    moment = next(iter(moments(task, replace(SENSITIVE, points=(0.5,)), 1)))
-    study, situation = Study(task, SENSITIVE, 1), situation_of(moment, task)
+    moment = next(iter(follow_stream(task, replace(SENSITIVE, points=(0.5,)), 1)))
+    study, situation = Study(task, SENSITIVE, 1), describe_situation(moment, task)
     for method in (name for name in WITH_SETTINGS if name in SENSITIVE.methods):
         settings: Any = SENSITIVE.settings(method)
         for k in (1, 10) if hasattr(settings, "k") else ():
@@ -536,12 +536,12 @@ def test_the_long_run_measures_how_far_things_move(task: ImageTask, records: lis
     assert {r["epochs"] for r in long} == {0.5, 3.0}
     methods = {r["method"] for r in of(long, name="change")}
     assert methods == {"MbPA (RMSprop)", "MbPA (gradient)"}
-    moment = next(iter(moments(task, replace(SENSITIVE, points=(0.5,)), 1)))
+    moment = next(iter(follow_stream(task, replace(SENSITIVE, points=(0.5,)), 1)))
     study, local = Study(task, SENSITIVE, 1), SENSITIVE.gradient
     model = mbpa.MbPA(
         head=moment.head,
         memory=moment.memory,
-        predictor=local.predictor(situation_of(moment, task).scale),
+        predictor=local.predictor(describe_situation(moment, task).scale),
     )
     found = corrections(model, study.queries[:5])
     for query, change, divergence, other in zip(study.queries[:5], *found.values(), strict=True):
@@ -708,7 +708,7 @@ def test_images_are_named_as_the_data_set_counts(task: ImageTask) -> None:
 
 @pytest.fixture
 def gallery(task: ImageTask) -> list[Record]:
-    *_, moment = moments(task, SHOWN, 1)
+    *_, moment = follow_stream(task, SHOWN, 1)
     return neighbourhoods.Gallery(task, SHOWN, 1, moment, NAMES).records()
 
 
@@ -733,7 +733,7 @@ def test_what_is_shown_only_mbpa_got_right(task: ImageTask, gallery: list[Record
 
 
 def test_neighbours_are_the_images_that_were_stored(task: ImageTask, gallery: list[Record]) -> None:
-    *_, moment = moments(task, SHOWN, 1)
+    *_, moment = follow_stream(task, SHOWN, 1)
     numbered = {part: numbers(task, part).tolist() for part in ("train", "test")}
 
     def row_of(part: str, record: Record) -> int:

@@ -40,7 +40,7 @@ from experiments.language.config import (
     Dynamic,
     GatedMixture,
     LanguageConfig,
-    Reach,
+    RecentAdaptation,
     SearchBudget,
     SoftmaxAdaptation,
 )
@@ -69,7 +69,7 @@ from experiments.language.passage import (
     solve_weights,
 )
 from experiments.language.training import train_or_load
-from experiments.language.words import examples, measure_improvements
+from experiments.language.words import find_improved_words, measure_improvements
 from experiments.report import draw_figure, make_sections
 from experiments.results import Record, Result, value_of
 from experiments.tuned_settings import apply_settings
@@ -283,7 +283,10 @@ def test_the_cache_predicts_all_words_as_it_scores_the_actual_one(
 def test_a_gate_mixes_what_the_slow_way_predicts(
     model: LanguageModel, corpus: Corpus, text: Passage
 ) -> None:
-    reaches = {"near": Reach(20, CONFIG.mbpa), "far": Reach(WINDOW, CONFIG.combined)}
+    reaches = {
+        "near": RecentAdaptation(20, CONFIG.mbpa),
+        "far": RecentAdaptation(WINDOW, CONFIG.combined),
+    }
     mixture = GatedMixture(k=6)
     retrievals = {window: retrieve(text, window, 12) for window in (20, WINDOW)}
     positions = range(2, TOKENS, 3)
@@ -319,7 +322,7 @@ def test_a_gate_mixes_what_the_slow_way_predicts(
 
 
 def test_adaptations_that_are_equal_are_mixed_once() -> None:
-    one, other = Reach(7), Reach(8)
+    one, other = RecentAdaptation(7), RecentAdaptation(8)
     assert GatedMixture(one, other, one).reaches == {"first": one, "second": other}
     assert GatedMixture(one, one, one).reaches == {"first": one}
 
@@ -706,7 +709,7 @@ def test_examples_are_the_largest_gains_with_memories_from_before(
 ) -> None:
     after, before = -torch.rand(2, TOKENS).double() - 1
     retrieval = retrieve(text, WINDOW, 8)
-    found = examples(corpus, retrieval, SoftmaxAdaptation(k=8), before, after)
+    found = find_improved_words(corpus, retrieval, SoftmaxAdaptation(k=8), before, after)
     gains = (after - before).tolist()
     assert found[0]["value"] == pytest.approx(max(gains))
     words = [str(record["word"]) for record in found]

@@ -35,9 +35,8 @@ from experiments.permuted_mnist.figures import sections
 from experiments.permuted_mnist.scoring import (
     attach_logits,
     copy_networks,
+    fill_memory,
     hold_logits,
-    memory_of,
-    questions,
     random_neighbors,
     read_stored_logits,
     score_methods,
@@ -261,7 +260,7 @@ def test_a_stopped_run_ends_with_the_records_of_a_whole_one(
 def test_scores_are_those_of_each_method_on_its_own(training: Training) -> None:
     """Sharing one retrieval between methods and tasks changes no score."""
     scores = score_methods(training, 0, 60)
-    networks, memory = copy_networks(training, 0), memory_of(training, 0, 1)
+    networks, memory = copy_networks(training, 0), fill_memory(training, 0, 1)
     assert len(memory) == 3 * 40
     alone = mbpa.MbPA(head=networks["MLP", None], memory=memory, predictor=TINY.alone.predictor(1))
     on_replay = mbpa.MbPA(
@@ -277,14 +276,14 @@ def test_scores_are_those_of_each_method_on_its_own(training: Training) -> None:
         queries, answers = training.streams.queries(0, task, 60)
         right = float((parametric(queries).argmax(1) == answers).double().mean())
         assert scores["EWC", None].accuracies[task] == pytest.approx(right)
-    assert sum(len(answers) for _, _, answers in questions(training, 0, 60)) == 180
+    assert sum(len(answers) for _, _, answers in list_questions(training, 0, 60)) == 180
 
 
 def test_logits_to_adapt_to_are_those_of_the_time_of_storing(
     training: Training,
 ) -> None:
     """The model of the method `(logits)` is a plain one on a memory of logits."""
-    networks, memory = copy_networks(training, 0), memory_of(training, 0, 1)
+    networks, memory = copy_networks(training, 0), fill_memory(training, 0, 1)
     group = next(group for group in training.groups if group.method == "DER++")
     index = [network.size for network in group.networks].index(1)
     logits = read_stored_logits(training, 0, 1)
@@ -321,7 +320,7 @@ def test_logits_to_adapt_to_are_those_of_the_time_of_storing(
 
 
 def test_memories_at_random_are_entries_of_the_memory(training: Training) -> None:
-    memory = memory_of(training, 0, 1)
+    memory = fill_memory(training, 0, 1)
     queries, _ = training.streams.queries(0, 0, 50)
     found = random_neighbors(memory, queries, 30, torch.Generator().manual_seed(0))
     entries = memory.entries()

@@ -202,7 +202,7 @@ def test_wrong_settings_are_refused() -> None:
         Gated(ScaledAdapted(), ScaledVote(), gate=make_gate(0.0, 0.0))
     with pytest.raises(ValueError, match="features must have 12 columns"):
         fit_gate(torch.ones(3, 4), torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="a gate is for labels"):
+    with pytest.raises(ValueError, match="the memory must hold labels"):
         mbpa.MbPA(
             head=nn.Linear(SIZE, 1).eval(),
             memory=mbpa.ExactMemory(4, SIZE, value_shape=(1,), value_dtype=torch.float32),
