@@ -22,7 +22,7 @@ LAYERS = ("0", "2", "4")
 SEARCH_SEED = 1000
 """Seed of the search for settings; no run uses it."""
 BY_SIZE = ("der_alpha", "der_beta", "vote_k", "vote_bandwidth")
-LOCALS = ("alone", "random", "on_ewc", "on_replay", "on_der", "on_der_logits")
+LOCALS = ("alone", "random", "on_ewc", "on_replay", "on_der", "on_der_logits", "on_der_shortcut")
 """Fields of the config that have one value per memory size, and those composed of such fields."""
 
 Number = TypeVar("Number", int, float)
@@ -130,6 +130,14 @@ class PermutedMnistConfig:
     on_der_logits: AdaptationBySize = field(default_factory=lambda: AdaptationBySize(lr=(0.001,)))
     """The same, but adapting to the stored logits of the neighbours by squared error, not to their
     labels. Rates are smaller, since logits are farther apart than probabilities.
+    """
+    on_der_shortcut: AdaptationBySize = field(
+        default_factory=lambda: AdaptationBySize(
+            lr=(1.0,), steps=(10,), k=(32,), bandwidth=(5.0,), layers=(1,)
+        )
+    )
+    """The same, but only one more layer adapts, from the outputs of the first layer to the logits;
+    neighbours are found by these outputs, in units of their mean length.
     """
     switching: bool = True
     """Also run a stream whose task changes every `switch_every` examples."""

@@ -27,12 +27,13 @@ COLORS = {
     "MbPA + replay": "#762a83",
     "MbPA + DER++": "#2166ac",
     "MbPA + DER++ (logits)": "#67a9cf",
+    "MbPA + DER++ (shortcut)": "#1a9850",
 }
 SHADES = ("#f4a582", "#e5735c", "#c8303a", "#8e0f26")
 """Colours of MbPA, by memory size."""
 REHEARSING = ("replay", "DER++", "A-GEM")
 ON_MEMORY = ("kernel vote", "random memories", "MbPA")
-ON_DER = ("MbPA + DER++", "MbPA + DER++ (logits)")
+ON_DER = ("MbPA + DER++", "MbPA + DER++ (logits)", "MbPA + DER++ (shortcut)")
 COMBINED = ("MbPA + EWC", "MbPA + replay", *ON_DER)
 SIZED = (*REHEARSING, *ON_MEMORY, *COMBINED)
 ERRORS = (4, 5, 6, 8, 10, 15, 20, 30, 50)

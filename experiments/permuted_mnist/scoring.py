@@ -1,7 +1,8 @@
 """The accuracy of every method on all tasks so far, with one retrieval per memory.
 
 Each memory size has two memories with the same images as keys: one holds their labels, the other
-the logits that the network trained by DER++ returned for them when they were stored.
+the logits that the network trained by DER++ returned for them when they were stored. A third has
+the outputs of that network's first layer as keys (`Shortcut`), computed from the same images.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from experiments.results import Record
 
 MAX_QUERIES = {"cuda": 10_000, "cpu": 1_000}  # at a time
 TOWARDS_LOGITS = "MbPA + DER++ (logits)"
+WITH_SHORTCUT = "MbPA + DER++ (shortcut)"
 DRAWN = ("random memories", "MbPA", "MbPA + EWC")
 """Methods with a memory that figures show after every task; the others are scored at the end."""
 MethodAtSize = tuple[str, int | None]
@@ -89,6 +91,11 @@ def score_methods(training: Training, place: int, images: int) -> dict[MethodAtS
         }
         for size, memory in memories.items()
     }
+    shortcuts = {
+        size: Shortcut(networks["DER++", size], memories[size].entries().keys, stored)
+        for size, stored in logits.items()
+        if stored is not None and training.is_over
+    }
     for part, (tasks, queries, answers) in enumerate(list_questions(training, place, images)):
         for name, network in networks.items():
             scores[name].take(tasks, answers, partial(network, queries))
@@ -110,6 +117,12 @@ def score_methods(training: Training, place: int, images: int) -> dict[MethodAtS
                 if not part and queries.is_cuda:
                     predict()  # compile kernels before timing
                 scores[method, size].take(tasks, answers, predict, needed)
+            if shortcut := shortcuts.get(size):
+                local = config.on_der_shortcut.predictor(size)
+                predict = partial(shortcut.predict, local, queries)
+                if not part and queries.is_cuda:
+                    predict()
+                scores[WITH_SHORTCUT, size].take(tasks, answers, predict)
     return scores
 
 
@@ -203,6 +216,61 @@ def hold_logits(memory: mbpa.Memory, logits: Float[Tensor, "N 10"]) -> mbpa.Exac
 def attach_logits(neighbors: mbpa.Neighbors, logits: Float[Tensor, "N 10"]) -> mbpa.Neighbors:
     """Return neighbours that were read from a memory of labels, with their logits as values."""
     return replace(neighbors, values=logits[neighbors.ids.to(logits.device)])
+
+
+class Shortcut:
+    """A network with one more layer, which alone adapts: from its first layer to its logits.
+
+    Without neighbours this layer is zero. It adapts to what the network now lacks of the logits
+    that were stored with them. They are found by the outputs of the first layer, which are computed
+    with the network as it is now, so nothing more is stored.
+
+    Args:
+        network: an MLP.
+        images: the stored images.
+        logits: what was stored with them.
+    """
+
+    def __init__(
+        self,
+        network: nn.Sequential,
+        images: Float[Tensor, "N 784"],
+        logits: Float[Tensor, "N 10"],
+    ) -> None:
+        self.network = network
+        with torch.no_grad():
+            outputs, missing = network[:2](images), logits - network(images)
+        self._unit = outputs.square().sum(1).mean().sqrt().clamp_min(1e-6)
+        self._layer = nn.Linear(outputs.shape[1], CLASSES, bias=False, device=images.device)
+        nn.init.zeros_(self._layer.weight)
+        self.memory = mbpa.ExactMemory(
+            len(images),
+            outputs.shape[1],
+            value_shape=(CLASSES,),
+            value_dtype=logits.dtype,
+            device=images.device,
+        )
+        self.memory.write(outputs / self._unit, missing)
+
+    @torch.no_grad()
+    def describe(self, images: Float[Tensor, "Q 784"]) -> Float[Tensor, "Q H"]:
+        """Return the keys of images."""
+        keys: Tensor = self.network[:2](images) / self._unit
+        return keys
+
+    @torch.no_grad()
+    def predict(
+        self,
+        local: mbpa.Adapted,
+        images: Float[Tensor, "Q 784"],
+        neighbors: mbpa.Neighbors | None = None,
+    ) -> Float[Tensor, "Q 10"]:
+        """Return logits after an adaptation; its choice of layers does not matter."""
+        model = mbpa.MbPA(
+            head=self._layer, memory=self.memory, predictor=replace(local, params=None)
+        )
+        logits: Tensor = self.network(images)
+        return logits + model(keys=self.describe(images), neighbors=neighbors)
 
 
 def _models(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -32,6 +33,8 @@ from experiments.permuted_mnist.config import (
 )
 from experiments.permuted_mnist.scoring import (
     TOWARDS_LOGITS,
+    WITH_SHORTCUT,
+    Shortcut,
     attach_logits,
     fill_memory,
     hold_logits,
@@ -63,9 +66,12 @@ METHOD_OF = {
     "on_replay": "MbPA + replay",
     "on_der": "MbPA + DER++",
     "on_der_logits": TOWARDS_LOGITS,
+    "on_der_shortcut": WITH_SHORTCUT,
 }
 START: Setting = {"k": 10, "bandwidth": 0.0, "decay": 0.0, "layers": 3}
 """The adaptation with which rates and steps are first compared."""
+SHORTCUT_START: Setting = {"k": 10, "bandwidth": 5.0, "decay": 0.0, "layers": 1}
+"""The same for one more layer, whose inputs have unit length on average."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ class Grids:
     rates: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
     logit_rates: tuple[float, ...] = (3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 0.01)
     """Rates of the adaptation to logits."""
+    shortcut_rates: tuple[float, ...] = (0.1, 0.3, 1.0, 2.0)
+    """Rates of the additional layer."""
     steps: tuple[int, ...] = (1, 2, 5, 10, 20)
     counts: tuple[int, ...] = (5, 10, 20, 32, 64, 128)
     """Numbers of neighbours."""
@@ -85,9 +93,12 @@ class Grids:
     decays: tuple[float, ...] = (0.0, 0.02, 0.1, 0.3)
     layers: tuple[int, ...] = (1, 2, 3)
 
-    def pair_rates_with_steps(self, k: float, to_logits: bool = False) -> list[Setting]:
-        """Return the rates and steps worth trying with this many neighbours."""
-        pairs = itertools.product(self.logit_rates if to_logits else self.rates, self.steps)
+    def pair_rates_with_steps(self, k: float, name: str = "") -> list[Setting]:
+        """Return the rates and steps worth trying with this many neighbours, for the adaptation
+        with this name.
+        """
+        own = {"on_der_logits": self.logit_rates, "on_der_shortcut": self.shortcut_rates}
+        pairs = itertools.product(own.get(name, self.rates), self.steps)
         return [{"lr": lr, "steps": steps} for lr, steps in pairs if _is_affordable(k, steps)]
 
     def pair_counts_with_kernels(self, steps: float) -> list[Setting]:
@@ -95,9 +106,11 @@ class Grids:
         pairs = itertools.product(self.counts, self.bandwidths)
         return [{"k": k, "bandwidth": width} for k, width in pairs if _is_affordable(k, steps)]
 
-    def pair_decays_with_layers(self) -> list[Setting]:
-        """Return the pulls back and the numbers of layers that adapt."""
-        pairs = itertools.product(self.decays, self.layers)
+    def pair_decays_with_layers(self, name: str = "") -> list[Setting]:
+        """Return the pulls back and the numbers of layers that adapt, for the adaptation with this
+        name.
+        """
+        pairs = itertools.product(self.decays, (1,) if name == "on_der_shortcut" else self.layers)
         return [{"decay": decay, "layers": layers} for decay, layers in pairs]
 
     def pair_der_weights(self) -> list[Setting]:
@@ -114,9 +127,11 @@ class Grids:
         """Return the maximum number of settings to try with this many memory sizes."""
         steps, kernels = len(self.rates) * len(self.steps), len(self.counts) * len(self.bandwidths)
         adaptation = 2 * steps + kernels + len(self.pair_decays_with_layers())
-        fewer = 2 * (len(self.rates) - len(self.logit_rates)) * len(self.steps)
+        fewer = 2 * len(self.steps) * (len(self.rates) - len(self.logit_rates))
+        fewer += 2 * len(self.steps) * (len(self.rates) - len(self.shortcut_rates))
+        fewer += len(self.decays) * (len(self.layers) - 1)
         others = len(self.pair_der_weights()) + len(self.pair_vote_settings()) + steps
-        return len(self.ewc_strengths) + sizes * (5 * adaptation - fewer + others)
+        return len(self.ewc_strengths) + sizes * (6 * adaptation - fewer + others)
 
 
 def _is_affordable(k: float, steps: float) -> bool:
@@ -190,13 +205,29 @@ class Questions:
     nearest: mbpa.Neighbors
     drawn: mbpa.Neighbors
     """Neighbours drawn at random."""
+    shortcut: Shortcut | None = None
+    """The head with one more layer, if that alone is to adapt."""
 
     def measure_accuracy(
-        self, head: nn.Module, predictor: mbpa.Predictor, at_random: bool = False
+        self, head: nn.Module, predictor: mbpa.Adapted | mbpa.NeighborVote, at_random: bool = False
     ) -> float:
         """Return a predictor's accuracy, the mean over tasks since all have equally many images."""
+        if self.shortcut is not None and isinstance(predictor, mbpa.Adapted):
+            found = self.shortcut.predict(predictor, self.queries, self._near_shortcut)
+            return self._count_right(found)
         model = mbpa.MbPA(head=head, memory=self.memory, predictor=predictor)
         found = model(keys=self.queries, neighbors=self.drawn if at_random else self.nearest)
+        return self._count_right(found)
+
+    @cached_property
+    def _near_shortcut(self) -> mbpa.Neighbors | None:
+        """Neighbours in the shortcut's memory, read once."""
+        if self.shortcut is None:
+            return None
+        count = min(self.nearest.mask.shape[1], len(self.shortcut.memory))
+        return self.shortcut.memory.read(self.shortcut.describe(self.queries), count)
+
+    def _count_right(self, found: Float[Tensor, "Q 10"]) -> float:
         return float((found.argmax(1) == self.answers).double().mean())
 
 
@@ -248,7 +279,12 @@ class MnistSearch:
             memory=hold_logits(labels.memory, logits),
             nearest=attach_logits(labels.nearest, logits),
         )
-        for name, questions in {"on_der": labels, "on_der_logits": towards}.items():
+        extended = replace(labels, shortcut=Shortcut(head, labels.memory.entries().keys, logits))
+        for name, questions in {
+            "on_der": labels,
+            "on_der_logits": towards,
+            "on_der_shortcut": extended,
+        }.items():
             best = self._choose_adaptation(questions, name, size, head, TOLERANCE_ON_DER)
             self._record_choice(best, size, f"{name}.")
 
@@ -304,14 +340,14 @@ class MnistSearch:
         tolerance: float = ACCURACY_TOLERANCE,
     ) -> Setting:
         """Return the cheapest of the adaptations tried that are as good as the best."""
-        grids, best, method = self.grids, START, METHOD_OF[name]
-        to_logits = name == "on_der_logits"
+        grids, method = self.grids, METHOD_OF[name]
+        best = SHORTCUT_START if name == "on_der_shortcut" else START
         tried: list[tuple[Setting, float]] = []
         stages: tuple[Callable[[], list[Setting]], ...] = (
-            lambda: grids.pair_rates_with_steps(best["k"], to_logits),
+            lambda: grids.pair_rates_with_steps(best["k"], name),
             lambda: grids.pair_counts_with_kernels(best["steps"]),
-            lambda: grids.pair_rates_with_steps(best["k"], to_logits),
-            grids.pair_decays_with_layers,
+            lambda: grids.pair_rates_with_steps(best["k"], name),
+            lambda: grids.pair_decays_with_layers(name),
         )
         for list_settings in stages:
             found = self._try(

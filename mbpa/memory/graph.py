@@ -431,11 +431,16 @@ class GraphMemory(Memory):
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         if self._unindexed or self._held <= self.exact_below or 4 * k >= self._held:
             return self._search_all(queries, k)
-        labels, distances = self._search_graphs(queries, k, self._widths.near)
-        is_far = self._widths.find_far(distances, self._widen(k))
+        wanted = self._widen(k)
+        labels, distances = self._search_graphs(queries, wanted, self._widths.near)
+        is_far = self._widths.find_far(distances, wanted)
         if is_far.any():
             again = queries[torch.from_numpy(is_far)]
-            labels[is_far] = self._search_graphs(again, k, self._widths.far).labels
+            wide = self._search_graphs(again, wanted, self._widths.far)
+            labels[is_far], distances[is_far] = wide
+        if labels.shape[1] > wanted:  # parts and graphs return some to spare, and stale nodes
+            nearest = np.argpartition(distances, wanted - 1, 1)[:, :wanted]
+            labels = np.take_along_axis(labels, nearest, 1)
         # Without the spare candidates that the base class asks for.
         self._meter.offer(queries, labels, max(1, (k - 8) * 8 // 9), self._serial)
         if self._meter.is_due:
@@ -443,21 +448,16 @@ class GraphMemory(Memory):
         slots = np.where(labels < 0, -1, labels & ((1 << SLOT_BITS) - 1))
         return Candidates(torch.from_numpy(slots), None)
 
-    def _search_graphs(self, queries: Float[Tensor, "B D"], k: int, width: int) -> Found:
-        """Return candidates among the current entries."""
-        found = join_found(
-            [
-                self._search(graph, queries, k, width)
-                for graph in self._graphs.values()
-                if len(graph)
-            ]
-        )
+    def _search_graphs(self, queries: Float[Tensor, "B D"], count: int, width: int) -> Found:
+        """Return at least `count` candidates among the current entries, if they can be found."""
+        graphs = [graph for graph in self._graphs.values() if len(graph)]
+        found = join_found([self._search(graph, queries, count, width) for graph in graphs])
         slots = found.labels & ((1 << SLOT_BITS) - 1)  # any slot if there is no label
         is_stale = (found.labels < 0) | (self._labels[slots % self.capacity] != found.labels)
         found.labels[is_stale], found.distances[is_stale] = -1, np.inf
         return found
 
-    def _search(self, graph: Graph, queries: Float[Tensor, "B D"], k: int, width: int) -> Found:
+    def _search(self, graph: Graph, queries: Float[Tensor, "B D"], count: int, width: int) -> Found:
         """Return more candidates the more nodes of the graph are stale.
 
         The search itself need not be wider for that: the nearest live nodes are as near to the
@@ -465,10 +465,9 @@ class GraphMemory(Memory):
         """
         nodes = len(graph)
         excess = max(1.0, nodes / self._held)
-        count = math.ceil((2 - graph.live / nodes) * excess * self._widen(k))
-        expansion = max(count, math.ceil(excess * width))
+        more = math.ceil((2 - graph.live / nodes) * excess * count)
         threads = 1 if len(queries) < QUERIES_PER_THREAD else torch.get_num_threads()
-        return graph.search(queries, count, expansion=expansion, threads=threads)
+        return graph.search(queries, more, expansion=math.ceil(excess * width), threads=threads)
 
     def _widen(self, k: int) -> int:
         """Return how many candidates to rank from their keys."""
@@ -641,7 +640,7 @@ class GraphMemory(Memory):
 
         def find(rows: Bool[np.ndarray, "B"], width: int) -> Int[np.ndarray, "_ J"]:
             chosen = queries[torch.from_numpy(rows)]
-            return graph.search(chosen, reach, expansion=max(reach, width), threads=1).labels
+            return graph.search(chosen, reach, expansion=width, threads=1).labels
 
         aim = 1 - AIMED_SHARE * (1 - self.target_recall)
         return choose_widths(

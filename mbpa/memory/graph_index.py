@@ -140,7 +140,7 @@ class Graph:
         Args:
             queries: queries of shape (B, D).
             count: number of nodes, of all parts together.
-            expansion: candidates considered by the search of each part.
+            expansion: candidates considered by the search of each part, or more if more are needed.
             threads: threads that search a part. With one, all parts are searched side by side,
                 otherwise one after the other.
         """
@@ -148,8 +148,8 @@ class Graph:
         most = math.ceil(count * share + MAX_DEVIATIONS * math.sqrt(count * share * (1 - share)))
 
         def find(part: Any) -> Found:
-            part.expansion_search = expansion
             shape = len(queries), min(most, count, len(part))
+            part.expansion_search = max(expansion, shape[1])
             found = part.search(rounded, shape[1], threads=threads)
             keys = found.keys.reshape(len(queries), -1)  # for one query, only what was found
             counts = found.counts if len(queries) > 1 else np.array([keys.shape[1]])

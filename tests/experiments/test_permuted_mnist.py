@@ -33,10 +33,12 @@ from experiments.permuted_mnist.config import (
 )
 from experiments.permuted_mnist.figures import sections
 from experiments.permuted_mnist.scoring import (
+    Shortcut,
     attach_logits,
     copy_networks,
     fill_memory,
     hold_logits,
+    list_questions,
     random_neighbors,
     read_stored_logits,
     score_methods,
@@ -49,6 +51,7 @@ from experiments.workspace import Workspace
 ROOT = Path(__file__).parents[2]
 METHODS = ["MLP", "EWC", "replay", "DER++", "A-GEM", "kernel vote", "random memories", "MbPA"]
 METHODS += ["MbPA + EWC", "MbPA + replay", "MbPA + DER++", "MbPA + DER++ (logits)"]
+METHODS += ["MbPA + DER++ (shortcut)"]
 DRAWN_AFTER_EVERY_TASK = {*METHODS[:5], "random memories", "MbPA", "MbPA + EWC"}
 TINY = replace(
     PRESETS["smoke"],
@@ -319,6 +322,37 @@ def test_logits_to_adapt_to_are_those_of_the_time_of_storing(
     assert (nearer(memory.entries().keys) - logits).square().mean() < 0.9 * before
 
 
+def test_a_shortcut_adapts_to_what_the_network_lacks_of_the_stored_logits(
+    training: Training,
+) -> None:
+    network, memory = copy_networks(training, 0)["DER++", 1], fill_memory(training, 0, 1)
+    images, logits = memory.entries().keys, read_stored_logits(training, 0, 1)
+    assert logits is not None
+    shortcut = Shortcut(network, images, logits)
+    queries, answers = training.streams.queries(0, 2, 60)
+    local = mbpa.Adapted(mbpa.Gradient(0.5, 3), k=7, kernel=mbpa.gaussian(2.0))
+    lengths = network[:2](images).square().sum(1)
+    keys, asked = (network[:2](each) / lengths.mean().sqrt() for each in (images, queries))
+    expected = []
+    with torch.no_grad():
+        for query, key in zip(queries, asked, strict=True):  # step by step, one query at a time
+            squares = (keys - key).square().sum(1)
+            near = squares.argsort()[:7]
+            weights = (-squares[near] / (2 * 2.0**2)).softmax(0)
+            layer = torch.zeros(10, keys.shape[1])
+            for _ in range(3):
+                output = network(images[near]) + keys[near] @ layer.T
+                layer -= 0.5 * (weights[:, None] * (output - logits[near])).T @ keys[near]
+            expected.append(network(query) + layer @ key)
+    found = shortcut.predict(local, queries)
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-3, rtol=1e-3)
+    given = shortcut.memory.read(shortcut.describe(queries), 20)
+    torch.testing.assert_close(shortcut.predict(local, queries, given), found)
+    scores = score_methods(training, 0, 60)["MbPA + DER++ (shortcut)", 1]
+    right = shortcut.predict(TINY.on_der_shortcut.predictor(1), queries).argmax(1) == answers
+    assert scores.accuracies[2] == pytest.approx(float(right.double().mean()), abs=0.04)
+
+
 def test_memories_at_random_are_entries_of_the_memory(training: Training) -> None:
     memory = fill_memory(training, 0, 1)
     queries, _ = training.streams.queries(0, 0, 50)
@@ -400,6 +434,7 @@ GRIDS = tuning.Grids(
     der_betas=(0.5, 1.0),
     rates=(0.1, 0.3),
     logit_rates=(0.001, 0.01),
+    shortcut_rates=(0.3, 1.0),
     steps=(1, 3),
     counts=(5, 10),
     bandwidths=(0.0, 2.0),
@@ -430,6 +465,10 @@ def test_the_search_chooses_on_images_of_its_own_and_resumes_where_it_was(
     best_value = max(float(r["value"] or 0) for r in towards_logits)
     assert taken >= best_value - tuning.TOLERANCE_ON_DER
     assert {r["lr"] for r in towards_logits} == set(GRIDS.logit_rates)
+    with_shortcut = of(records, method="MbPA + DER++ (shortcut)", memory_per_task=40)
+    assert {r["lr"] for r in with_shortcut} == set(GRIDS.shortcut_rates)
+    assert {r["layers"] for r in with_shortcut} == {1}
+    assert chosen["on_der_shortcut.lr", 40] in GRIDS.shortcut_rates
     most = GRIDS.count_settings(len(TINY.memory_per_task))
     assert most // 2 < len(of(records, name="mean_accuracy")) <= most
 
@@ -467,7 +506,7 @@ def test_the_report_is_made_of_records_alone(records: list[Record]) -> None:
     assert mbpa_row[2] == f"{100 * float(value or 0):.2f} ± 0.00"
     assert len(parts[0].tables[1].rows) == 5  # the claims
     gains = parts[0].tables[2]
-    assert [row[0] for row in gains.rows] == ["MbPA + DER++", "MbPA + DER++ (logits)"]
+    assert [row[0] for row in gains.rows] == METHODS[-3:]
     alone, both = (
         float(
             of(
