@@ -39,6 +39,7 @@ from mbpa.memory.graph_index import (
     GraphSettings,
     Precision,
     join_found,
+    keep_nearest,
     require_usearch,
 )
 from mbpa.memory.graph_widths import RANK, Widths, choose_widths
@@ -432,15 +433,13 @@ class GraphMemory(Memory):
         if self._unindexed or self._held <= self.exact_below or 4 * k >= self._held:
             return self._search_all(queries, k)
         wanted = self._widen(k)
-        labels, distances = self._search_graphs(queries, wanted, self._widths.near)
-        is_far = self._widths.find_far(distances, wanted)
+        found = self._search_graphs(queries, wanted, self._widths.near)
+        is_far = self._widths.find_far(found.distances, wanted)
         if is_far.any():
             again = queries[torch.from_numpy(is_far)]
             wide = self._search_graphs(again, wanted, self._widths.far)
-            labels[is_far], distances[is_far] = wide
-        if labels.shape[1] > wanted:  # parts and graphs return some to spare, and stale nodes
-            nearest = np.argpartition(distances, wanted - 1, 1)[:, :wanted]
-            labels = np.take_along_axis(labels, nearest, 1)
+            found.labels[is_far], found.distances[is_far] = wide
+        labels = keep_nearest(found, wanted)
         # Without the spare candidates that the base class asks for.
         self._meter.offer(queries, labels, max(1, (k - 8) * 8 // 9), self._serial)
         if self._meter.is_due:
@@ -640,7 +639,7 @@ class GraphMemory(Memory):
 
         def find(rows: Bool[np.ndarray, "B"], width: int) -> Int[np.ndarray, "_ J"]:
             chosen = queries[torch.from_numpy(rows)]
-            return graph.search(chosen, reach, expansion=width, threads=1).labels
+            return keep_nearest(graph.search(chosen, reach, expansion=width, threads=1), reach)
 
         aim = 1 - AIMED_SHARE * (1 - self.target_recall)
         return choose_widths(

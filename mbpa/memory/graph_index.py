@@ -71,6 +71,14 @@ def join_found(found: Sequence[Found]) -> Found:
     return Found(*(np.concatenate(each, 1) for each in zip(*found, strict=True)))
 
 
+def keep_nearest(found: Found, count: int) -> Int[np.ndarray, "B J"]:
+    """Return the labels of at most `count` nodes per query, in any order."""
+    if found.labels.shape[1] <= count:
+        return found.labels
+    nearest = np.argpartition(found.distances, count - 1, 1)[:, :count]
+    return np.take_along_axis(found.labels, nearest, 1)
+
+
 class Graph:
     """A graph with its own shift and scale of keys; not thread-safe.
 

@@ -47,7 +47,7 @@ from experiments.images.methods import (
     make_model,
 )
 from experiments.images.neighbourhood_figures import shown_in
-from experiments.images.neighbourhoods import NeighbourhoodsConfig, choose_queries, numbers
+from experiments.images.neighbourhoods import NeighbourhoodsConfig, choose_queries, number_images
 from experiments.images.presets import (
     PAPER,
     PRESETS,
@@ -686,11 +686,11 @@ def test_images_are_named_as_the_data_set_counts(task: ImageTask) -> None:
     kept, held = task_module.split_held_out(everything, HELD)
     for part, rows in (("train", kept), ("validation", held)):
         labels = getattr(task, f"{part}_labels")
-        for row, number in enumerate(numbers(task, part).tolist()):
+        for row, number in enumerate(number_images(task, part).tolist()):
             of_class = (everything == task.classes[labels[row]]).nonzero()[:, 0]
             assert of_class[number] == rows[row]
     expected = [number for _ in range(CLASSES) for number in range(TEST)]
-    assert numbers(task, "test").tolist() == expected
+    assert number_images(task, "test").tolist() == expected
     kept, held, aside = task_module.split_images(everything, task.classes[:OLD], HELD, 5)
     labels = task.classes.argsort()[torch.searchsorted(task.classes.sort().values, everything)]
     other = replace(
@@ -701,7 +701,7 @@ def test_images_are_named_as_the_data_set_counts(task: ImageTask) -> None:
         rehearsal=task.train[: len(aside)],
         rehearsal_labels=labels[aside],
     )
-    for row, number in enumerate(numbers(other, "train").tolist()):
+    for row, number in enumerate(number_images(other, "train").tolist()):
         of_class = (everything == task.classes[other.train_labels[row]]).nonzero()[:, 0]
         assert of_class[number] == kept[row]
 
@@ -734,7 +734,7 @@ def test_what_is_shown_only_mbpa_got_right(task: ImageTask, gallery: list[Record
 
 def test_neighbours_are_the_images_that_were_stored(task: ImageTask, gallery: list[Record]) -> None:
     *_, moment = follow_stream(task, SHOWN, 1)
-    numbered = {part: numbers(task, part).tolist() for part in ("train", "test")}
+    numbered = {part: number_images(task, part).tolist() for part in ("train", "test")}
 
     def row_of(part: str, record: Record) -> int:
         labels = getattr(task, f"{part}_labels").tolist()
