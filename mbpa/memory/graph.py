@@ -60,7 +60,8 @@ CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 2048, 50  # that choose the first w
 MIN_RECENT_QUERIES = 256  # with fewer, keys take their place
 MIN_PER_SPARED = 10  # entries of a graph per key that takes the place of a query
 WIDENING, NARROWING = 1.25, 1 / 1.12  # factors of the width of searches
-SPARE_CANDIDATES = 1.5  # ranked per candidate needed, since rounded copies mix up near ones
+SPARE_CANDIDATES = 1.5  # searched for per candidate needed: rounded copies mix up near ones
+RANKED_CANDIDATES = 2  # ranked at most per candidate needed; parts and graphs find more together
 AIMED_SHARE = 0.6  # of the misses that the target allows: the aim when a new graph is calibrated
 SPARE_SHARE = 0.5  # of the misses that the target allows; with fewer, searches are narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
@@ -439,7 +440,7 @@ class GraphMemory(Memory):
             again = queries[torch.from_numpy(is_far)]
             wide = self._search_graphs(again, wanted, self._widths.far)
             found.labels[is_far], found.distances[is_far] = wide
-        labels = keep_nearest(found, wanted)
+        labels = keep_nearest(found, RANKED_CANDIDATES * k)
         # Without the spare candidates that the base class asks for.
         self._meter.offer(queries, labels, max(1, (k - 8) * 8 // 9), self._serial)
         if self._meter.is_due:
@@ -469,7 +470,7 @@ class GraphMemory(Memory):
         return graph.search(queries, more, expansion=math.ceil(excess * width), threads=threads)
 
     def _widen(self, k: int) -> int:
-        """Return how many candidates to rank from their keys."""
+        """Return how many candidates to search for."""
         return math.ceil(SPARE_CANDIDATES * k) if self._settings.precision == "int8" else k
 
     def _search_all(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
@@ -635,11 +636,12 @@ class GraphMemory(Memory):
         # A spared key is the nearest entry of itself.
         ranked = nearest[:, min(RANK - is_new, k - 1)]
         distances = (keys[ranked].to(queries.dtype) - queries).square().sum(1).numpy()
-        reach = self._widen(k + k // 8 + 8)
+        needed = k + k // 8 + 8  # as a read asks for
 
         def find(rows: Bool[np.ndarray, "B"], width: int) -> Int[np.ndarray, "_ J"]:
             chosen = queries[torch.from_numpy(rows)]
-            return keep_nearest(graph.search(chosen, reach, expansion=width, threads=1), reach)
+            found = graph.search(chosen, self._widen(needed), expansion=width, threads=1)
+            return keep_nearest(found, RANKED_CANDIDATES * needed)
 
         aim = 1 - AIMED_SHARE * (1 - self.target_recall)
         return choose_widths(

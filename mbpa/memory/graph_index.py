@@ -6,7 +6,7 @@ or deleted stays in the graph as a way to its neighbours; whoever searches ignor
 
 A graph consists of parts of about the same size, each an index of its own, which threads fill and
 search side by side. With two parts on two cores, a million entries are added in two thirds of the
-time, and reads take about a tenth less time.
+time, and a search takes about 60% of the time.
 
 Keys are shifted and scaled before they are rounded, which changes no order of distances: 8 bits
 then cover the range in which the keys are, whatever their norms.
