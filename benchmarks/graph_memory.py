@@ -230,7 +230,7 @@ def measure(
         "read_ms_p99": 1e3 * float(np.quantile(took.clock, 0.99)),
         "read_processor_ms_median": 1e3 * float(np.median(took.processor)),
         "stale": memory.stale,
-        "widths": list(memory.widths),
+        "widths": memory.widths,
         "load": os.getloadavg()[0],
     }
     if exact:

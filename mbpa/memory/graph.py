@@ -56,9 +56,9 @@ MAX_GRAPHS = 3
 MAX_PARTS = 4  # by default
 MIN_STALE_NODES = 64
 QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
-CALIBRATION_QUERIES, CALIBRATION_NEIGHBORS = 2048, 50  # that choose the first width of searches
+CALIBRATION_NEIGHBORS = 50  # per query with which widths are tried out
 MIN_RECENT_QUERIES = 256  # with fewer, keys take their place
-MIN_PER_SPARED = 10  # entries of a graph per key that takes the place of a query
+MAX_SPARED, MIN_PER_SPARED = 2048, 10  # such keys, and entries of a graph per such key
 WIDENING, NARROWING = 1.25, 1 / 1.12  # factors of the width of searches
 SPARE_CANDIDATES = 1.5  # searched for per candidate needed: rounded copies mix up near ones
 RANKED_CANDIDATES = 2  # ranked at most per candidate needed; parts and graphs find more together
@@ -617,7 +617,7 @@ class GraphMemory(Memory):
             labels: of the nodes of the graph.
             spared: slots of entries that are not in it.
         """
-        recent = self._meter.get_recent(CALIBRATION_QUERIES)
+        recent = self._meter.get_recent()
         is_new = len(recent) >= MIN_RECENT_QUERIES
         if is_new:
             queries = torch.stack(recent)
@@ -744,7 +744,7 @@ class GraphMemory(Memory):
 
 def _order_for_calibration(count: int) -> tuple[Ints, int]:
     """Return an order of entries in which those to calibrate with come last, and their number."""
-    spared = min(count // MIN_PER_SPARED, CALIBRATION_QUERIES)
+    spared = min(count // MIN_PER_SPARED, MAX_SPARED)
     is_spared = np.zeros(count, bool)
     is_spared[np.linspace(0, count - 1, spared).astype(int)] = True
     return np.argsort(is_spared, kind="stable"), int(is_spared.sum())

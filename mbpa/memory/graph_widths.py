@@ -27,7 +27,7 @@ class Widths(NamedTuple):
     far: int
     """The same for queries that are far away."""
     border: float = 0.0
-    """Squared distance of a query's tenth neighbour from which on it is far away."""
+    """Squared distance of a query's tenth neighbour beyond which it is far away."""
 
     def scale(self, factor: float, least: int) -> Widths:
         """Return wider or narrower searches, not below this width."""

@@ -15,7 +15,7 @@ from mbpa.memory.ring import Ints
 
 MAX_MEASURED = 1024  # queries over which recall is averaged
 MIN_MEASURED = 64  # queries before it is acted upon
-MAX_RECENT = 1024  # queries that are remembered
+MAX_RECENT = 2048  # queries that are remembered
 SAMPLES_PER_MEASUREMENT = 16  # queries that share a pass over the keys
 MEASURING_SHARE = 0.01  # of the time may be spent on measuring
 
@@ -51,7 +51,7 @@ class RecallMeter:
 
     @property
     def standard_error(self) -> float:
-        """How far `recall` is typically off, for it is the mean of a sample."""
+        """The standard error of `recall`, which is the mean of a sample."""
         return float(np.std(self._measured)) / math.sqrt(max(1, len(self._measured)))
 
     @property
@@ -75,9 +75,9 @@ class RecallMeter:
         self._recent.append(queries[row].clone())
         self._samples.append(Sample(queries[row].clone(), found[row].copy(), k, serial))
 
-    def get_recent(self, count: int) -> list[Float[Tensor, "D"]]:
-        """Return the last `count` sampled queries, or all if there were fewer."""
-        return list(self._recent)[-count:]
+    def get_recent(self) -> list[Float[Tensor, "D"]]:
+        """Return the last sampled queries."""
+        return list(self._recent)
 
     def take(self) -> list[Sample]:
         """Return the samples to measure, and forget them."""
