@@ -27,6 +27,7 @@ STEP = 1.12  # factor between the widths that are tried
 FAR_SHARE = 0.2  # of the queries are searched for again
 OUTSIDE_SHARE = 0.01  # of the queries at most are compared with all entries
 OUTSIDE_FACTOR = 1.5  # by which squared distances must exceed those of the other queries
+QUERIES_PER_ROUNDED = 8  # queries per query whose distance from rounded copies is measured
 RANK = 10  # of the neighbour whose distance tells whether a query is far away
 CALIBRATION_NEIGHBORS = 50  # per query with which widths are tried out
 MAX_SPARED, MIN_PER_SPARED = 2048, 10  # keys to try widths out with, and entries per such key
@@ -152,10 +153,10 @@ def calibrate(
         found_distances = measure_distances(keys, queries[chosen], slots)
         return int(count_hits(found_distances, expected[chosen]).sum())
 
-    # Rounded copies of keys that are very near have greater distances.
-    rounded = _rank_distances(search(queries, least).distances)
+    # Rounded copies of keys that are very near have greater distances; some tell how much greater.
+    rounded = _rank_distances(search(queries[::QUERIES_PER_ROUNDED], least).distances)
     rounded[np.isinf(rounded)] = 0  # fewer were found
-    usual = np.quantile(np.maximum(rounded, ranked.numpy()), 1 - OUTSIDE_SHARE)
+    usual = max(np.quantile(each, 1 - OUTSIDE_SHARE) for each in (rounded, ranked.numpy()))
     return choose_widths(
         count_found,
         is_node.sum(1).numpy(),
