@@ -11,80 +11,73 @@ while new ones go to another; then it is swapped for the old ones. Entries that 
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import math
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from mbpa.memory import validation
+from mbpa.memory.background import BackgroundThread
 from mbpa.memory.base import Memory
 from mbpa.memory.exact import search_all
 from mbpa.memory.graph_files import SavedGraphs, read_description, read_saved, write_saved
 from mbpa.memory.graph_index import (
     PRECISIONS,
+    RANKED_CANDIDATES,
     SAMPLE_KEYS,
+    SLOT_BITS,
     Found,
     Graph,
     GraphSettings,
     Precision,
+    get_slots,
     join_found,
     keep_nearest,
     require_usearch,
 )
-from mbpa.memory.graph_widths import RANK, Widths, choose_widths
+from mbpa.memory.graph_widths import GraphContent, Widths, calibrate, order_for_calibration
 from mbpa.memory.neighbors import Candidates, Holdings
 from mbpa.memory.ranking import gather_rows
-from mbpa.memory.recall import RecallMeter, Sample
+from mbpa.memory.recall import (
+    RecallMeter,
+    Sample,
+    count_hits,
+    find_true_neighbors,
+    measure_distances,
+)
 from mbpa.memory.ring import Ints, Ring
 from mbpa.memory.schema import parse_schema
 
-SLOT_BITS = 28  # of a label; the others are a serial number
 MAX_SERIAL = 1 << (63 - SLOT_BITS)
 ENTRIES_PER_STEP = 64  # added by a rebuild before it checks whether to stop
 MAX_GRAPHS = 3
 MAX_PARTS = 4  # by default
 MIN_STALE_NODES = 64
 QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
-CALIBRATION_NEIGHBORS = 50  # per query with which widths are tried out
-MIN_RECENT_QUERIES = 256  # with fewer, keys take their place
-MAX_SPARED, MIN_PER_SPARED = 2048, 10  # such keys, and entries of a graph per such key
 WIDENING, NARROWING = 1.25, 1 / 1.12  # factors of the width of searches
-SPARE_CANDIDATES = 1.5  # searched for per candidate needed: rounded copies mix up near ones
-RANKED_CANDIDATES = 2  # ranked at most per candidate needed; parts and graphs find more together
-AIMED_SHARE = 0.6  # of the misses that the target allows: the aim when a new graph is calibrated
 SPARE_SHARE = 0.5  # of the misses that the target allows; with fewer, searches are narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
+MAX_OUTSIDE_SHARE = 0.1  # of the queries; with more, widths are tried out again on these
 
 
 _ROWS = ("_keys", "_values", "_norms", "_labels", "_homes")  # one per slot
-_OWN = ("_job", "_failure", "_is_stopping", "_generation", "_meter")  # not in a copy
-
-
-class _Content(NamedTuple):
-    """What a rebuild reads without the lock."""
-
-    generation: object
-    keys: Float[Tensor, "N D"]
-    norms: Float[Tensor, "N"]
-    labels: Ints
+_OWN = ("_thread", "_generation", "_meter")  # not in a copy
 
 
 class GraphMemory(Memory):
     """A memory that finds most of the nearest entries, much faster than by comparing with all.
 
     Distances, their order, ids, overwriting and deletion are exact, as in any memory; only which
-    entries are found is approximate. `recall` says how many.
+    entries are found is approximate. `recall` says how many. A query that is much farther from all
+    entries than others is compared with all of them. Many copies of one key, some hundreds, make
+    graphs hard to search; recall then stays below the target.
 
     Args:
         capacity: maximum number of entries; when full, the oldest are overwritten first.
@@ -94,7 +87,8 @@ class GraphMemory(Memory):
         dtype: dtype in which keys are stored and distances computed.
         device: must be a CPU.
         precision: of the copies of keys in the graph, which only choose candidates. 8 bits are the
-            fastest and smallest, and lose little.
+            fastest and smallest, and lose little, unless keys have one or two dimensions or a few
+            are hundreds of times as large as the others.
         target_recall: share of the true nearest neighbours to find. While the measured share is
             lower, graphs are rebuilt or searched more widely.
         exact_below: number of entries up to which reads compare with all of them, and are exact.
@@ -162,9 +156,6 @@ class GraphMemory(Memory):
         self._widths = Widths(self._least_width, self._least_width)
         self._background = background
         self._meter = RecallMeter()
-        self._job: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._is_stopping = False
         self.rebuilds: int = 0
         """Number of rebuilds that were completed."""
         super().__init__(
@@ -175,7 +166,7 @@ class GraphMemory(Memory):
             dtype=dtype,
             device=device,
         )
-        _memories.add(self)
+        self._thread = BackgroundThread(self._lock)
 
     # The state of the graphs
 
@@ -184,7 +175,8 @@ class GraphMemory(Memory):
         """Share of the true nearest entries found by recent reads; `None` before any was measured.
 
         A sample of live queries is compared with an exhaustive search in the background. It starts
-        anew whenever the graphs were rebuilt or are searched more widely.
+        anew whenever the graphs were rebuilt or are searched more widely. An entry counts as found
+        if it is at most as far away as the true k-th neighbour.
         """
         with self._lock:
             return self._meter.recall
@@ -230,9 +222,11 @@ class GraphMemory(Memory):
             flat, count = self._parse_queries(queries), found.mask.shape[1]
             if not found.mask.numel():
                 return 1.0
-            true = self._search_all(flat, count).slots
-            hits = (found.slots[:, :, None] == true[:, None]).any(1)
-            return float(hits.double().mean())
+            used = self._used_slots
+            keys, norms = self._keys[:used], self._norms[:used]
+            _, true = find_true_neighbors(keys, norms, flat, count)
+            hits = count_hits(measure_distances(keys, flat, found.slots), true)
+            return float(hits.double().mean()) / count
 
     def rebuild(self, *, wait: bool = True) -> None:
         """Build one graph of all live entries, in which no deleted key is left.
@@ -242,7 +236,7 @@ class GraphMemory(Memory):
         """
         self.wait()
         with self._lock:
-            if self._job is None:
+            if not self._thread.is_running:
                 self._begin_rebuild()
         if wait:
             self.wait()
@@ -252,17 +246,11 @@ class GraphMemory(Memory):
 
         Do not hold the lock, which the background needs to finish.
         """
-        while (job := self._job) is not None:
-            job.join()
-        self._raise_failure()
+        self._thread.wait()
 
     def close(self) -> None:
         """End what runs in the background; raise an error if it failed. Entries are kept."""
-        self._is_stopping = True
-        try:
-            self.wait()
-        finally:
-            self._is_stopping = False
+        self._thread.close()
 
     # Saving
 
@@ -322,13 +310,12 @@ class GraphMemory(Memory):
 
     def _set_content(self, content: dict[str, Any]) -> None:
         rows = {name: content.pop(name) for name in _ROWS}
-        self._job, self._failure, self._is_stopping = None, None, False
+        self._thread = BackgroundThread(self._lock)
         self._generation, self._meter = object(), RecallMeter()
         super()._set_content(content)
         self._allocate()
         for name, stored in rows.items():
             getattr(self, name)[: len(stored)] = stored
-        _memories.add(self)
 
     def _attach(self) -> Holdings | None:
         saved: SavedGraphs | None = vars(self).pop("_saved", None)
@@ -369,7 +356,7 @@ class GraphMemory(Memory):
     ) -> None:
         if not len(slots):
             return
-        self._raise_failure()
+        self._thread.raise_failure()
         places, is_bulk = slots.numpy(), 2 * len(slots) >= self._held
         # The graph first: if that fails, nothing has changed.
         added = self._add_nodes(places, keys) if self._graphs and not is_bulk else None
@@ -395,7 +382,7 @@ class GraphMemory(Memory):
         return self._values.index_select(0, slots)
 
     def _delete(self, slots: Int[Tensor, "N"]) -> None:
-        self._raise_failure()
+        self._thread.raise_failure()
         self._detach(slots.numpy())
         self._keys[slots] = 0
         self._values[slots] = 0
@@ -433,27 +420,34 @@ class GraphMemory(Memory):
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         if self._unindexed or self._held <= self.exact_below or 4 * k >= self._held:
             return self._search_all(queries, k)
-        wanted = self._widen(k)
+        wanted = self._settings.widen(k)
         found = self._search_graphs(queries, wanted, self._widths.near)
-        is_far = self._widths.find_far(found.distances, wanted)
+        is_far, is_outside = self._widths.find_far(found.distances, wanted)
         if is_far.any():
             again = queries[torch.from_numpy(is_far)]
             wide = self._search_graphs(again, wanted, self._widths.far)
             found.labels[is_far], found.distances[is_far] = wide
         labels = keep_nearest(found, RANKED_CANDIDATES * k)
         # Without the spare candidates that the base class asks for.
-        self._meter.offer(queries, labels, max(1, (k - 8) * 8 // 9), self._serial)
-        if self._meter.is_due:
+        asked = max(1, (k - 8) * 8 // 9)
+        self._meter.offer(queries, labels, asked, self._serial, is_outside)
+        slots = torch.from_numpy(np.where(labels < 0, -1, get_slots(labels)))
+        if is_outside.any():
+            rows = torch.from_numpy(is_outside)
+            nearest = self._search_all(queries[rows], k).slots
+            slots = torch.nn.functional.pad(slots, (0, max(0, k - slots.shape[1])), value=-1)
+            slots[rows] = -1
+            slots[rows, :k] = nearest
+        if self._meter.is_due or self._meter.outside_share > MAX_OUTSIDE_SHARE:
             self._maintain()
-        slots = np.where(labels < 0, -1, labels & ((1 << SLOT_BITS) - 1))
-        return Candidates(torch.from_numpy(slots), None)
+        return Candidates(slots, None)
 
     def _search_graphs(self, queries: Float[Tensor, "B D"], count: int, width: int) -> Found:
         """Return at least `count` candidates among the current entries, if they can be found."""
         graphs = [graph for graph in self._graphs.values() if len(graph)]
         found = join_found([self._search(graph, queries, count, width) for graph in graphs])
-        slots = found.labels & ((1 << SLOT_BITS) - 1)  # any slot if there is no label
-        is_stale = (found.labels < 0) | (self._labels[slots % self.capacity] != found.labels)
+        slots = get_slots(found.labels) % self.capacity
+        is_stale = (found.labels < 0) | (self._labels[slots] != found.labels)
         found.labels[is_stale], found.distances[is_stale] = -1, np.inf
         return found
 
@@ -468,10 +462,6 @@ class GraphMemory(Memory):
         more = math.ceil((2 - graph.live / nodes) * excess * count)
         threads = 1 if len(queries) < QUERIES_PER_THREAD else torch.get_num_threads()
         return graph.search(queries, more, expansion=math.ceil(excess * width), threads=threads)
-
-    def _widen(self, k: int) -> int:
-        """Return how many candidates to search for."""
-        return math.ceil(SPARE_CANDIDATES * k) if self._settings.precision == "int8" else k
 
     def _search_all(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         used = self._used_slots
@@ -536,15 +526,18 @@ class GraphMemory(Memory):
 
     def _maintain(self) -> None:
         """Begin a rebuild, or a measurement, if one is due and nothing else is running."""
-        if self._job is not None or self._failure is not None or self._is_stopping:
+        if not self._thread.is_free:
             return
         nodes = sum(map(len, self._graphs.values()))
         has_many_stale = nodes > 2 * self._held + max(self.exact_below, MIN_STALE_NODES)
         is_due = has_many_stale or len(self._graphs) > MAX_GRAPHS or self._wants_rebuild
+        is_due |= self._meter.outside_share > MAX_OUTSIDE_SHARE
         if self._held > self.exact_below and (is_due or self._unindexed):
             self._begin_rebuild(only_unindexed=not is_due)
         elif self._meter.is_due:
-            self._run(partial(self._measure, self._meter.take()))
+            self._run(
+                partial(self._measure, self._meter.take(), self._share_content(self._used_slots))
+            )
 
     def _begin_rebuild(self, *, only_unindexed: bool = False) -> None:
         """Build a graph of all entries, or of those in none; new ones meanwhile go to another."""
@@ -564,21 +557,31 @@ class GraphMemory(Memory):
         if self._background:
             self._begin_graph()
         graph = Graph(self._settings, self._draw_keys(live))
-        # Clearing and resizing replace these arrays, so a rebuild goes on reading the old ones.
-        content = _Content(self._generation, self._keys, self._norms, self._labels)
+        content = self._share_content(self.capacity)
         self._run(partial(self._rebuild, graph, old, content, slots, self._labels[slots]))
+
+    def _share_content(self, slots: int) -> GraphContent:
+        """Return what work in the background reads without the lock.
+
+        Clearing and resizing replace these arrays, so it goes on reading the old ones.
+
+        Args:
+            slots: number of slots to read, from the first.
+        """
+        keys, norms, labels = self._keys[:slots], self._norms[:slots], self._labels[:slots]
+        return GraphContent(self._generation, keys, norms, labels)
 
     def _rebuild(
         self,
         graph: Graph,
         old: list[int],
-        content: _Content,
+        content: GraphContent,
         slots: Ints,
         labels: Ints,
     ) -> None:
         """Fill a graph without the lock, then swap it for the old ones."""
         # Some are added last: until then, they are queries like those to come.
-        order, spared = _order_for_calibration(len(slots))
+        order, spared = order_for_calibration(len(slots))
         slots, labels = slots[order], labels[order]
         inside, last = slice(len(slots) - spared), slice(len(slots) - spared, None)
         if not self._fill(graph, content, slots[inside], labels[inside]):
@@ -591,14 +594,14 @@ class GraphMemory(Memory):
                 self._widths = widths
                 self._swap(graph, old, slots, labels)
 
-    def _fill(self, graph: Graph, content: _Content, slots: Ints, labels: Ints) -> bool:
+    def _fill(self, graph: Graph, content: GraphContent, slots: Ints, labels: Ints) -> bool:
         """Add entries to a graph without the lock; return whether it was not told to stop.
 
         A key that changes while it is read has another label before the lock is released again, so
         its node is stale from the beginning.
         """
         for start in range(0, len(slots), ENTRIES_PER_STEP):
-            if self._is_stopping or self._generation is not content.generation:
+            if self._thread.is_stopping or self._generation is not content.generation:
                 return False
             part = slice(start, start + ENTRIES_PER_STEP)
             chosen = content.labels[slots[part]] == labels[part]  # others were overwritten since
@@ -607,51 +610,33 @@ class GraphMemory(Memory):
             graph.add(labels[part][chosen], keys, use_all_threads=bool(self._unindexed))
         return True
 
-    def _choose_widths(self, graph: Graph, content: _Content, labels: Ints, spared: Ints) -> Widths:
+    def _choose_widths(
+        self, graph: Graph, content: GraphContent, nodes: Ints, spared: Ints
+    ) -> Widths:
         """Return how widely to search a new graph so that recall is above the target.
 
         Queries are recent ones or, if there were few, keys that are not in the graph: those in it
         are found more easily than new ones. Recall on live queries corrects the choice later.
 
         Args:
-            labels: of the nodes of the graph.
+            graph: graph that was filled but for the spared entries.
+            content: entries of the memory.
+            nodes: labels of the nodes of the graph.
             spared: slots of entries that are not in it.
         """
         recent = self._meter.get_recent()
-        is_new = len(recent) >= MIN_RECENT_QUERIES
-        if is_new:
-            queries = torch.stack(recent)
-        else:
-            queries = content.keys[torch.from_numpy(spared)].to(self.distance_dtype)
-        if not len(queries) or not len(labels):
-            return self._widths
-        count = int((labels & ((1 << SLOT_BITS) - 1)).max()) + 1
-        k = min(CALIBRATION_NEIGHBORS, count)
-        keys, norms = content.keys[:count], content.norms[:count]
-        nearest = search_all(keys, norms, queries, k).slots
-        expected = content.labels[nearest.numpy()]
-        expected[~np.isin(expected, labels)] = -1  # spared, written meanwhile, or in another graph
-        if (expected < 0).all():
-            return self._widths
-        # A spared key is the nearest entry of itself.
-        ranked = nearest[:, min(RANK - is_new, k - 1)]
-        distances = (keys[ranked].to(queries.dtype) - queries).square().sum(1).numpy()
-        needed = k + k // 8 + 8  # as a read asks for
-
-        def find(rows: Bool[np.ndarray, "B"], width: int) -> Int[np.ndarray, "_ J"]:
-            chosen = queries[torch.from_numpy(rows)]
-            found = graph.search(chosen, self._widen(needed), expansion=width, threads=1)
-            return keep_nearest(found, RANKED_CANDIDATES * needed)
-
-        aim = 1 - AIMED_SHARE * (1 - self.target_recall)
-        return choose_widths(
-            find,
-            expected,
-            distances,
+        keys = content.keys[torch.from_numpy(spared)].to(self.distance_dtype)
+        widths = calibrate(
+            graph,
+            content,
+            nodes,
+            torch.stack(recent) if recent else keys,
+            are_keys=not recent,
             least=self._least_width,
-            aim=aim,
-            should_stop=lambda: self._is_stopping,
+            target=self.target_recall,
+            should_stop=lambda: self._thread.is_stopping,
         )
+        return widths or self._widths
 
     def _swap(self, graph: Graph, old: list[int], slots: Ints, labels: Ints) -> None:
         slots = slots[self._labels[slots] == labels]
@@ -666,58 +651,40 @@ class GraphMemory(Memory):
         self._meter.clear()
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Run in the background, if allowed; the next change or `wait` raises its exceptions.
-
-        The lock must be held, so that the work cannot end before it is known to have begun.
-        """
-        if not self._background:
+        """Run in the background, if allowed. The lock must be held."""
+        if self._background:
+            self._thread.start(work, then=self._maintain)
+        else:
             work()
-            return
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._failure = error
-            with self._lock:
-                self._job = None
-                try:
-                    self._maintain()
-                except BaseException as error:
-                    self._failure = error
-
-        job = threading.Thread(target=run, name="mbpa-graph-memory", daemon=True)
-        job.start()
-        self._job = job  # not before: whoever waits without the lock must not meet it unstarted
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise RuntimeError(
-                f"work on the graph in the background failed ({failure!r}); all entries are intact"
-            ) from failure
 
     # Measuring recall
 
-    def _measure(self, samples: list[Sample]) -> None:
+    def _measure(self, samples: list[Sample], content: GraphContent) -> None:
         """Compare candidates with an exhaustive search, without the lock.
 
         Entries written since a query was answered are ignored, and so are those overwritten since.
         """
-        start, used = time.perf_counter(), self._used_slots
-        keys, norms, generation = self._keys, self._norms, self._generation
-        most = min(max(sample.k for sample in samples), used)
+        start, (generation, keys, norms, _) = time.perf_counter(), content
+        most = min(max(sample.k for sample in samples), len(keys))
         queries = torch.stack([sample.query for sample in samples])
-        nearest = search_all(keys[:used], norms[:used], queries, most).slots.numpy()
+        nearest, true = find_true_neighbors(keys, norms, queries, most)
+        found = [np.where(sample.found < 0, -1, get_slots(sample.found)) for sample in samples]
+        distances = [
+            measure_distances(keys, query[None], torch.from_numpy(slots)[None])
+            for query, slots in zip(queries, found, strict=True)
+        ]
         with self._lock:
             if self._generation is not generation:
                 return
             recalls = []
-            for sample, slots in zip(samples, nearest, strict=True):
-                labels = self._labels[slots[: sample.k]]
-                labels = labels[(labels >= 0) & (labels >> SLOT_BITS < sample.serial)]
-                if len(labels):
-                    recalls.append(float(np.isin(labels, sample.found).mean()))
+            for row, sample in enumerate(samples):
+                labels = self._labels[nearest[row, : sample.k].numpy()]
+                is_known = (labels >= 0) & (labels >> SLOT_BITS < sample.serial)
+                is_kept = (sample.found >= 0) & (self._labels[found[row]] == sample.found)
+                near = distances[row][:, torch.from_numpy(is_kept)]
+                wanted = true[row : row + 1, : sample.k][:, torch.from_numpy(is_known)]
+                if is_known.any():
+                    recalls.append(float(count_hits(near, wanted)) / wanted.shape[1])
             self._meter.record(recalls, time.perf_counter() - start)
             self._act_on_recall()
 
@@ -742,14 +709,6 @@ class GraphMemory(Memory):
             self._meter.clear()
 
 
-def _order_for_calibration(count: int) -> tuple[Ints, int]:
-    """Return an order of entries in which those to calibrate with come last, and their number."""
-    spared = min(count // MIN_PER_SPARED, MAX_SPARED)
-    is_spared = np.zeros(count, bool)
-    is_spared[np.linspace(0, count - 1, spared).astype(int)] = True
-    return np.argsort(is_spared, kind="stable"), int(is_spared.sum())
-
-
 def _require_cpu(device: torch.device) -> None:
     if device.type != "cpu":
         raise ValueError(f"device must be a CPU, got {device}: use ExactMemory on others")
@@ -758,39 +717,3 @@ def _require_cpu(device: torch.device) -> None:
 def _require_slots(capacity: int) -> None:
     if capacity > 1 << SLOT_BITS:
         raise ValueError(f"capacity must be at most {1 << SLOT_BITS}, got {capacity}")
-
-
-# Threads must have ended before the interpreter does, and do not exist in a forked process.
-
-_memories: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
-_locked: list[GraphMemory] = []
-
-
-def _end_threads() -> None:
-    for memory in list(_memories):
-        with contextlib.suppress(RuntimeError):
-            memory.close()
-
-
-def _lock_all() -> None:
-    for memory in list(_memories):
-        memory.lock.acquire()
-        _locked.append(memory)
-
-
-def _unlock_all() -> None:
-    while _locked:
-        _locked.pop().lock.release()
-
-
-def _unlock_in_child() -> None:
-    for memory in _locked:
-        memory._job = None
-    _unlock_all()
-
-
-atexit.register(_end_threads)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_lock_all, after_in_parent=_unlock_all, after_in_child=_unlock_in_child
-    )

@@ -35,6 +35,9 @@ Precision = Literal["float32", "bfloat16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
 Result = TypeVar("Result")
 
+SLOT_BITS = 28  # of a label; the others are a serial number
+SPARE_CANDIDATES = 1.5  # searched for per candidate needed: rounded copies mix up near ones
+RANKED_CANDIDATES = 2  # ranked at most per candidate needed; parts and graphs find more together
 SAMPLE_KEYS = 2048  # from which the range of the keys is estimated
 CLIPPED_SHARE = 1e-4  # of numbers may be outside the range of 8 bits
 LARGEST_INT8 = 127
@@ -55,6 +58,16 @@ class GraphSettings(NamedTuple):
     """Candidates considered for the links of a new node (efConstruction)."""
     parts: int = 1
     """Indexes over which nodes are distributed."""
+
+    def widen(self, needed: int) -> int:
+        """Return how many candidates to search for."""
+        return math.ceil(SPARE_CANDIDATES * needed) if self.precision == "int8" else needed
+
+
+def get_slots(labels: Ints) -> Ints:
+    """Return the slots in these labels; any slot if a label is −1."""
+    slots: Ints = labels & ((1 << SLOT_BITS) - 1)
+    return slots
 
 
 class Found(NamedTuple):

@@ -2,7 +2,9 @@
 
 A query among many entries finds nearly all its neighbours with a narrow search. One that is far
 from all entries has many that are almost equally near, and a narrow search misses a quarter of
-them. So every query is searched for narrowly, and again, widely, if what was found is far away.
+them. So every query is searched for narrowly, and again, widely, if what was found is far away. If
+it is farther away than that of nearly all queries with which the widths were tried out, nothing is
+known about the width it needs. Such a query is outside, and is compared with all entries.
 """
 
 from __future__ import annotations
@@ -12,12 +14,24 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mbpa.memory.graph_index import RANKED_CANDIDATES, Found, Graph, get_slots, keep_nearest
+from mbpa.memory.recall import count_hits, find_true_neighbors, measure_distances
+from mbpa.memory.ring import Ints
 
 MAX_WIDTH = 2048
 STEP = 1.12  # factor between the widths that are tried
 FAR_SHARE = 0.2  # of the queries are searched for again
+OUTSIDE_SHARE = 0.01  # of the queries at most are compared with all entries
+OUTSIDE_FACTOR = 1.5  # by which squared distances must exceed those of the other queries
+QUERIES_PER_ROUNDED = 8  # queries per query whose distance from rounded copies is measured
 RANK = 10  # of the neighbour whose distance tells whether a query is far away
+CALIBRATION_NEIGHBORS = 50  # per query with which widths are tried out
+MAX_SPARED, MIN_PER_SPARED = 2048, 10  # keys to try widths out with, and entries per such key
+AIMED_SHARE = 0.6  # of the misses that the target allows: the aim when widths are tried out
 
 
 class Widths(NamedTuple):
@@ -28,6 +42,8 @@ class Widths(NamedTuple):
     """The same for queries that are far away."""
     border: float = 0.0
     """Squared distance of a query's tenth neighbour beyond which it is far away."""
+    limit: float | None = None
+    """Squared distance of a query's tenth neighbour beyond which it is outside; `None` for none."""
 
     def scale(self, factor: float, least: int) -> Widths:
         """Return wider or narrower searches, not below this width."""
@@ -38,25 +54,126 @@ class Widths(NamedTuple):
 
     def find_far(
         self, distances: Float[np.ndarray, "B J"], candidates: int = 0
-    ) -> Bool[np.ndarray, "B"]:
-        """Return which queries to search for again.
+    ) -> tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
+        """Return which queries to search for again, and which of the others are outside.
 
         Args:
             distances: squared distances of what was found for each query.
             candidates: number of candidates that were asked for; a search is at least as wide.
         """
-        if self.far <= max(self.near, candidates) or not distances.shape[1]:
-            return np.zeros(len(distances), bool)
-        rank = min(RANK, distances.shape[1]) - 1
-        is_far: Bool[np.ndarray, "B"] = np.partition(distances, rank, 1)[:, rank] > self.border
-        return is_far
+        none, can_widen = np.zeros(len(distances), bool), self.far > max(self.near, candidates)
+        if not distances.shape[1] or (not can_widen and self.limit is None):
+            return none, none
+        ranked = _rank_distances(distances)
+        # Not where fewer were found, which says nothing about distances.
+        limit = math.inf if self.limit is None else self.limit
+        is_outside = (ranked > limit) & (ranked < math.inf)
+        return (ranked > self.border) & ~is_outside if can_widen else none, is_outside
+
+
+def _rank_distances(distances: Float[np.ndarray, "B J"]) -> Float[np.ndarray, "B"]:
+    """Return the distance of each query's tenth neighbour, or of the last if there are fewer."""
+    rank = min(RANK, distances.shape[1]) - 1
+    ranked: Float[np.ndarray, "B"] = np.partition(distances, rank, 1)[:, rank]
+    return ranked
+
+
+class GraphContent(NamedTuple):
+    """What is read of a memory without its lock, while one of its graphs is built."""
+
+    generation: object
+    """Another one as soon as a graph of this content is of no use."""
+    keys: Float[Tensor, "N D"]
+    norms: Float[Tensor, "N"]
+    """Squared norms of the keys; infinite for empty slots."""
+    labels: Ints
+    """Label of the entry in each slot, or −1."""
+
+
+def order_for_calibration(count: int) -> tuple[Ints, int]:
+    """Return an order of entries in which those to calibrate with come last, and their number."""
+    spared = min(count // MIN_PER_SPARED, MAX_SPARED)
+    is_spared = np.zeros(count, bool)
+    is_spared[np.linspace(0, count - 1, spared).astype(int)] = True
+    return np.argsort(is_spared, kind="stable"), int(is_spared.sum())
+
+
+def calibrate(
+    graph: Graph,
+    content: GraphContent,
+    nodes: Ints,
+    queries: Float[Tensor, "B D"],
+    *,
+    are_keys: bool,
+    least: int,
+    target: float,
+    should_stop: Callable[[], bool],
+) -> Widths | None:
+    """Return how widely to search a new graph so that recall is above the target.
+
+    Args:
+        graph: graph to search.
+        content: entries of the memory, of which the graph has some.
+        nodes: labels of the nodes of the graph.
+        queries: queries to try widths out with, in the dtype of the distances.
+        are_keys: whether the queries are keys of entries that are not in the graph.
+        least: the narrowest width to try.
+        target: share of the true nearest entries to find.
+        should_stop: whether to return at once, with any widths.
+
+    Returns:
+        Widths, or `None` if none of the neighbours of the queries is in the graph.
+    """
+    if not len(queries) or not len(nodes):
+        return None
+    count = int(get_slots(nodes).max()) + 1
+    k = min(CALIBRATION_NEIGHBORS, count)
+    keys, norms = content.keys[:count], content.norms[:count]
+    nearest, distances = find_true_neighbors(keys, norms, queries, k)
+    ranked = distances[:, min(RANK - 1 + are_keys, k - 1)]  # a key is the nearest entry of itself
+    is_usable = ranked.isfinite()  # not if there are fewer entries, or it is too large a number
+    queries, nearest, distances, ranked = (
+        each[is_usable] for each in (queries, nearest, distances, ranked)
+    )
+    # Other neighbours were spared, written meanwhile, or are in another graph.
+    is_node = torch.from_numpy(np.isin(content.labels[nearest.numpy()], nodes))
+    expected = distances.where(is_node, math.inf)
+    if not is_node.any():
+        return None
+    needed = k + k // 8 + 8  # as a read asks for
+
+    def search(chosen: Float[Tensor, "_ D"], width: int) -> Found:
+        return graph.search(chosen, graph.settings.widen(needed), expansion=width, threads=1)
+
+    def count_found(rows: Bool[np.ndarray, "B"], width: int) -> int:
+        chosen = torch.from_numpy(rows)
+        found = search(queries[chosen], width)
+        labels = keep_nearest(found, RANKED_CANDIDATES * needed)
+        slots = torch.from_numpy(np.where(labels < 0, -1, get_slots(labels)))
+        found_distances = measure_distances(keys, queries[chosen], slots)
+        return int(count_hits(found_distances, expected[chosen]).sum())
+
+    # Rounded copies of keys that are very near have greater distances; some tell how much greater.
+    rounded = _rank_distances(search(queries[::QUERIES_PER_ROUNDED], least).distances)
+    rounded[np.isinf(rounded)] = 0  # fewer were found
+    usual = max(np.quantile(each, 1 - OUTSIDE_SHARE) for each in (rounded, ranked.numpy()))
+    return choose_widths(
+        count_found,
+        is_node.sum(1).numpy(),
+        ranked.numpy(),
+        limit=OUTSIDE_FACTOR * float(usual),
+        least=least,
+        aim=1 - AIMED_SHARE * (1 - target),
+        should_stop=should_stop,
+    )
 
 
 def choose_widths(
-    find: Callable[[Bool[np.ndarray, "B"], int], Int[np.ndarray, "_ J"]],
-    expected: Int[np.ndarray, "B K"],
+    count_found: Callable[[Bool[np.ndarray, "B"], int], int],
+    expected: Int[np.ndarray, "B"],
     distances: Float[np.ndarray, "B"],
     *,
+    limit: float,
     least: int,
     aim: float,
     should_stop: Callable[[], bool] = lambda: False,
@@ -64,30 +181,28 @@ def choose_widths(
     """Return the narrowest searches with which recall reaches the aim.
 
     Args:
-        find: returns the labels found for some of B queries by searches of a width.
-        expected: labels of the true neighbours of each query; −1 for none.
+        count_found: returns how many true neighbours of some of B queries are found by searches of
+            a width.
+        expected: number of true neighbours of each query.
         distances: squared distance of each query's tenth neighbour.
+        limit: such a distance beyond which a query is outside, and not searched for in graphs.
         least: the narrowest width to try.
         aim: share of the expected neighbours to find.
         should_stop: whether to return at once, with any widths.
     """
     border = float(np.quantile(distances, 1 - FAR_SHARE))
-    is_far, is_counted = distances > border, expected >= 0
-
-    def count_hits(rows: Bool[np.ndarray, "B"], width: int) -> int:
-        found = find(rows, width)
-        hits = (expected[rows, :, None] == found[:, None]).any(2)
-        return int((hits & is_counted[rows]).sum())
+    is_near = distances <= border
+    is_far = ~is_near & (distances <= limit)
 
     def widen(rows: Bool[np.ndarray, "B"], width: int, wanted: float) -> tuple[int, int]:
-        while (hits := count_hits(rows, width)) < wanted and width < MAX_WIDTH:
+        while (hits := count_found(rows, width)) < wanted and width < MAX_WIDTH:
             if should_stop():
                 break
             width = min(MAX_WIDTH, math.ceil(STEP * width))
         return width, hits
 
-    near, hits = widen(~is_far, least, aim * int(is_counted[~is_far].sum()))
+    near, hits = widen(is_near, least, aim * int(expected[is_near].sum()))
     if not is_far.any():
-        return Widths(near, near)
-    far, _ = widen(is_far, near, aim * int(is_counted.sum()) - hits)
-    return Widths(near, far, border)
+        return Widths(near, near, border, limit)
+    far, _ = widen(is_far, near, aim * int(expected[is_near | is_far].sum()) - hits)
+    return Widths(near, far, border, limit)

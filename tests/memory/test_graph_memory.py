@@ -133,7 +133,7 @@ def test_neighbours_that_arrive_in_a_regular_order_are_in_all_parts(parts: int) 
 @pytest.mark.parametrize("capacity", [1000, 1 << 16, 1 << 20])
 def test_entries_at_regular_intervals_are_spread_over_the_parts(capacity: int, parts: int) -> None:
     serial = np.arange(3_000_000)
-    labels = ((serial << graph.SLOT_BITS) | (serial % capacity)).astype(np.uint64)
+    labels = ((serial << graph_index.SLOT_BITS) | (serial % capacity)).astype(np.uint64)
     for interval in (1, 2, 3, 4, 7, 64, 100, 1000, 1024, 1 << 16):
         places = graph_index._hash(labels[::interval][:2000]) % parts
         expected, deviation = len(places) / parts, (len(places) / parts * (1 - 1 / parts)) ** 0.5
@@ -213,15 +213,111 @@ def test_measuring_takes_a_small_share_of_the_time() -> None:
     query, taken = draw(1, 1), 0
     measure = memory._measure
 
-    def count(samples: Any) -> None:
+    def count(*arguments: Any) -> None:
         nonlocal taken
         taken += 1
-        measure(samples)
+        measure(*arguments)
 
     memory._measure = count  # type: ignore[method-assign]
     for _ in range(300):
         memory.read(query, 20)
     assert 1 <= taken <= 9  # of 18, if all reads were measured
+
+
+def test_any_of_several_equally_near_entries_counts_as_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each key occurs three times, so most queries have more neighbours than k equally near."""
+    monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(0, 3, (1_000, 8), generator=generator).float()
+    memory = GraphMemory(3_000, 8, exact_below=100, background=False, parts=2)
+    memory.write(keys.repeat(3, 1), torch.arange(3_000))
+    assert memory.widths.far < 200  # they were tried out
+    queries = torch.randint(0, 3, (500, 8), generator=generator).float()
+    assert memory.measure_recall(queries, 10) >= 0.98
+    for query in queries:
+        memory.read(query[None], 10)
+    assert memory.widths.far < 200  # and not widened by recall on live queries
+    assert memory.recall is not None
+    assert memory.recall >= 0.98
+
+
+def test_hits_are_counted_by_distance_and_at_most_as_many_as_there_are() -> None:
+    inf = torch.inf
+    found = torch.tensor([[1.0, 2.0, 2.0, 2.0], [1.0, 3.0, inf, inf], [1.0, 2.0, inf, inf]])
+    true = torch.tensor([[1.0, 2.0, 2.0], [1.0, 2.0, 2.0], [inf, inf, inf]])
+    assert recall.count_hits(found, true).tolist() == [3, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_true_neighbours_are_ranked_by_the_distances_that_reads_return(dtype: torch.dtype) -> None:
+    """Keys far from the origin, whose squared norms round off more than their distances."""
+    keys = (20 + draw(500, 0)).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    queries = (20 + draw(20, 1)).to(wide)
+    norms = keys.to(wide).square().sum(1)
+    norms[::7] = torch.inf  # empty slots
+    slots, distances = recall.find_true_neighbors(keys, norms, queries, 30)
+    every = (keys.to(wide) - queries[:, None]).square().sum(2).where(norms.isfinite(), torch.inf)
+    assert torch.equal(distances, every.sort(1).values[:, :30])
+    assert torch.equal(recall.measure_distances(keys, queries, slots), distances)
+    assert recall.measure_distances(keys, queries, slots - slots - 1).isinf().all()
+
+
+@pytest.mark.parametrize("precision", ["int8", "float32"])
+@pytest.mark.parametrize("is_clustered", [False, True])
+def test_queries_outside_all_entries_are_answered_by_an_exhaustive_search(
+    precision: Any, is_clustered: bool
+) -> None:
+    memory = make(20_000, precision=precision, expansion_add=48)
+    keys, queries = (
+        draw(n, n)
+        if is_clustered
+        else torch.randn(n, DIM, generator=torch.Generator().manual_seed(n))
+        for n in (20_000, 100)
+    )
+    memory.write(keys, torch.zeros(20_000, dtype=torch.int64))
+    assert memory.measure_recall(queries, 20) >= 0.97
+    for factor in (2, 5, 100):
+        assert memory.measure_recall(factor * queries, 20) >= 0.95
+    both = torch.cat([queries[:3], 5 * queries[:3]])
+    found = memory.read(both, 20)
+    assert torch.equal(found.ids[:3], memory.read(queries[:3], 20).ids)
+    assert torch.equal(found.ids[3:], memory.read(5 * queries[:3], 20).ids)
+    few, _ = memory.widths.find_far(memory._search_graphs(queries, 20, 64).distances)
+    assert few.mean() < 0.5
+
+
+@pytest.mark.parametrize("precision", ["int8", "bfloat16"])
+def test_queries_in_groups_narrower_than_copies_are_rounded_are_not_outside(precision: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    groups = 10 * torch.randn(40, DIM, generator=generator)
+    memory = make(4_000, precision=precision)
+    places = torch.arange(4_100) % 40
+    keys = groups[places] + 1e-3 * torch.randn(4_100, DIM, generator=generator)
+    memory.write(keys[:4_000], places[:4_000])
+    found = memory._search_graphs(keys[4_000:], 20, memory.widths.near)
+    assert memory.widths.find_far(found.distances)[1].mean() <= 0.05
+
+
+def test_widths_are_tried_out_again_when_many_queries_lie_outside() -> None:
+    """Otherwise every read would compare with all entries once the data have moved."""
+    memory = make(2_000)
+    fill(memory, 2_000)
+    for seed in range(40):
+        memory.write(10 * draw(50, seed), torch.arange(50))
+    assert memory.rebuilds == 1
+    for seed in range(300):
+        memory.read(10 * draw(1, seed), 20)
+    assert memory.rebuilds == 2
+    assert memory.widths.limit is not None
+    queries = 10 * draw(200, 7)
+    found = memory._search_graphs(queries, 20, memory.widths.near)
+    assert memory.widths.find_far(found.distances)[1].mean() < 0.05
+    for seed in range(600):
+        memory.read(10 * draw(1, seed), 20)
+    assert memory.rebuilds == 2
 
 
 # What holds exactly
@@ -387,11 +483,11 @@ def test_waiting_never_meets_work_that_has_not_begun(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(threading.Thread, "start", start_late)
     memory = make(4000, background=True)
     fill(memory, 4000)
-    first = memory._job
+    first = memory._thread._thread
     memory.clear()  # the first job notices, ends, and begins the next
     fill(memory, 300)
     for _ in range(1000):
-        if memory._job not in (first, None):
+        if memory._thread._thread not in (first, None):
             break
         time.sleep(0.001)
     memory.wait()
@@ -412,7 +508,7 @@ def test_a_failed_rebuild_is_raised_by_the_next_change(monkeypatch: pytest.Monke
         assert isinstance(caught.value.__cause__, MemoryError)
         assert find_themselves(memory) == 1.0  # by exhaustive search
         fill(memory, 300)  # begins another
-        while memory._job is not None:
+        while memory._thread.is_running:
             time.sleep(0.01)
         with pytest.raises(RuntimeError, match="all entries are intact"):
             fill(memory, 1)
@@ -455,7 +551,7 @@ memory.write(torch.randn(12_000, 64), torch.zeros(12_000, dtype=torch.int64))
 
 
 def test_a_process_can_end_during_a_rebuild() -> None:
-    assert run_script(BIG + "print(memory._job is not None)") == "True\n"
+    assert run_script(BIG + "print(memory._thread.is_running)") == "True\n"
 
 
 def test_a_process_can_fork_during_a_rebuild() -> None:
@@ -478,7 +574,7 @@ def test_closing_ends_the_work_in_the_background_and_keeps_the_entries() -> None
     memory = GraphMemory(20_000, DIM, exact_below=100)
     fill(memory, 20_000)
     memory.close()
-    assert memory._job is None
+    assert not memory._thread.is_running
     assert not memory.is_indexed
     assert memory.read(memory.entries().keys[:5], 1).ids[:, 0].tolist() == [0, 1, 2, 3, 4]
 
@@ -693,7 +789,7 @@ def test_far_queries_are_searched_for_more_widely() -> None:
     queries, widths = sentences.draw(1_000), memory.widths
     assert widths.far > 3 * widths.near
     assert memory.measure_recall(queries, 20) >= 0.98
-    is_far = widths.find_far(memory._search_graphs(queries, 20, widths.near).distances)
+    is_far, _ = widths.find_far(memory._search_graphs(queries, 20, widths.near).distances)
     assert 0.1 < is_far.mean() < 0.3
     far = queries[torch.from_numpy(is_far)]
     found = memory.measure_recall(far, 20)
@@ -704,32 +800,59 @@ def test_far_queries_are_searched_for_more_widely() -> None:
 def test_widths_are_saved_and_copied(tmp_path: Path) -> None:
     memory = make(3_000)
     fill(memory, 3_000)
-    memory._widths = Widths(70, 300, 0.25)
-    memory.save(tmp_path / "saved")
-    assert GraphMemory.load(tmp_path / "saved").widths == memory.widths
-    assert copy.deepcopy(memory).widths == memory.widths
+    for widths in (Widths(70, 300), Widths(70, 300, 0.25, 2.5)):
+        memory._widths = widths
+        memory.save(tmp_path / "saved")
+        assert GraphMemory.load(tmp_path / "saved").widths == widths
+        assert copy.deepcopy(memory).widths == widths
+
+
+@pytest.mark.parametrize("widths", [[70, 300, 0.25], None])
+def test_a_memory_saved_before_there_were_all_widths_is_loaded(
+    tmp_path: Path, widths: list[float] | None
+) -> None:
+    memory = make()
+    fill(memory, 1000)
+    memory.save(tmp_path)
+    path = tmp_path / "graph-memory.json"
+    manifest = json.loads(path.read_text())
+    assert len(manifest["widths"]) == 4
+    del manifest["widths"]
+    if widths is not None:
+        manifest["widths"] = widths
+    path.write_text(json.dumps(manifest))
+    loaded = GraphMemory.load(tmp_path)
+    assert loaded.widths == (Widths(70, 300, 0.25) if widths else Widths(64, 64))
+    assert loaded.widths.limit is None  # as before, until graphs are built again
+    assert loaded.measure_recall(draw(50, 3), 10) >= 0.95
+    loaded.rebuild()
+    assert loaded.widths.limit is not None
 
 
 def test_widths_reach_the_aim_in_sum_and_for_near_queries() -> None:
     """Near queries find everything; a far one finds `width` of its 100 neighbours."""
-    expected = np.arange(100)[None].repeat(10, 0)
-    distances = np.arange(10.0)
+    expected, distances = np.full(10, 100), np.arange(10.0)
 
-    def find(rows: Any, width: int) -> Any:
-        found = np.full((int(rows.sum()), 100), -1)
-        for row, number in enumerate(np.flatnonzero(rows)):
-            count = 100 if number < 8 else min(100, width)
-            found[row, :count] = np.arange(count)
-        return found
+    def count_found(rows: Any, width: int) -> int:
+        return sum(100 if number < 8 else min(100, width) for number in np.flatnonzero(rows))
 
-    widths = choose_widths(find, expected, distances, least=10, aim=0.95)
+    widths = choose_widths(count_found, expected, distances, limit=13.5, least=10, aim=0.95)
     assert widths.near == 10
     assert widths.border == pytest.approx(7.2)
     assert 75 <= widths.far <= 75 * 1.12  # (8 · 100 + 2 · 75) / 1000 = 0.95
-    assert widths.find_far(np.array([[7.0] * 10, [7.5] * 10])).tolist() == [False, True]
+    assert widths.limit == 13.5
+    assert widths.find_far(np.array([[7.0] * 10, [7.5] * 10]))[0].tolist() == [False, True]
+    is_far, is_outside = widths.find_far(np.array([[7.0] * 10, [13.0] * 10, [14.0] * 10]))
+    assert is_far.tolist() == [False, True, False]
+    assert is_outside.tolist() == [False, False, True]
+    few = np.array([[7.0] * 9 + [np.inf]])  # stale nodes hide the others
+    assert widths.find_far(few)[1].tolist() == [False]
+    narrower = choose_widths(count_found, expected, distances, limit=8.5, least=10, aim=0.95)
+    assert narrower.far < widths.far  # the last query is outside, and not searched for
+    assert widths._replace(limit=None).find_far(np.full((1, 10), 99.0))[1].tolist() == [False]
     assert widths.scale(2, 10)[:2] == (20, 2 * widths.far)
     assert widths.scale(0.01, 10)[:2] == (10, 10)
-    equal = choose_widths(find, expected, np.ones(10), least=10, aim=0.95)
+    equal = choose_widths(count_found, expected, np.ones(10), limit=1.5, least=10, aim=0.95)
     assert equal.near == equal.far
 
 
