@@ -64,9 +64,8 @@ class BackgroundThread:
 
         thread = threading.Thread(target=run, name="mbpa-graph-memory", daemon=True)
         thread.start()
-        self._thread = (
-            thread  # not before: whoever waits without the lock must not meet it unstarted
-        )
+        # Not before: whoever waits without the lock must not meet it unstarted.
+        self._thread = thread
 
     def wait(self) -> None:
         """Wait until nothing is running; raise an error if it failed. Do not hold the lock."""
