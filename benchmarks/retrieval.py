@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mbpa
 from benchmarks.timing import time_in_turns
-from mbpa.memory import base
+from mbpa.memory import backend
 
 KINDS = "random", "clustered"
 
@@ -88,7 +88,7 @@ def recall_lost(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> float:
 
 def measure_repeats(memory: mbpa.Memory, queries: Tensor, k: int) -> float:
     """Return the share of queries for which the first search was not certain."""
-    again, find_unsure = 0, base.find_unsure
+    again, find_unsure = 0, backend.find_unsure
 
     def count(*arguments: Any) -> Tensor:
         nonlocal again
@@ -96,11 +96,11 @@ def measure_repeats(memory: mbpa.Memory, queries: Tensor, k: int) -> float:
         again += int(is_unsure.sum())
         return is_unsure
 
-    base.find_unsure = count
+    backend.find_unsure = count
     try:
         memory.read(queries, k, keys_for=0)
     finally:
-        base.find_unsure = find_unsure
+        backend.find_unsure = find_unsure
     return min(1.0, again / len(queries))
 
 

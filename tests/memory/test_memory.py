@@ -27,7 +27,7 @@ from matrix import combine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mbpa.memory import Entries, ExactMemory, Memory, Neighbors, base, exact, ranking
+from mbpa.memory import Entries, ExactMemory, Memory, Neighbors, backend, exact, ranking
 from mbpa.testing import check_memory
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -379,7 +379,7 @@ def test_small_blocks_and_chunks_find_what_one_block_finds(
 
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", counted)
-    for module in (base, exact, ranking):
+    for module in (backend, exact, ranking):
         monkeypatch.setattr(module, "SCRATCH_BYTES", 1000)
     for k, whole in zip((1, 7, 40, 200), expected, strict=True):
         found = memory.read(queries, k)
