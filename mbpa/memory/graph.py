@@ -76,8 +76,8 @@ class GraphMemory(Memory):
 
     Distances, their order, ids, overwriting and deletion are exact, as in any memory; only which
     entries are found is approximate. `recall` says how many. A query that is much farther from all
-    entries than others is compared with all of them. Many copies of one key, some hundreds, make
-    graphs hard to search; recall then stays below the target.
+    entries than others is compared with all of them. So are all queries if no search of the graph
+    reaches the target, as with very many copies of one key.
 
     Args:
         capacity: maximum number of entries; when full, the oldest are overwritten first.
@@ -531,7 +531,8 @@ class GraphMemory(Memory):
         nodes = sum(map(len, self._graphs.values()))
         has_many_stale = nodes > 2 * self._held + max(self.exact_below, MIN_STALE_NODES)
         is_due = has_many_stale or len(self._graphs) > MAX_GRAPHS or self._wants_rebuild
-        is_due |= self._meter.outside_share > MAX_OUTSIDE_SHARE
+        # Otherwise the new graph would be no better.
+        is_due |= self._widths.are_enough and self._meter.outside_share > MAX_OUTSIDE_SHARE
         if self._held > self.exact_below and (is_due or self._unindexed):
             self._begin_rebuild(only_unindexed=not is_due)
         elif self._meter.is_due:
@@ -701,6 +702,8 @@ class GraphMemory(Memory):
         missing, error = self.target_recall - recall, self._meter.standard_error
         if missing > error:
             self._widths = before.scale(WIDENING, self._least_width)
+            if self._widths == before:  # which are as wide as can be
+                self._widths = before.give_up(self._least_width)
             # A rebuild takes long: not for what may be chance.
             self._wants_rebuild = missing > 2 * error and self.stale > STALE_SHARE * nodes
         elif 1 - recall + error < SPARE_SHARE * (1 - self.target_recall):

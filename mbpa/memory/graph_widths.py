@@ -4,7 +4,9 @@ A query among many entries finds nearly all its neighbours with a narrow search.
 from all entries has many that are almost equally near, and a narrow search misses a quarter of
 them. So every query is searched for narrowly, and again, widely, if what was found is far away. If
 it is farther away than that of nearly all queries with which the widths were tried out, nothing is
-known about the width it needs. Such a query is outside, and is compared with all entries.
+known about the width it needs. Such a query is outside, and is compared with all entries. So are
+queries for which no width is enough: a graph with many copies of one key is hard to search, and in
+very few dimensions copies that are rounded to 8 bits are too coarse.
 """
 
 from __future__ import annotations
@@ -43,7 +45,14 @@ class Widths(NamedTuple):
     border: float = 0.0
     """Squared distance of a query's tenth neighbour beyond which it is far away."""
     limit: float | None = None
-    """Squared distance of a query's tenth neighbour beyond which it is outside; `None` for none."""
+    """Squared distance of a query's tenth neighbour beyond which it is outside; `None` for none.
+    Negative if all queries are compared with all entries, since no search is wide enough.
+    """
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether all queries but rare ones can be searched for in graphs."""
+        return self.limit is None or self.limit > self.border
 
     def scale(self, factor: float, least: int) -> Widths:
         """Return wider or narrower searches, not below this width."""
@@ -51,6 +60,10 @@ class Widths(NamedTuple):
             min(MAX_WIDTH, max(least, math.ceil(factor * width))) for width in (self.near, self.far)
         )
         return self._replace(near=near, far=far)
+
+    def give_up(self, least: int) -> Widths:
+        """Return widths with which all queries are compared with all entries."""
+        return self._replace(near=least, far=least, limit=-1.0)
 
     def find_far(
         self, distances: Float[np.ndarray, "B J"], candidates: int = 0
@@ -163,7 +176,7 @@ def calibrate(
         ranked.numpy(),
         limit=OUTSIDE_FACTOR * float(usual),
         least=least,
-        aim=1 - AIMED_SHARE * (1 - target),
+        target=target,
         should_stop=should_stop,
     )
 
@@ -175,10 +188,12 @@ def choose_widths(
     *,
     limit: float,
     least: int,
-    aim: float,
+    target: float,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Widths:
-    """Return the narrowest searches with which recall reaches the aim.
+    """Return the narrowest searches with which recall is somewhat above the target.
+
+    Queries for which no search is wide enough to reach the target are compared with all entries.
 
     Args:
         count_found: returns how many true neighbours of some of B queries are found by searches of
@@ -187,9 +202,10 @@ def choose_widths(
         distances: squared distance of each query's tenth neighbour.
         limit: such a distance beyond which a query is outside, and not searched for in graphs.
         least: the narrowest width to try.
-        aim: share of the expected neighbours to find.
+        target: share of the expected neighbours to find.
         should_stop: whether to return at once, with any widths.
     """
+    aim = 1 - AIMED_SHARE * (1 - target)
     border = float(np.quantile(distances, 1 - FAR_SHARE))
     is_near = distances <= border
     is_far = ~is_near & (distances <= limit)
@@ -201,8 +217,15 @@ def choose_widths(
             width = min(MAX_WIDTH, math.ceil(STEP * width))
         return width, hits
 
-    near, hits = widen(is_near, least, aim * int(expected[is_near].sum()))
+    count = int(expected[is_near].sum())
+    near, hits = widen(is_near, least, aim * count)
+    widths = Widths(near, near, border, limit)
+    if hits < target * count:
+        return widths.give_up(least)
     if not is_far.any():
-        return Widths(near, near, border, limit)
-    far, _ = widen(is_far, near, aim * int(expected[is_near | is_far].sum()) - hits)
-    return Widths(near, far, border, limit)
+        return widths
+    count += int(expected[is_far].sum())
+    far, more = widen(is_far, near, aim * count - hits)
+    if hits + more < target * count:
+        return widths._replace(limit=border)
+    return widths._replace(far=far)

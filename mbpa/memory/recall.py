@@ -134,8 +134,8 @@ class RecallMeter:
             found: labels of the candidates of each query.
             k: number of neighbours that were asked for.
             serial: serial number of the next entry.
-            is_outside: which queries were compared with all entries. These are only counted and
-                remembered: there is nothing to measure.
+            is_outside: which queries were compared with all entries. There is nothing to measure:
+                they found everything.
         """
         now = time.monotonic()
         if now < self._next_s or self.is_due:
@@ -145,7 +145,9 @@ class RecallMeter:
         self._offered += 1
         self._outside += int(is_outside[row])
         self._recent.append(queries[row].clone())
-        if not is_outside[row]:
+        if is_outside[row]:
+            self._measured.append(1.0)
+        else:
             self._samples.append(Sample(queries[row].clone(), found[row].copy(), k, serial))
 
     def get_recent(self) -> list[Float[Tensor, "D"]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 import mbpa
 from benchmarks.graph_memory import Sentences
 from mbpa.errors import CheckpointError, MissingExtraError
-from mbpa.memory import GraphMemory, graph, graph_index, recall
+from mbpa.memory import GraphMemory, graph, graph_index, graph_widths, recall
 from mbpa.memory.graph_index import Graph, GraphSettings
 from mbpa.memory.graph_widths import Widths, choose_widths
 from mbpa.testing import check_memory
@@ -836,7 +836,8 @@ def test_widths_reach_the_aim_in_sum_and_for_near_queries() -> None:
     def count_found(rows: Any, width: int) -> int:
         return sum(100 if number < 8 else min(100, width) for number in np.flatnonzero(rows))
 
-    widths = choose_widths(count_found, expected, distances, limit=13.5, least=10, aim=0.95)
+    target = 11 / 12  # widths are chosen so that recall is 0.95: six tenths of the misses
+    widths = choose_widths(count_found, expected, distances, limit=13.5, least=10, target=target)
     assert widths.near == 10
     assert widths.border == pytest.approx(7.2)
     assert 75 <= widths.far <= 75 * 1.12  # (8 · 100 + 2 · 75) / 1000 = 0.95
@@ -847,13 +848,56 @@ def test_widths_reach_the_aim_in_sum_and_for_near_queries() -> None:
     assert is_outside.tolist() == [False, False, True]
     few = np.array([[7.0] * 9 + [np.inf]])  # stale nodes hide the others
     assert widths.find_far(few)[1].tolist() == [False]
-    narrower = choose_widths(count_found, expected, distances, limit=8.5, least=10, aim=0.95)
+    narrower = choose_widths(count_found, expected, distances, limit=8.5, least=10, target=target)
     assert narrower.far < widths.far  # the last query is outside, and not searched for
     assert widths._replace(limit=None).find_far(np.full((1, 10), 99.0))[1].tolist() == [False]
     assert widths.scale(2, 10)[:2] == (20, 2 * widths.far)
     assert widths.scale(0.01, 10)[:2] == (10, 10)
-    equal = choose_widths(count_found, expected, np.ones(10), limit=1.5, least=10, aim=0.95)
+    equal = choose_widths(count_found, expected, np.ones(10), limit=1.5, least=10, target=target)
     assert equal.near == equal.far
+
+
+def test_queries_for_which_no_search_is_wide_enough_are_compared_with_all_entries() -> None:
+    expected, distances = np.full(10, 100), np.arange(10.0)
+
+    def choose(near: int, far: int) -> Widths:
+        def count_found(rows: Any, width: int) -> int:
+            return sum(near if number < 8 else far for number in np.flatnonzero(rows))
+
+        return choose_widths(count_found, expected, distances, limit=13.5, least=10, target=0.9)
+
+    everything = choose(80, 100)
+    assert everything[:2] == (10, 10)
+    assert not everything.are_enough
+    assert everything.find_far(np.zeros((1, 10)))[1].tolist() == [True]
+    only_far = choose(95, 50)
+    assert only_far.limit == only_far.border
+    assert not only_far.are_enough
+    assert only_far.find_far(np.array([[7.0] * 10, [7.5] * 10]))[1].tolist() == [False, True]
+    assert choose(95, 80).limit == 13.5  # 0.95 · 0.8 + 0.8 · 0.2 > 0.9
+    assert choose(95, 80).are_enough
+
+
+def test_many_copies_of_one_key_do_not_lower_recall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The zero vector is near to everything, and links among its copies lead nowhere else."""
+    monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(n, DIM, generator=generator) for n in (6_000, 300))
+    keys[:1_200] = 0
+    memory = make(6_000, parts=1)
+    memory.write(keys, torch.arange(6_000))
+    for has_been_enough in (False, True):
+        if has_been_enough:  # live queries must show that it no longer is
+            memory._widths = Widths(graph_widths.MAX_WIDTH, graph_widths.MAX_WIDTH)
+            memory._meter.clear()
+            assert memory.measure_recall(queries, 20) < 0.9
+        for query in queries:
+            memory.read(query[None], 20)
+        assert not memory.widths.are_enough
+        assert memory.measure_recall(queries, 20) >= 0.98
+        assert memory.recall is not None
+        assert memory.recall >= 0.98
+    assert memory.rebuilds == 1
 
 
 def test_queries_that_find_less_than_others_are_answered() -> None:
