@@ -23,7 +23,8 @@ import torch
 
 from mbpa.errors import RunError
 from mbpa.serve import teaching
-from mbpa.serve.classifier import Classifier, Snapshot
+from mbpa.serve.classifier import Classifier
+from mbpa.serve.journaled_model import Snapshot
 from mbpa.serve.run_directory import remove_unused_models
 from mbpa.serve.run_info import MODEL_DIRECTORY, RunInfo, read_model, write_model
 

@@ -18,7 +18,7 @@ from databases import database, postgres  # noqa: F401
 from servers import open_client, running
 
 from mbpa.cli import main
-from mbpa.serve import classifier, journal_copy, retraining
+from mbpa.serve import journal_copy, journaled_model, retraining
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.client import POSITION_HEADER, ServiceClient
@@ -137,13 +137,13 @@ def test_a_replica_that_is_slow_to_load_does_not_load_for_ever(
     one, other = load(), load()
     with other.journal._reader.use() as connection:  # type: ignore[attr-defined]
         connection.execute("SET idle_in_transaction_session_timeout = '2s'")
-    real = classifier.read_shared_model
+    real = journaled_model.read_shared_model
 
     def read_slowly(*arguments: Any) -> Any:
         time.sleep(3.5)
         return real(*arguments)
 
-    monkeypatch.setattr(classifier, "read_shared_model", read_slowly)
+    monkeypatch.setattr(journaled_model, "read_shared_model", read_slowly)
     one.learn([Lesson("new", "text", QUERIES[0])])
     other._must_load = True
     other.follow()
