@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -205,30 +205,28 @@ class Questions:
     nearest: mbpa.Neighbors
     drawn: mbpa.Neighbors
     """Neighbours drawn at random."""
-    shortcut: Shortcut | None = None
-    """The head with one more layer, if that alone is to adapt."""
 
     def measure_accuracy(
         self, head: nn.Module, predictor: mbpa.Adapted | mbpa.NeighborVote, at_random: bool = False
     ) -> float:
         """Return a predictor's accuracy, the mean over tasks since all have equally many images."""
-        if self.shortcut is not None and isinstance(predictor, mbpa.Adapted):
-            found = self.shortcut.predict(predictor, self.queries, self._near_shortcut)
-            return self._count_right(found)
         model = mbpa.MbPA(head=head, memory=self.memory, predictor=predictor)
         found = model(keys=self.queries, neighbors=self.drawn if at_random else self.nearest)
-        return self._count_right(found)
+        return _measure_accuracy(found, self.answers)
 
-    @cached_property
-    def _near_shortcut(self) -> mbpa.Neighbors | None:
-        """Neighbours in the shortcut's memory, read once."""
-        if self.shortcut is None:
-            return None
-        count = min(self.nearest.mask.shape[1], len(self.shortcut.memory))
-        return self.shortcut.memory.read(self.shortcut.describe(self.queries), count)
+    def measure_accuracy_with_shortcut(self, shortcut: Shortcut) -> Callable[[mbpa.Adapted], float]:
+        """Return a function that measures the same where one more layer of a head adapts alone."""
+        count = min(self.nearest.mask.shape[1], len(shortcut.memory))
+        near = shortcut.memory.read(shortcut.describe(self.queries), count)  # once for all
 
-    def _count_right(self, found: Float[Tensor, "Q 10"]) -> float:
-        return float((found.argmax(1) == self.answers).double().mean())
+        def measure(predictor: mbpa.Adapted) -> float:
+            return _measure_accuracy(shortcut.predict(predictor, self.queries, near), self.answers)
+
+        return measure
+
+
+def _measure_accuracy(found: Float[Tensor, "Q 10"], answers: Int[Tensor, "Q"]) -> float:
+    return float((found.argmax(1) == answers).double().mean())
 
 
 class MnistSearch:
@@ -279,13 +277,14 @@ class MnistSearch:
             memory=hold_logits(labels.memory, logits),
             nearest=attach_logits(labels.nearest, logits),
         )
-        extended = replace(labels, shortcut=Shortcut(head, labels.memory.entries().keys, logits))
-        for name, questions in {
-            "on_der": labels,
-            "on_der_logits": towards,
-            "on_der_shortcut": extended,
-        }.items():
-            best = self._choose_adaptation(questions, name, size, head, TOLERANCE_ON_DER)
+        shortcut = Shortcut(head, labels.memory.entries().keys, logits)
+        measures: dict[str, Callable[[mbpa.Adapted], float]] = {
+            "on_der": partial(labels.measure_accuracy, head),
+            "on_der_logits": partial(towards.measure_accuracy, head),
+            "on_der_shortcut": labels.measure_accuracy_with_shortcut(shortcut),
+        }
+        for name, measure in measures.items():
+            best = self._choose_adaptation(measure, name, size, TOLERANCE_ON_DER)
             self._record_choice(best, size, f"{name}.")
 
     def _choose_for_memory(self, size: int, heads: dict[str, nn.Sequential]) -> None:
@@ -300,7 +299,7 @@ class MnistSearch:
         votes = self._try("kernel vote", size, self.grids.pair_vote_settings(), vote)
         self._record_choice(_find_best(votes), size)
         chosen = {
-            name: self._choose_adaptation(questions, name, size, head)
+            name: self._choose_adaptation(partial(questions.measure_accuracy, head), name, size)
             for name, head in heads.items()
         }
         for name, best in chosen.items():
@@ -333,10 +332,9 @@ class MnistSearch:
 
     def _choose_adaptation(
         self,
-        questions: Questions,
+        measure: Callable[[mbpa.Adapted], float],
         name: str,
         size: int,
-        head: nn.Sequential,
         tolerance: float = ACCURACY_TOLERANCE,
     ) -> Setting:
         """Return the cheapest of the adaptations tried that are as good as the best."""
@@ -354,7 +352,7 @@ class MnistSearch:
                 method,
                 size,
                 [best | setting for setting in list_settings()],
-                lambda setting: questions.measure_accuracy(head, make_adapted(**setting)),
+                lambda setting: measure(make_adapted(**setting)),
             )
             best = _find_best(found)
             tried += found
