@@ -138,7 +138,7 @@ class Graph:
         if not len(labels):
             return
         rounded, unsigned = self._round(keys), labels.astype(np.uint64)
-        place = _hash(unsigned) % len(self._parts)
+        place = _spread(unsigned, len(self._parts))
 
         def fill(number: int) -> None:
             chosen = place == number
@@ -275,6 +275,16 @@ def _make_parts(settings: GraphSettings, key_size: int) -> list[Any]:
         )
         for _ in range(settings.parts)
     ]
+
+
+def _spread(labels: NDArray[np.uint64], parts: int) -> Ints:
+    """Return a part for each label, equally often but for one, in an order without a pattern.
+
+    Equally often, because those who wait for a batch wait for its largest share.
+    """
+    mixed = _hash(labels)
+    ranks = mixed.argsort().argsort()
+    return (ranks + int(mixed[0] % np.uint64(parts))) % parts
 
 
 def _hash(labels: NDArray[np.uint64]) -> NDArray[np.uint64]:

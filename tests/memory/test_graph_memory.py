@@ -134,11 +134,21 @@ def test_neighbours_that_arrive_in_a_regular_order_are_in_all_parts(parts: int) 
 def test_entries_at_regular_intervals_are_spread_over_the_parts(capacity: int, parts: int) -> None:
     serial = np.arange(3_000_000)
     labels = ((serial << graph_index.SLOT_BITS) | (serial % capacity)).astype(np.uint64)
-    for interval in (1, 2, 3, 4, 7, 64, 100, 1000, 1024, 1 << 16):
-        places = graph_index._hash(labels[::interval][:2000]) % parts
+
+    def check(places: Any) -> None:
         expected, deviation = len(places) / parts, (len(places) / parts * (1 - 1 / parts)) ** 0.5
-        counts = np.bincount(places.astype(int), minlength=parts)
+        counts = np.bincount(places, minlength=parts)
         assert abs(counts - expected).max() < 5 * deviation
+
+    for interval in (1, 2, 3, 4, 7, 64, 100, 1000, 1024, 1 << 16):  # written one by one
+        alone = labels[::interval][:1000, None]
+        check(np.concatenate([graph_index._spread(each, parts) for each in alone]))
+    for size in (2, 32):  # written in batches
+        batches = [graph_index._spread(each, parts) for each in labels[:20_000].reshape(-1, size)]
+        shares = [np.bincount(each, minlength=parts) for each in batches]
+        assert all(np.ptp(each) <= 1 for each in shares)  # no part keeps a batch waiting
+        for interval in (1, 2, 3, 4, 7, 32, 64):
+            check(np.concatenate(batches)[::interval])
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])
