@@ -1,7 +1,7 @@
 """Work in a background thread that shares a lock with its owner.
 
-There is at most one thread per owner. It must have ended before the interpreter does, and it does
-not exist in a forked process, whose locks must be free all the same.
+There is at most one thread per owner, and it gives way to others. It must have ended before the
+interpreter does, and it does not exist in a forked process, whose locks must be free all the same.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+
+NICENESS = 10  # added to that of the process: a tenth of the time where there is too little for all
 
 
 class BackgroundThread:
@@ -52,6 +55,7 @@ class BackgroundThread:
 
         def run() -> None:
             try:
+                _give_way()
                 work()
             except BaseException as error:
                 self._failure = error
@@ -69,8 +73,13 @@ class BackgroundThread:
 
     def wait(self) -> None:
         """Wait until nothing is running; raise an error if it failed. Do not hold the lock."""
-        while (thread := self._thread) is not None:
-            thread.join()
+        while True:
+            if (thread := self._thread) is not None:
+                thread.join()
+                continue
+            with self._lock:  # held while one piece of work follows another
+                if self._thread is None:
+                    break
         self.raise_failure()
 
     def close(self) -> None:
@@ -88,6 +97,15 @@ class BackgroundThread:
             raise RuntimeError(
                 f"work on the graph in the background failed ({failure!r}); all entries are intact"
             ) from failure
+
+
+def _give_way() -> None:
+    """Let other threads go first where there are more of them than processors."""
+    if sys.platform == "linux":  # elsewhere, only whole processes have a priority
+        thread = threading.get_native_id()
+        before = os.getpriority(os.PRIO_PROCESS, thread)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, before + NICENESS)
 
 
 _instances: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
