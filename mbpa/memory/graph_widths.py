@@ -139,18 +139,21 @@ def calibrate(
     """
     if not len(queries) or not len(nodes):
         return None
-    count = int(get_slots(nodes).max()) + 1
-    k = min(CALIBRATION_NEIGHBORS, count)
-    keys, norms = content.keys[:count], content.norms[:count]
+    used = int(get_slots(nodes).max()) + 1
+    k = min(CALIBRATION_NEIGHBORS, used)
+    keys, norms = content.keys[:used], content.norms[:used]
     nearest, distances = find_true_neighbors(keys, norms, queries, k)
     ranked = distances[:, min(RANK - 1 + are_keys, k - 1)]  # a key is the nearest entry of itself
     is_usable = ranked.isfinite()  # not if there are fewer entries, or it is too large a number
     queries, nearest, distances, ranked = (
         each[is_usable] for each in (queries, nearest, distances, ranked)
     )
-    # Other neighbours were spared, written meanwhile, or are in another graph.
+    # Other neighbours were spared, written meanwhile, or are in another graph, and are taken to be
+    # found there. Where most are, the few in this graph are far away, and need not all be found.
     is_node = torch.from_numpy(np.isin(content.labels[nearest.numpy()], nodes))
     expected = distances.where(is_node, math.inf)
+    count = distances.isfinite().sum(1)
+    elsewhere = count - is_node.sum(1)
     if not is_node.any():
         return None
     needed = k + k // 8 + 8  # as a read asks for
@@ -164,7 +167,7 @@ def calibrate(
         labels = keep_nearest(found, RANKED_CANDIDATES * needed)
         slots = torch.from_numpy(np.where(labels < 0, -1, get_slots(labels)))
         found_distances = measure_distances(keys, queries[chosen], slots)
-        return int(count_hits(found_distances, expected[chosen]).sum())
+        return int((count_hits(found_distances, expected[chosen]) + elsewhere[chosen]).sum())
 
     # Rounded copies of keys that are very near have greater distances; some tell how much greater.
     rounded = _rank_distances(search(queries[::QUERIES_PER_ROUNDED], least).distances)
@@ -172,7 +175,7 @@ def calibrate(
     usual = max(np.quantile(each, 1 - OUTSIDE_SHARE) for each in (rounded, ranked.numpy()))
     return choose_widths(
         count_found,
-        is_node.sum(1).numpy(),
+        count.numpy(),
         ranked.numpy(),
         limit=OUTSIDE_FACTOR * float(usual),
         least=least,

@@ -22,7 +22,7 @@ from benchmarks.graph_memory import Sentences
 from mbpa.errors import CheckpointError, MissingExtraError
 from mbpa.memory import GraphMemory, graph, graph_index, graph_widths, recall
 from mbpa.memory.graph_index import Graph, GraphSettings
-from mbpa.memory.graph_widths import Widths, choose_widths
+from mbpa.memory.graph_widths import GraphContent, Widths, calibrate, choose_widths
 from mbpa.testing import check_memory
 
 ROOT = Path(__file__).parents[2]
@@ -908,6 +908,29 @@ def test_many_copies_of_one_key_do_not_lower_recall(monkeypatch: pytest.MonkeyPa
         assert memory.recall is not None
         assert memory.recall >= 0.98
     assert memory.rebuilds == 1
+
+
+def test_widths_need_not_be_enough_for_the_few_neighbours_that_a_graph_has() -> None:
+    """49 of the 50 neighbours of each query are in another graph; this one is hard to search."""
+    generator = torch.Generator().manual_seed(0)
+    inside, queries = (torch.randn(n, DIM, generator=generator) for n in (6_000, 200))
+    inside[:1_200] = 0
+    others = queries.repeat(49, 1) + 0.01 * torch.randn(49 * 200, DIM, generator=generator)
+    keys = torch.cat([others, inside])
+    labels = np.arange(len(keys))
+    nodes = labels[len(others) :]
+    graph = Graph(GraphSettings("float32", 16, 64), inside)
+    graph.add(nodes, inside)
+    content = GraphContent(object(), keys, keys.square().sum(1), labels)
+    named: dict[str, Any] = {"least": 64, "target": 0.95, "should_stop": lambda: False}
+    widths = calibrate(graph, content, nodes, queries, are_keys=False, **named)
+    assert widths is not None
+    assert widths.are_enough
+    assert widths.near == 64
+    content.norms[: len(others)] = torch.inf  # as if they had never been written
+    widths = calibrate(graph, content, nodes, queries, are_keys=False, **named)
+    assert widths is not None
+    assert not widths.are_enough
 
 
 def test_queries_that_find_less_than_others_are_answered() -> None:
