@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.client import POSITION_HEADER
-from mbpa.serve.journal_errors import JournalError
+from mbpa.serve.journal_errors import JournalError, UnavailableError
 from mbpa.serve.shared_journal import SharedJournal
 
 POLL_S = 1.0  # between looks at the log if no news arrive
@@ -52,7 +52,7 @@ class Follower:
             try:
                 self._classifier.follow(self._journal.wait_for_news(POLL_S))
                 self._is_stopped.wait(COLLECTING_S)
-            except JournalError:  # the journal's status and `read_only` say so
+            except UnavailableError:  # the journal's status and `read_only` say so
                 self._is_stopped.wait(RETRY_S)
             except Exception:
                 log.exception("the log could not be followed")

@@ -14,6 +14,7 @@ from mbpa.serve.journal_errors import JournalError, UnavailableError
 try:
     import psycopg
     from psycopg import conninfo, errors, pq
+    from psycopg.types import numeric
 except ImportError as error:
     raise MissingExtraError("a journal in PostgreSQL", extra="replicas") from error
 
@@ -94,6 +95,9 @@ class DatabaseLink:
             keepalives_count=3,
         )
         connection.limit_s = self._limit_s
+        # All as bigint. By default two small numbers are smallint, and their sum may overflow.
+        for dumper in (numeric.Int8Dumper, numeric.Int8BinaryDumper):
+            connection.adapters.register_dumper(int, dumper)
         try:
             connection.execute(
                 """

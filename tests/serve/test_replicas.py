@@ -18,7 +18,7 @@ from databases import database, postgres  # noqa: F401
 from servers import open_client, running
 
 from mbpa.cli import main
-from mbpa.serve import journal_copy, journaled_model, retraining
+from mbpa.serve import journal_copy, journaled_model, postgres_journal, retraining
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.client import POSITION_HEADER, ServiceClient
@@ -129,6 +129,21 @@ def test_who_is_refused_because_of_a_lesson_reads_that_lesson(
         other.learn([Lesson("new", "another", QUERIES[0])], request="a")
     assert other.position == one.position
     assert "new" in other.labels
+
+
+def test_sums_of_positions_do_not_overflow(
+    load: Callable[..., Classifier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From position 22,768 on, adding 10,000 to it exceeds 16 bits; here it is from position 8."""
+    monkeypatch.setattr(postgres_journal, "MAX_CHANGES_AT_ONCE", 32_760)
+    one, other = load(), load()
+    for number in range(12):
+        one.learn([Lesson("new", f"text {number}", QUERIES[0])])
+        other.follow()
+    assert one.position == other.position
+    assert one.position is not None
+    assert one.position > 8
+    assert get_answers(one) == get_answers(other)
 
 
 def test_a_replica_that_is_slow_to_load_does_not_load_for_ever(
