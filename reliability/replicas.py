@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import http.client
 import json
 import multiprocessing
@@ -97,6 +98,18 @@ class Replica:
     def is_alive(self) -> bool:
         return bool(self._process.is_alive())
 
+    def describe(self) -> str:
+        """Return what it says of itself, and where its threads are."""
+        try:
+            told = str([self.ask("GET", path)[1] for path in ("/health", "/stats")])
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            told = repr(error)
+        if self.is_alive():
+            os.kill(self._process.pid, signal.SIGUSR1)
+            time.sleep(1)
+        path = _stacks_path(self._run, self.port)
+        return f"{told}\n{path.read_text() if path.exists() else ''}"
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
@@ -139,6 +152,8 @@ def _serve(run: Path, url: str, port: int) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
+    stacks = _stacks_path(run, port).open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
     while True:
         try:
             serve(run, port=port, database=url)
@@ -146,6 +161,10 @@ def _serve(run: Path, url: str, port: int) -> None:
             time.sleep(0.2)
         else:
             return
+
+
+def _stacks_path(run: Path, port: int) -> Path:
+    return run.parent / f"stacks-{port}"
 
 
 @contextlib.contextmanager
@@ -224,6 +243,8 @@ class Writer:
         self._process.start()
 
     def kill(self) -> None:
+        if self._process is None:
+            return
         self._process.kill()
         self._process.join()
 
@@ -314,21 +335,22 @@ def kill_replicas(times: int, seed: int) -> dict[str, Any]:
                 Writer(folder, number, [each.port for each in replicas])
                 for number in range(WRITERS)
             ]
-            for writer in writers:
-                writer.start()
             start = time.monotonic()
-            for number in range(1, times + 1):
-                _wait_for_lessons(folder, LESSONS_PER_KILL * number)
-                time.sleep(draw.uniform(0, MAX_PAUSE_S))
-                kind = draw.choices(list(KILLS), list(KILLS.values()))[0]
-                _kill(kind, draw, replicas, writers, database)
-                counts[kind] += 1
-                if number % 20 == 0:
-                    print(f"kills: {number} {dict(counts)}", file=sys.stderr, flush=True)
-            minutes = (time.monotonic() - start) / 60
-            (folder / "stop").touch()
-            for writer in writers:
-                writer.join()
+            with _explaining_failures(writers, replicas, database):
+                for writer in writers:
+                    writer.start()
+                for number in range(1, times + 1):
+                    _wait_for_lessons(folder, LESSONS_PER_KILL * number)
+                    time.sleep(draw.uniform(0, MAX_PAUSE_S))
+                    kind = draw.choices(list(KILLS), list(KILLS.values()))[0]
+                    _kill(kind, draw, replicas, writers, database)
+                    counts[kind] += 1
+                    if number % 20 == 0:
+                        print(f"kills: {number} {dict(counts)}", file=sys.stderr, flush=True)
+                minutes = (time.monotonic() - start) / 60
+                (folder / "stop").touch()
+                for writer in writers:
+                    writer.join()
             for each in replicas:
                 each.wait()
             answers = require_equal(replicas)
@@ -344,6 +366,21 @@ def kill_replicas(times: int, seed: int) -> dict[str, Any]:
         "examples": answers["examples"],
         **calls,
     }
+
+
+@contextlib.contextmanager
+def _explaining_failures(
+    writers: Sequence[Writer], replicas: Sequence[Replica], database: PostgresServer
+) -> Iterator[None]:
+    """Add to a broken promise what replicas and database say, and end the writers."""
+    try:
+        yield
+    except BrokenPromiseError as error:
+        told = [str(error), *(each.describe() for each in replicas), database.read_log()[-4000:]]
+        raise BrokenPromiseError("\n\n".join(told)) from error
+    finally:
+        for writer in writers:
+            writer.kill()
 
 
 def _wait_for_lessons(folder: Path, count: int) -> None:
