@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-NICENESS = 10  # added to that of the process: a tenth of the time where there is too little for all
+NICENESS = 5  # added to that of the process: a third of the time that another busy thread gets
 
 
 class BackgroundThread:
