@@ -422,7 +422,7 @@ class GraphMemory(Memory):
             return self._search_all(queries, k)
         wanted = self._settings.widen(k)
         found = self._search_graphs(queries, wanted, self._widths.near)
-        is_far, is_outside = self._widths.find_far(found.distances, wanted)
+        is_far, is_outside = self._widths.find_far_and_outside(found.distances, wanted)
         if is_far.any():
             again = queries[torch.from_numpy(is_far)]
             wide = self._search_graphs(again, wanted, self._widths.far)

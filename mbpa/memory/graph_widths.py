@@ -65,7 +65,7 @@ class Widths(NamedTuple):
         """Return widths with which all queries are compared with all entries."""
         return self._replace(near=least, far=least, limit=-1.0)
 
-    def find_far(
+    def find_far_and_outside(
         self, distances: Float[np.ndarray, "B J"], candidates: int = 0
     ) -> tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
         """Return which queries to search for again, and which of the others are outside.
@@ -92,10 +92,10 @@ def _rank_distances(distances: Float[np.ndarray, "B J"]) -> Float[np.ndarray, "B
 
 
 class GraphContent(NamedTuple):
-    """What is read of a memory without its lock, while one of its graphs is built."""
+    """What is read of a memory without its lock, to build a graph or to measure recall."""
 
     generation: object
-    """Another one as soon as a graph of this content is of no use."""
+    """Another one as soon as what is made of this content is of no use."""
     keys: Float[Tensor, "N D"]
     norms: Float[Tensor, "N"]
     """Squared norms of the keys; infinite for empty slots."""

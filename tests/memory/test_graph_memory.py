@@ -295,7 +295,7 @@ def test_queries_outside_all_entries_are_answered_by_an_exhaustive_search(
     found = memory.read(both, 20)
     assert torch.equal(found.ids[:3], memory.read(queries[:3], 20).ids)
     assert torch.equal(found.ids[3:], memory.read(5 * queries[:3], 20).ids)
-    few, _ = memory.widths.find_far(memory._search_graphs(queries, 20, 64).distances)
+    few, _ = memory.widths.find_far_and_outside(memory._search_graphs(queries, 20, 64).distances)
     assert few.mean() < 0.5
 
 
@@ -308,7 +308,7 @@ def test_queries_in_groups_narrower_than_copies_are_rounded_are_not_outside(prec
     keys = groups[places] + 1e-3 * torch.randn(4_100, DIM, generator=generator)
     memory.write(keys[:4_000], places[:4_000])
     found = memory._search_graphs(keys[4_000:], 20, memory.widths.near)
-    assert memory.widths.find_far(found.distances)[1].mean() <= 0.05
+    assert memory.widths.find_far_and_outside(found.distances)[1].mean() <= 0.05
 
 
 def test_widths_are_tried_out_again_when_many_queries_lie_outside() -> None:
@@ -324,7 +324,7 @@ def test_widths_are_tried_out_again_when_many_queries_lie_outside() -> None:
     assert memory.widths.limit is not None
     queries = 10 * draw(200, 7)
     found = memory._search_graphs(queries, 20, memory.widths.near)
-    assert memory.widths.find_far(found.distances)[1].mean() < 0.05
+    assert memory.widths.find_far_and_outside(found.distances)[1].mean() < 0.05
     for seed in range(600):
         memory.read(10 * draw(1, seed), 20)
     assert memory.rebuilds == 2
@@ -799,7 +799,9 @@ def test_far_queries_are_searched_for_more_widely() -> None:
     queries, widths = sentences.draw(1_000), memory.widths
     assert widths.far > 3 * widths.near
     assert memory.measure_recall(queries, 20) >= 0.98
-    is_far, _ = widths.find_far(memory._search_graphs(queries, 20, widths.near).distances)
+    is_far, _ = widths.find_far_and_outside(
+        memory._search_graphs(queries, 20, widths.near).distances
+    )
     assert 0.1 < is_far.mean() < 0.3
     far = queries[torch.from_numpy(is_far)]
     found = memory.measure_recall(far, 20)
@@ -852,15 +854,22 @@ def test_widths_reach_the_aim_in_sum_and_for_near_queries() -> None:
     assert widths.border == pytest.approx(7.2)
     assert 75 <= widths.far <= 75 * 1.12  # (8 · 100 + 2 · 75) / 1000 = 0.95
     assert widths.limit == 13.5
-    assert widths.find_far(np.array([[7.0] * 10, [7.5] * 10]))[0].tolist() == [False, True]
-    is_far, is_outside = widths.find_far(np.array([[7.0] * 10, [13.0] * 10, [14.0] * 10]))
+    assert widths.find_far_and_outside(np.array([[7.0] * 10, [7.5] * 10]))[0].tolist() == [
+        False,
+        True,
+    ]
+    is_far, is_outside = widths.find_far_and_outside(
+        np.array([[7.0] * 10, [13.0] * 10, [14.0] * 10])
+    )
     assert is_far.tolist() == [False, True, False]
     assert is_outside.tolist() == [False, False, True]
     few = np.array([[7.0] * 9 + [np.inf]])  # stale nodes hide the others
-    assert widths.find_far(few)[1].tolist() == [False]
+    assert widths.find_far_and_outside(few)[1].tolist() == [False]
     narrower = choose_widths(count_found, expected, distances, limit=8.5, least=10, target=target)
     assert narrower.far < widths.far  # the last query is outside, and not searched for
-    assert widths._replace(limit=None).find_far(np.full((1, 10), 99.0))[1].tolist() == [False]
+    assert widths._replace(limit=None).find_far_and_outside(np.full((1, 10), 99.0))[1].tolist() == [
+        False
+    ]
     assert widths.scale(2, 10)[:2] == (20, 2 * widths.far)
     assert widths.scale(0.01, 10)[:2] == (10, 10)
     equal = choose_widths(count_found, expected, np.ones(10), limit=1.5, least=10, target=target)
@@ -879,11 +888,14 @@ def test_queries_for_which_no_search_is_wide_enough_are_compared_with_all_entrie
     everything = choose(80, 100)
     assert everything[:2] == (10, 10)
     assert not everything.are_enough
-    assert everything.find_far(np.zeros((1, 10)))[1].tolist() == [True]
+    assert everything.find_far_and_outside(np.zeros((1, 10)))[1].tolist() == [True]
     only_far = choose(95, 50)
     assert only_far.limit == only_far.border
     assert not only_far.are_enough
-    assert only_far.find_far(np.array([[7.0] * 10, [7.5] * 10]))[1].tolist() == [False, True]
+    assert only_far.find_far_and_outside(np.array([[7.0] * 10, [7.5] * 10]))[1].tolist() == [
+        False,
+        True,
+    ]
     assert choose(95, 80).limit == 13.5  # 0.95 · 0.8 + 0.8 · 0.2 > 0.9
     assert choose(95, 80).are_enough
 
