@@ -62,6 +62,11 @@ class TrainingSettings:
     """Penalty on the mean square of the LSTM's output after dropout (Merity et al., 2018)."""
     temporal_penalty: float = 1.0
     """Penalty on the mean squared difference between its outputs at adjacent tokens."""
+    precision: Literal["single", "half"] = "single"
+    """Precision of the computation; parameters and their updates are always in single precision.
+    `half` computes the LSTM in float16 and the softmax layer in bfloat16. A step for WikiText-2
+    then takes 0.6 of its time on an H200, where `single` multiplies matrices in TF32.
+    """
 
     def __post_init__(self) -> None:
         check_minima(self, {"epochs": 0, "batch": 1, "bptt": 1})
@@ -355,14 +360,14 @@ PRESETS = {
             corpus="wikitext-2",
             network=NetworkSizes(hidden=1853, embedding=241),
             training=TrainingSettings(
-                epochs=200,
+                epochs=380,
                 batch=128,
                 weight_decay=1.1e-6,
-                decay_to=0.1,
+                decay_to=0.25,
                 dropouts=Dropouts(projected=0.4),
+                precision="half",
             ),
-            # The paper did not try Adam here either; MbPA on top would take ten minutes.
-            dynamic=Dynamic(adam_lr=0.0, on_top=False),
+            dynamic=Dynamic(adam_lr=0.0),  # the paper did not try Adam here either
             adapted_words=64,
             search=SearchBudget(
                 tokens=8_000,

@@ -3,7 +3,7 @@
 The softmax sees a bias-free projection of the LSTM's output, as wide as the embedding (Melis et
 al., 2018). Dropout masks for words, recurrent weights and layers are drawn once per batch, not once
 per step, so that cuDNN still runs the recurrence; it requires the weights to be contiguous in
-memory.
+memory. Training may compute in half precision, with parameters and their gradients in float32.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.nn import functional
 State = tuple[Float[Tensor, "1 B H"], Float[Tensor, "1 B H"]]
 """What an LSTM carries from one token to the next: its output and its cells."""
 _ORDER = "weight_ih", "weight_hh", "bias_ih", "bias_hh"  # cuDNN's order
+_GRADIENT_SCALE = 1024.0  # factor of gradients in float16, which would round small ones to zero
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,22 @@ class LanguageModel(nn.Module):
         with products("ieee", tokens.device):
             return self.decoder(states), state
 
-    def noisy(self, tokens: Int[Tensor, "B T"], state: State, drawn: Drawn, multiple: int) -> Noisy:
+    def noisy(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: State,
+        drawn: Drawn,
+        multiple: int,
+        *,
+        half: bool = False,
+    ) -> Noisy:
         """Run the network with dropout.
 
         Args:
             multiple: widths are padded to a multiple of this while computing, without changing the
                 result: tensor cores need aligned rows, and those of width 1853 are not.
+            half: compute the LSTM in float16 and the softmax layer in bfloat16. The logits are then
+                in bfloat16, the rest of the result in float32.
         """
         vectors = _widen(self.decoder.weight, multiple, 2)
         inputs = functional.embedding(tokens, vectors)
@@ -100,14 +111,20 @@ class LanguageModel(nn.Module):
             inputs = inputs * drawn.words[tokens][..., None]
         inputs = _mask(inputs, drawn.input, multiple)
         carried = _widen(state[0], multiple), _widen(state[1], multiple)
-        weights = side_by_side(self.lstm, drawn.recurrent, multiple)
+        weights = side_by_side(self.lstm, drawn.recurrent, multiple, half=half)
+        if half:
+            inputs, carried = to_float16(inputs), (carried[0].half(), carried[1].half())
         outputs, hidden, cells = torch.lstm(
             inputs, carried, weights, True, 1, 0.0, True, False, True
         )  # has biases, layers, dropout, training, bidirectional, batch first
+        if half:
+            outputs, hidden, cells = from_float16(outputs), hidden.float(), cells.float()
         dropped = _mask(outputs, drawn.output, multiple)
         projected = functional.linear(dropped, _widen(self.projection.weight, multiple, 2))
         states = _mask(projected, drawn.projected, multiple)
         biases = _widen(self.decoder.bias, multiple, value=-math.inf)
+        if half:
+            states, vectors, biases = states.bfloat16(), vectors.bfloat16(), biases.bfloat16()
         units = self.lstm.hidden_size
         return Noisy(
             logits=functional.linear(states, vectors, biases),
@@ -167,10 +184,11 @@ def draw_masks(
 
 
 def side_by_side(
-    lstm: nn.LSTM, recurrent: Float[Tensor, "G H"] | None, multiple: int
+    lstm: nn.LSTM, recurrent: Float[Tensor, "G H"] | None, multiple: int, *, half: bool = False
 ) -> list[Tensor]:
     """Return the LSTM's weights, multiplied by factors for the recurrent ones, as parts of one
-    contiguous tensor in cuDNN's order. Gradients flow to the LSTM's own weights.
+    contiguous tensor in cuDNN's order, in float16 if `half`. Gradients flow to the LSTM's own
+    weights.
 
     Units that pad the width have zero weights and biases, so their cells and outputs are zero.
     """
@@ -180,8 +198,38 @@ def side_by_side(
     for weights in own.values():
         four = weights.unflatten(0, (4, lstm.hidden_size))
         gates.append(_widen(four, multiple, weights.dim()).flatten(0, 1))
-    parts = torch.cat([gate.flatten() for gate in gates]).split([gate.numel() for gate in gates])
+    numbers = torch.cat([gate.flatten() for gate in gates])
+    if half:
+        numbers = to_float16(numbers)
+    parts = numbers.split([gate.numel() for gate in gates])
     return [part.view(gate.shape) for part, gate in zip(parts, gates, strict=True)]
+
+
+def to_float16(numbers: Tensor) -> Tensor:
+    """Convert float32 to float16, and a gradient of `from_float16` back."""
+    converted: Tensor = _Converted.apply(numbers, torch.float16, 1 / _GRADIENT_SCALE)
+    return converted
+
+
+def from_float16(numbers: Tensor) -> Tensor:
+    """Convert float16 to float32, and the gradient to float16, multiplied by a constant so that
+    small gradients are not rounded to zero. `to_float16` divides by it.
+    """
+    converted: Tensor = _Converted.apply(numbers, torch.float32, _GRADIENT_SCALE)
+    return converted
+
+
+class _Converted(torch.autograd.Function):
+    """A conversion whose gradient is multiplied by a factor, in float32, and converted back."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+        ctx.dtype, ctx.factor = numbers.dtype, factor
+        return numbers.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return (gradients[0].float() * ctx.factor).to(ctx.dtype), None, None
 
 
 @contextlib.contextmanager

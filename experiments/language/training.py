@@ -293,7 +293,9 @@ class TrainingRun:
             keeps = torch.rand((1, self.batch, 1), device=inputs.device, generator=self.source)
             keeps = (keeps >= settings.state_reset).float()
             self.state = self.state[0] * keeps, self.state[1] * keeps
-        noisy = self.model.noisy(inputs, self.state, drawn, self.multiple)
+        noisy = self.model.noisy(
+            inputs, self.state, drawn, self.multiple, half=settings.precision == "half"
+        )
         self.state = noisy.state[0].detach(), noisy.state[1].detach()
         loss = functional.cross_entropy(noisy.logits.flatten(0, 1), targets.flatten())
         self.loss += loss.detach()

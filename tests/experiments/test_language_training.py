@@ -153,6 +153,40 @@ def test_what_is_dropped_is_the_same_through_a_sequence_and_gradients_reach_the_
     assert got["lstm.weight_hh_l0"][drawn.recurrent == 0].abs().max() == 0
 
 
+def test_half_precision_rounds_but_loses_no_gradient() -> None:
+    """Gradients of a mean over many tokens are too small for float16, unless they are scaled."""
+    model = a_model(words=50, hidden=32, embedding=16)
+    tokens, start = torch.randint(50, (40, 30)), model.initial_state(40)
+    targets = torch.randint(50, (40, 30))
+    drawn = draw_masks(model, 40, DROPPED, torch.Generator().manual_seed(1))
+
+    def run(half: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        noisy = model.noisy(tokens, start, drawn, 8, half=half)
+        loss = functional.cross_entropy(noisy.logits.flatten(0, 1), targets.flatten()) / 1e3
+        return noisy.outputs, gradients(model, loss)
+
+    outputs, got = run(half=True)
+    exact, expected = run(half=False)
+    assert outputs.dtype == torch.float32
+    torch.testing.assert_close(outputs, exact, atol=2e-3, rtol=0)
+    assert not torch.equal(outputs, exact)
+    for name, gradient in expected.items():
+        assert got[name].dtype == torch.float32
+        assert (got[name] - gradient).norm() < 0.02 * gradient.norm(), name
+
+
+def test_training_in_half_precision_learns(tmp_path: Path) -> None:
+    finals = {}
+    for precision in ("single", "half"):
+        config = replace(TINY, training=replace(TINY.training, precision=precision))
+        run = TrainingRun(config, a_corpus(), a_context(tmp_path / precision), 0, "x")
+        run.finish()
+        assert all(parameter.dtype == torch.float32 for parameter in run.parameters)
+        finals[precision] = run.curve[-1].valid
+    assert finals["half"] == pytest.approx(finals["single"], rel=0.02)
+    assert finals["half"] != finals["single"]
+
+
 def test_without_dropouts_training_computes_what_testing_does() -> None:
     model = a_model()
     tokens, start = torch.randint(11, (2, 4)), model.initial_state(2)
