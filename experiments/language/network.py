@@ -207,15 +207,18 @@ def side_by_side(
 
 def to_float16(numbers: Tensor) -> Tensor:
     """Convert float32 to float16, and a gradient of `from_float16` back."""
-    converted: Tensor = _Converted.apply(numbers, torch.float16, 1 / _GRADIENT_SCALE)
-    return converted
+    return _convert(numbers, torch.float16, 1 / _GRADIENT_SCALE)
 
 
 def from_float16(numbers: Tensor) -> Tensor:
     """Convert float16 to float32, and the gradient to float16, multiplied by a constant so that
     small gradients are not rounded to zero. `to_float16` divides by it.
     """
-    converted: Tensor = _Converted.apply(numbers, torch.float32, _GRADIENT_SCALE)
+    return _convert(numbers, torch.float32, _GRADIENT_SCALE)
+
+
+def _convert(numbers: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+    converted: Tensor = _Converted.apply(numbers, dtype, factor)  # type: ignore[no-untyped-call]  # torch's
     return converted
 
 

@@ -11,6 +11,7 @@ while new ones go to another; then it is swapped for the old ones. Entries that 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -37,12 +38,19 @@ from mbpa.memory.graph_index import (
     Graph,
     GraphSettings,
     Precision,
+    drop_stale,
     get_slots,
     join_found,
     keep_nearest,
     require_usearch,
 )
-from mbpa.memory.graph_widths import GraphContent, Widths, calibrate, order_for_calibration
+from mbpa.memory.graph_widths import (
+    GraphContent,
+    Widths,
+    calibrate,
+    order_for_calibration,
+    scale_widths,
+)
 from mbpa.memory.neighbors import Candidates, Holdings
 from mbpa.memory.ranking import gather_rows
 from mbpa.memory.recall import (
@@ -63,9 +71,11 @@ MIN_STALE_NODES = 64
 QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 WIDENING, NARROWING = 1.25, 1 / 1.12  # factors of the width of searches
 SPARE_SHARE = 0.5  # of the misses that the target allows; with fewer, searches are narrowed
+MOST_SHARE = 0.9  # of the entries; the widths that a graph of so many needs are used for all graphs
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
 MAX_OUTSIDE_SHARE = 0.1  # of the queries; with more, widths are tried out again on these
 
+log = logging.getLogger("mbpa.memory")
 
 _ROWS = ("_keys", "_values", "_norms", "_labels", "_homes")  # one per slot
 _OWN = ("_thread", "_generation", "_meter")  # not in a copy
@@ -176,10 +186,9 @@ class GraphMemory(Memory):
 
         A sample of live queries is compared with an exhaustive search in the background. It starts
         anew whenever the graphs were rebuilt or are searched more widely. An entry counts as found
-        if it is at most as far away as the true k-th neighbour.
+        if it is at most as far away as the true k-th neighbour. Takes no lock.
         """
-        with self._lock:
-            return self._meter.recall
+        return self._meter.recall
 
     @property
     def is_indexed(self) -> bool:
@@ -206,7 +215,10 @@ class GraphMemory(Memory):
 
     @property
     def widths(self) -> Widths:
-        """How many candidates searches consider: for most queries, and for those far away."""
+        """How many candidates searches consider: for most queries, and for those far away.
+
+        If a graph was built while much was written, only that graph may be searched more widely.
+        """
         with self._lock:
             return self._widths
 
@@ -421,11 +433,11 @@ class GraphMemory(Memory):
         if self._unindexed or self._held <= self.exact_below or 4 * k >= self._held:
             return self._search_all(queries, k)
         wanted = self._settings.widen(k)
-        found = self._search_graphs(queries, wanted, self._widths.near)
+        found = self._search_graphs(queries, wanted)
         is_far, is_outside = self._widths.find_far_and_outside(found.distances, wanted)
         if is_far.any():
             again = queries[torch.from_numpy(is_far)]
-            wide = self._search_graphs(again, wanted, self._widths.far)
+            wide = self._search_graphs(again, wanted, are_far=True)
             found.labels[is_far], found.distances[is_far] = wide
         labels = keep_nearest(found, RANKED_CANDIDATES * k)
         # Without the spare candidates that the base class asks for.
@@ -442,26 +454,20 @@ class GraphMemory(Memory):
             self._maintain()
         return Candidates(slots, None)
 
-    def _search_graphs(self, queries: Float[Tensor, "B D"], count: int, width: int) -> Found:
+    def _search_graphs(
+        self, queries: Float[Tensor, "B D"], count: int, *, are_far: bool = False
+    ) -> Found:
         """Return at least `count` candidates among the current entries, if they can be found."""
         graphs = [graph for graph in self._graphs.values() if len(graph)]
-        found = join_found([self._search(graph, queries, count, width) for graph in graphs])
-        slots = get_slots(found.labels) % self.capacity
-        is_stale = (found.labels < 0) | (self._labels[slots] != found.labels)
-        found.labels[is_stale], found.distances[is_stale] = -1, np.inf
-        return found
-
-    def _search(self, graph: Graph, queries: Float[Tensor, "B D"], count: int, width: int) -> Found:
-        """Return more candidates the more nodes of the graph are stale.
-
-        The search itself need not be wider for that: the nearest live nodes are as near to the
-        query among all nodes as they would be if the others were live, too.
-        """
-        nodes = len(graph)
-        excess = max(1.0, nodes / self._held)
-        more = math.ceil((2 - graph.live / nodes) * excess * count)
         threads = 1 if len(queries) < QUERIES_PER_THREAD else torch.get_num_threads()
-        return graph.search(queries, more, expansion=math.ceil(excess * width), threads=threads)
+        found = []
+        for graph in graphs:
+            width = (graph.own_widths or self._widths)[are_far]
+            how: dict[str, Any] = {"width": width, "live": graph.live, "entries": self._held}
+            found.append(graph.search_live(queries, count, **how, threads=threads))
+        joined = join_found(found)
+        drop_stale(joined, self._labels)
+        return joined
 
     def _search_all(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         used = self._used_slots
@@ -592,8 +598,8 @@ class GraphMemory(Memory):
             return
         with self._lock:
             if self._generation is content.generation:
-                self._widths = widths
                 self._swap(graph, old, slots, labels)
+                self._adopt_widths(graph, widths)
 
     def _fill(self, graph: Graph, content: GraphContent, slots: Ints, labels: Ints) -> bool:
         """Add entries to a graph without the lock; return whether it was not told to stop.
@@ -651,6 +657,19 @@ class GraphMemory(Memory):
         self.rebuilds += 1
         self._meter.clear()
 
+    def _adopt_widths(self, graph: Graph, widths: Widths) -> None:
+        """Search as widely as was tried out with a new graph.
+
+        If much was written meanwhile, the nearest entries of recent queries tend to be in another
+        graph, and those in the new one are farther away and harder to find. This says nothing about
+        other graphs.
+        """
+        if self._widths.limit is None or graph.live > MOST_SHARE * self._held:
+            self._set_widths(widths)
+        else:
+            self._set_widths(self._widths._replace(border=widths.border, limit=widths.limit))
+            graph.own_widths = widths.near, widths.far
+
     def _run(self, work: Callable[[], None]) -> None:
         """Run in the background, if allowed. The lock must be held."""
         if self._background:
@@ -698,18 +717,37 @@ class GraphMemory(Memory):
         recall = self._meter.recall
         if recall is None or not self._meter.is_certain:
             return
-        before, nodes = self._widths, sum(map(len, self._graphs.values()))
+        nodes = sum(map(len, self._graphs.values()))
         missing, error = self.target_recall - recall, self._meter.standard_error
+        spare = SPARE_SHARE * (1 - self.target_recall) - (1 - recall + error)
         if missing > error:
-            self._widths = before.scale(WIDENING, self._least_width)
-            if self._widths == before:  # which are as wide as can be
-                self._widths = before.give_up(self._least_width)
+            if not self._scale_widths(WIDENING):  # they are as wide as can be
+                self._set_widths(self._widths.give_up(self._least_width))
             # A rebuild takes long: not for what may be chance.
             self._wants_rebuild = missing > 2 * error and self.stale > STALE_SHARE * nodes
-        elif 1 - recall + error < SPARE_SHARE * (1 - self.target_recall):
-            self._widths = before.scale(NARROWING, self._least_width)
-        if self._widths != before:
             self._meter.clear()
+        elif spare > 0 and self._scale_widths(NARROWING):
+            self._meter.clear()
+
+    def _scale_widths(self, factor: float) -> bool:
+        """Search all graphs more or less widely; return whether this was possible."""
+        least, widths = self._least_width, self._widths.scale(factor, self._least_width)
+        has_changed, self._widths = widths != self._widths, widths
+        for graph in self._graphs.values():
+            if own := graph.own_widths:
+                graph.own_widths = scale_widths(own, factor, least)
+                has_changed |= graph.own_widths != own
+        return has_changed
+
+    def _set_widths(self, widths: Widths) -> None:
+        if self._widths.are_enough and not widths.are_enough:
+            log.warning(
+                "no search of the graph finds %g of the nearest entries: "
+                "all queries are compared with all %d entries",
+                self.target_recall,
+                self._held,
+            )
+        self._widths = widths
 
 
 def _require_cpu(device: torch.device) -> None:

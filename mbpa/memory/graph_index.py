@@ -84,6 +84,18 @@ def join_found(found: Sequence[Found]) -> Found:
     return Found(*(np.concatenate(each, 1) for each in zip(*found, strict=True)))
 
 
+def drop_stale(found: Found, labels: Ints) -> None:
+    """Remove candidates that were overwritten or deleted.
+
+    Args:
+        found: candidates, changed in place.
+        labels: label of the current entry in each slot, or −1.
+    """
+    slots = get_slots(found.labels) % len(labels)
+    is_stale = (found.labels < 0) | (labels[slots] != found.labels)
+    found.labels[is_stale], found.distances[is_stale] = -1, np.inf
+
+
 def keep_nearest(found: Found, count: int) -> Int[np.ndarray, "B J"]:
     """Return the labels of at most `count` nodes per query, in any order."""
     if found.labels.shape[1] <= count:
@@ -121,6 +133,10 @@ class Graph:
         self._next_advice = FIRST_ADVICE
         self.live = 0
         """Number of nodes whose entries are still in the memory; kept by the memory."""
+        self.own_widths: tuple[int, int] | None = None
+        """Widths of searches for near and for far queries, if they are not those that the memory
+        has for all graphs; kept by the memory.
+        """
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -152,6 +168,35 @@ class Graph:
         if len(self) >= self._next_advice:
             use_huge_pages()
             self._next_advice = math.ceil(ADVICE_FACTOR * len(self))
+
+    def search_live(
+        self,
+        queries: Float[Tensor, "B D"],
+        count: int,
+        *,
+        width: int,
+        live: int,
+        entries: int,
+        threads: int,
+    ) -> Found:
+        """Return so many of the nearest nodes that about `count` of them are live.
+
+        The search is only wider if there are more nodes than entries in the memory: otherwise the
+        nearest live nodes are as near to the query among all nodes as they would be if the others
+        were live, too.
+
+        Args:
+            queries: queries of shape (B, D).
+            count: number of live nodes, of all parts together.
+            width: candidates considered by the search of each part.
+            live: number of nodes that are not stale.
+            entries: number of entries in the memory, in this graph or not; at least one.
+            threads: as for `search`.
+        """
+        nodes = len(self)
+        excess = max(1.0, nodes / entries)
+        more = math.ceil((2 - live / nodes) * excess * count)
+        return self.search(queries, more, expansion=math.ceil(excess * width), threads=threads)
 
     def search(
         self, queries: Float[Tensor, "B D"], count: int, *, expansion: int, threads: int
@@ -218,7 +263,8 @@ class Graph:
             part.save(path)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        return {"settings": list(self.settings), "reach": self._reach, "nodes": len(self)}
+        described = {"settings": list(self.settings), "reach": self._reach, "nodes": len(self)}
+        return {**described, "own_widths": self.own_widths}
 
     @property
     def center(self) -> Float[Tensor, "D"]:
@@ -246,6 +292,8 @@ class Graph:
                 part.load(path)
                 part.expansion_add = settings.expansion_add  # which loading forgets
         graph.is_sealed = mmap
+        if own_widths := described.get("own_widths"):  # older files have none
+            graph.own_widths = own_widths[0], own_widths[1]
         if len(graph) != described["nodes"]:
             files = ", ".join(map(str, paths))
             raise ValueError(f"{files} must have {described['nodes']} nodes, got {len(graph)}")

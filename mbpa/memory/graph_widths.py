@@ -12,7 +12,7 @@ very few dimensions copies that are rounded to 8 bits are too coarse.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mbpa.memory.graph_index import RANKED_CANDIDATES, Found, Graph, get_slots, keep_nearest
+from mbpa.memory.graph_index import (
+    RANKED_CANDIDATES,
+    Found,
+    Graph,
+    drop_stale,
+    get_slots,
+    keep_nearest,
+)
 from mbpa.memory.recall import count_hits, find_true_neighbors, measure_distances
 from mbpa.memory.ring import Ints
 
@@ -56,9 +63,7 @@ class Widths(NamedTuple):
 
     def scale(self, factor: float, least: int) -> Widths:
         """Return wider or narrower searches, not below this width."""
-        near, far = (
-            min(MAX_WIDTH, max(least, math.ceil(factor * width))) for width in (self.near, self.far)
-        )
+        near, far = scale_widths((self.near, self.far), factor, least)
         return self._replace(near=near, far=far)
 
     def give_up(self, least: int) -> Widths:
@@ -82,6 +87,12 @@ class Widths(NamedTuple):
         limit = math.inf if self.limit is None else self.limit
         is_outside = (ranked > limit) & (ranked < math.inf)
         return (ranked > self.border) & ~is_outside if can_widen else none, is_outside
+
+
+def scale_widths(widths: tuple[int, int], factor: float, least: int) -> tuple[int, int]:
+    """Return wider or narrower searches for near and far queries, not below this width."""
+    near, far = (min(MAX_WIDTH, max(least, math.ceil(factor * width))) for width in widths)
+    return near, far
 
 
 def _rank_distances(distances: Float[np.ndarray, "B J"]) -> Float[np.ndarray, "B"]:
@@ -137,7 +148,7 @@ def calibrate(
     Returns:
         Widths, or `None` if none of the neighbours of the queries is in the graph.
     """
-    if not len(queries) or not len(nodes):
+    if not len(queries) or not len(graph):
         return None
     used = int(get_slots(nodes).max()) + 1
     k = min(CALIBRATION_NEIGHBORS, used)
@@ -157,9 +168,20 @@ def calibrate(
     if not is_node.any():
         return None
     needed = k + k // 8 + 8  # as a read asks for
+    live = int((content.labels[get_slots(nodes)] == nodes).sum())
+    entries = int(norms.isfinite().sum())
 
     def search(chosen: Float[Tensor, "_ D"], width: int) -> Found:
-        return graph.search(chosen, graph.settings.widen(needed), expansion=width, threads=1)
+        found = graph.search_live(
+            chosen,
+            graph.settings.widen(needed),
+            width=width,
+            live=live,
+            entries=entries,
+            threads=1,
+        )
+        drop_stale(found, content.labels)
+        return found
 
     def count_found(rows: Bool[np.ndarray, "B"], width: int) -> int:
         chosen = torch.from_numpy(rows)
@@ -194,9 +216,11 @@ def choose_widths(
     target: float,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Widths:
-    """Return the narrowest searches with which recall is somewhat above the target.
+    """Return the searches of least cost with which recall is somewhat above the target.
 
-    Queries for which no search is wide enough to reach the target are compared with all entries.
+    For near queries alone, recall is between the target and that aim. What they miss, far queries
+    can make up for: they are few, and often gain more by wider searches. Queries for which no
+    search is wide enough to reach the target are compared with all entries.
 
     Args:
         count_found: returns how many true neighbours of some of B queries are found by searches of
@@ -213,22 +237,37 @@ def choose_widths(
     is_near = distances <= border
     is_far = ~is_near & (distances <= limit)
 
-    def widen(rows: Bool[np.ndarray, "B"], width: int, wanted: float) -> tuple[int, int]:
-        while (hits := count_found(rows, width)) < wanted and width < MAX_WIDTH:
-            if should_stop():
-                break
+    def try_widths(rows: Bool[np.ndarray, "B"]) -> Iterator[tuple[int, int]]:
+        """Yield widths in ascending order, and how many neighbours they find."""
+        width = least
+        yield width, count_found(rows, width)
+        while width < MAX_WIDTH and not should_stop():
             width = min(MAX_WIDTH, math.ceil(STEP * width))
-        return width, hits
+            yield width, count_found(rows, width)
 
     count = int(expected[is_near].sum())
-    near, hits = widen(is_near, least, aim * count)
+    usable = []  # for near queries
+    for near, hits in try_widths(is_near):
+        if hits >= target * count:
+            usable.append((near, hits))
+        if hits >= aim * count:
+            break
     widths = Widths(near, near, border, limit)
-    if hits < target * count:
+    if not usable:
         return widths.give_up(least)
     if not is_far.any():
         return widths
     count += int(expected[is_far].sum())
-    far, more = widen(is_far, near, aim * count - hits)
+    best, cost = None, math.inf  # cost: candidates per query
+    for far, more in try_widths(is_far):
+        while usable and usable[-1][1] + more >= aim * count:
+            near = usable.pop()[0]
+            if near + FAR_SHARE * far < cost:
+                best, cost = widths._replace(near=near, far=max(near, far)), near + FAR_SHARE * far
+        if not usable or least + FAR_SHARE * far > cost:
+            break
+    if best is not None:
+        return best
     if hits + more < target * count:
         return widths._replace(limit=border)
     return widths._replace(far=far)

@@ -91,14 +91,12 @@ class RecallMeter:
 
     def clear(self) -> None:
         """Start anew, because a search would now find other entries."""
+        self.recall: float | None = None
+        """Mean recall of the measured queries; `None` if there are none."""
         self._samples: list[Sample] = []
         self._measured.clear()
         self._offered = self._outside = 0
         self._interval_s = self._next_s = 0.0
-
-    @property
-    def recall(self) -> float | None:
-        return float(np.mean(self._measured)) if self._measured else None
 
     @property
     def standard_error(self) -> float:
@@ -146,7 +144,7 @@ class RecallMeter:
         self._outside += int(is_outside[row])
         self._recent.append(queries[row].clone())
         if is_outside[row]:
-            self._measured.append(1.0)
+            self._add([1.0])
         else:
             self._samples.append(Sample(queries[row].clone(), found[row].copy(), k, serial))
 
@@ -161,5 +159,9 @@ class RecallMeter:
 
     def record(self, recalls: list[float], spent_s: float) -> None:
         """Add measured recalls, each of one query, and the time it took to measure them."""
-        self._measured.extend(recalls)
+        self._add(recalls)
         self._interval_s = spent_s / max(1, len(recalls)) / MEASURING_SHARE
+
+    def _add(self, recalls: list[float]) -> None:
+        self._measured.extend(recalls)
+        self.recall = float(np.mean(self._measured)) if self._measured else None

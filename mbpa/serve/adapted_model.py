@@ -69,6 +69,10 @@ class AdaptedModel(ServedModel):
     def set_trained_labels(self, labels: Sequence[str]) -> None:
         self._all_trained_labels = labels
 
+    @property
+    def recall(self) -> float | None:
+        return self._memory.recall if isinstance(self._memory, mbpa.GraphMemory) else None
+
     def get_keys(self, ids: Sequence[int]) -> Float[Tensor, "N D"]:
         return self._memory.get_keys([self.index.examples[id].entry for id in ids])
 

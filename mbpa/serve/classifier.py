@@ -129,6 +129,7 @@ class Classifier(JournaledModel):
             "takes": self.takes,
             "encoder": self.info.encoder,
             "key_dim": self.key_dim,
+            "recall": self._model.recall,
         }
 
     def examples(self, label: str | None = None) -> list[Example]:

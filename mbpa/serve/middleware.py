@@ -69,6 +69,11 @@ class Metrics(HttpMetrics):
         )
         self.examples = Gauge("mbpa_examples", "Examples in the memory", registry=registry)
         self.labels = Gauge("mbpa_labels", "Labels", registry=registry)
+        self.recall = Gauge(
+            "mbpa_recall",
+            "Share of the nearest examples that are found; NaN if it was not measured",
+            registry=registry,
+        )
         self.read_only = Gauge(
             "mbpa_read_only", "1 if the journal cannot be written, else 0", registry=registry
         )

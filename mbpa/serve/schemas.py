@@ -394,6 +394,10 @@ class Stats(ApiModel):
     """"texts" or "images"; `null`: embeddings only."""
     encoder: str | None
     key_dim: int
+    recall: float | None
+    """Share of the nearest examples that a graph finds, measured on live queries; `null`: exact, or
+    not measured yet.
+    """
     waiting: int
     """Number of chunks of work that have not reached the model."""
 

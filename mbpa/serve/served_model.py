@@ -55,6 +55,13 @@ class ServedModel(abc.ABC):
         trained, new = self.split_labels()
         return trained + new
 
+    @property
+    def recall(self) -> float | None:
+        """Measured share of the nearest examples that are found; `None` if all are, or if it was
+        not measured yet. Takes no lock.
+        """
+        return None
+
     def counts(self, change: int) -> Counts:
         """Return the current counts, with `change` as the number of writes."""
         trained, new = self.split_labels()

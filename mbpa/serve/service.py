@@ -51,6 +51,7 @@ class Service:
         self.metrics = Metrics()
         self.metrics.examples.set_function(lambda: len(classifier))
         self.metrics.labels.set_function(lambda: len(classifier.labels))
+        self.metrics.recall.set_function(lambda: _number(classifier.stats()["recall"]))
         self.metrics.read_only.set_function(lambda: classifier.journal.read_only is not None)
         self._work = ModelWork(classifier, settings.part_s)
         self.model: Batcher[Chunk, Sequence[Answer | Reason]] = Batcher(
@@ -316,3 +317,8 @@ def _to_array(embeddings: list[list[float]]) -> Float[np.ndarray, "B D"]:
         raise InputError(f"embeddings must all have the same length, got {sorted(widths)}")
     with np.errstate(over="ignore"):  # what overflows becomes infinite and is rejected later
         return np.array(embeddings, np.float32)
+
+
+def _number(value: float | None) -> float:
+    """Return a value for a metric, which cannot be missing."""
+    return math.nan if value is None else value

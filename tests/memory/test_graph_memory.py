@@ -295,7 +295,7 @@ def test_queries_outside_all_entries_are_answered_by_an_exhaustive_search(
     found = memory.read(both, 20)
     assert torch.equal(found.ids[:3], memory.read(queries[:3], 20).ids)
     assert torch.equal(found.ids[3:], memory.read(5 * queries[:3], 20).ids)
-    few, _ = memory.widths.find_far_and_outside(memory._search_graphs(queries, 20, 64).distances)
+    few, _ = memory.widths.find_far_and_outside(memory._search_graphs(queries, 20).distances)
     assert few.mean() < 0.5
 
 
@@ -307,7 +307,7 @@ def test_queries_in_groups_narrower_than_copies_are_rounded_are_not_outside(prec
     places = torch.arange(4_100) % 40
     keys = groups[places] + 1e-3 * torch.randn(4_100, DIM, generator=generator)
     memory.write(keys[:4_000], places[:4_000])
-    found = memory._search_graphs(keys[4_000:], 20, memory.widths.near)
+    found = memory._search_graphs(keys[4_000:], 20)
     assert memory.widths.find_far_and_outside(found.distances)[1].mean() <= 0.05
 
 
@@ -323,7 +323,7 @@ def test_widths_are_tried_out_again_when_many_queries_lie_outside() -> None:
     assert memory.rebuilds == 2
     assert memory.widths.limit is not None
     queries = 10 * draw(200, 7)
-    found = memory._search_graphs(queries, 20, memory.widths.near)
+    found = memory._search_graphs(queries, 20)
     assert memory.widths.find_far_and_outside(found.distances)[1].mean() < 0.05
     for seed in range(600):
         memory.read(10 * draw(1, seed), 20)
@@ -799,9 +799,7 @@ def test_far_queries_are_searched_for_more_widely() -> None:
     queries, widths = sentences.draw(1_000), memory.widths
     assert widths.far > 3 * widths.near
     assert memory.measure_recall(queries, 20) >= 0.98
-    is_far, _ = widths.find_far_and_outside(
-        memory._search_graphs(queries, 20, widths.near).distances
-    )
+    is_far, _ = widths.find_far_and_outside(memory._search_graphs(queries, 20).distances)
     assert 0.1 < is_far.mean() < 0.3
     far = queries[torch.from_numpy(is_far)]
     found = memory.measure_recall(far, 20)
@@ -900,7 +898,9 @@ def test_queries_for_which_no_search_is_wide_enough_are_compared_with_all_entrie
     assert choose(95, 80).are_enough
 
 
-def test_many_copies_of_one_key_do_not_lower_recall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_copies_of_one_key_do_not_lower_recall(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The zero vector is near to everything, and links among its copies lead nowhere else."""
     monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query
     generator = torch.Generator().manual_seed(0)
@@ -916,6 +916,8 @@ def test_many_copies_of_one_key_do_not_lower_recall(monkeypatch: pytest.MonkeyPa
         for query in queries:
             memory.read(query[None], 20)
         assert not memory.widths.are_enough
+        assert "no search of the graph finds 0.98" in caplog.text
+        caplog.clear()
         assert memory.measure_recall(queries, 20) >= 0.98
         assert memory.recall is not None
         assert memory.recall >= 0.98
@@ -943,6 +945,84 @@ def test_widths_need_not_be_enough_for_the_few_neighbours_that_a_graph_has() -> 
     widths = calibrate(graph, content, nodes, queries, are_keys=False, **named)
     assert widths is not None
     assert not widths.are_enough
+
+
+def test_widths_are_tried_out_as_reads_search_when_much_was_deleted_meanwhile() -> None:
+    """What was deleted while a graph was built counts neither as found nor as missed."""
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(n, DIM, generator=generator) for n in (6_000, 400))
+    how: dict[str, Any] = {"connectivity": 6, "expansion_add": 12, "expansion_search": 8}
+    memory = make(6_000, precision="float32", parts=1, **how)
+    ids = memory.write(keys, torch.zeros(6_000, dtype=torch.int64))
+    nodes = memory._labels.copy()
+    memory.delete(ids[::2])
+    assert memory.stale == 3_000
+    widths = calibrate(
+        memory._graphs[0],
+        memory._share_content(6_000),
+        nodes,
+        queries[:200],
+        are_keys=False,
+        least=8,
+        target=0.98,
+        should_stop=lambda: False,
+    )
+    assert widths is not None
+    assert widths.are_enough
+    memory._widths = widths
+    assert memory.measure_recall(queries[200:], 50) >= 0.98
+
+
+def test_the_cheaper_of_two_ways_to_reach_the_aim_is_chosen() -> None:
+    """Wider searches gain more for far queries than for near ones, or the other way round."""
+    expected, distances = np.full(10, 1000), np.arange(10.0)
+
+    def choose(near: Any, far: Any) -> Widths:
+        def count_found(rows: Any, width: int) -> int:
+            return sum((near if row < 8 else far)(width) for row in np.flatnonzero(rows))
+
+        return choose_widths(count_found, expected, distances, limit=13.5, least=10, target=0.95)
+
+    far_gains = choose(lambda w: 965 + w // 20, lambda w: min(1000, 900 + w))
+    assert far_gains.near == 10
+    assert 90 <= far_gains.far <= 90 * 1.12  # (8 · 965 + 2 · 990) / 10000 = 0.97
+    far_costs = choose(lambda w: 940 + w, lambda w: 900 + w // 20)
+    assert 30 <= far_costs.near <= 30 * 1.12  # near queries alone reach the aim
+    assert far_costs.far > 1_400
+
+
+def test_the_widths_of_a_graph_of_few_entries_are_its_own(tmp_path: Path) -> None:
+    """Beside writes of another period a graph is built whose entries are far from new queries."""
+    memory = make(1_000)
+    memory.write(torch.randn(1_000, DIM), torch.zeros(1_000, dtype=torch.int64))
+    memory.wait()
+    old, young = memory.widths, Graph(memory._settings, torch.randn(10, DIM))
+    assert old.limit is not None
+    for share, expected in ((0.95, None), (0.5, (300, 900))):
+        young.live, young.own_widths = int(share * 1_000), None
+        memory._widths = old
+        memory._adopt_widths(young, Widths(300, 900, 5.0, 10.0))
+        assert young.own_widths == expected
+        assert memory.widths[2:] == (5.0, 10.0)
+        assert memory.widths[:2] == ((300, 900) if expected is None else old[:2])
+    memory._graphs[next(iter(memory._graphs))].own_widths = 300, 900
+    searched = []
+
+    def search(graph: Graph, *arguments: Any, expansion: int, **named: Any) -> Any:
+        searched.append(expansion)
+        return original(graph, *arguments, expansion=expansion, **named)
+
+    original = Graph.search
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Graph, "search", search)
+        memory.save(tmp_path / "saved")
+        for each in (memory, GraphMemory.load(tmp_path / "saved"), copy.deepcopy(memory)):
+            searched.clear()
+            each._search_graphs(torch.randn(2, DIM), 10)
+            each._search_graphs(torch.randn(2, DIM), 10, are_far=True)
+            assert searched == [300, 900]
+    assert memory._scale_widths(2.0)
+    assert memory._graphs[next(iter(memory._graphs))].own_widths == (600, 1_800)
 
 
 def test_queries_that_find_less_than_others_are_answered() -> None:

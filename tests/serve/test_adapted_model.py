@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mbpa
+from mbpa.memory import recall
 from mbpa.serve import adapted_model
 from mbpa.serve.adapted_model import AdaptedModel
 
@@ -62,6 +63,20 @@ def test_an_approximate_memory_answers_like_an_exact_one() -> None:
         answers.append(model(queries).logs)
     assert (answers[0].argmax(1) == answers[1].argmax(1)).double().mean() >= 0.998
     assert ((answers[0] - answers[1]).abs().amax(1) < 1e-4).double().mean() > 0.9
+
+
+@pytest.mark.usefixtures("graph_of_few")
+def test_recall_is_known_of_a_graph_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query
+    keys, named = draw(1500, 1)
+    for kind in ("exact", "graph"):
+        model = make_model(kind)
+        teach(model, 1, keys, named)
+        for query in draw(64, 2)[0]:
+            model(query[None])
+        assert (model.recall is None) == (kind == "exact")
+    assert model.recall is not None
+    assert model.recall > 0.9
 
 
 @pytest.mark.usefixtures("graph_of_few")

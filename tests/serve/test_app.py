@@ -202,10 +202,12 @@ def test_health_stats_and_metrics_report_the_state(client):
         "takes": None,
         "encoder": None,
         "key_dim": DIM,
+        "recall": None,
         "waiting": 0,
     }
     text = client.get("/metrics").raise_for_status().text
     assert "mbpa_examples 61.0" in text
+    assert "mbpa_recall NaN" in text
     assert 'mbpa_requests_total{path="/learn",status="200"}' in text
     client.get("/made/up")
     assert "made" not in client.get("/metrics").text, "paths that anybody can make up"

@@ -22,7 +22,9 @@ from mbpa.serve import journal_copy, journaled_model, postgres_journal, retraini
 from mbpa.serve.answers import Lesson
 from mbpa.serve.classifier import Classifier
 from mbpa.serve.client import POSITION_HEADER, ServiceClient
+from mbpa.serve.follower import Follower
 from mbpa.serve.journal import InputError, JournalError
+from mbpa.serve.shared_journal import SharedJournal
 from reliability.postgres import PostgresMissingError, PostgresServer
 from reliability.proxy import Proxy
 from reliability.small_run import draw_keys, write_small_run
@@ -144,6 +146,33 @@ def test_sums_of_positions_do_not_overflow(
     assert one.position is not None
     assert one.position > 8
     assert get_answers(one) == get_answers(other)
+
+
+def test_a_follower_logs_what_it_did_not_expect_and_goes_on(
+    load: Callable[..., Classifier],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, other = load(), load()
+    follow, calls = other.follow, []
+
+    def fail_first(position: int | None = None) -> None:
+        calls.append(position)
+        if len(calls) == 1:
+            raise ValueError("nobody expected this")
+        follow(position)
+
+    monkeypatch.setattr(other, "follow", fail_first)
+    journal = other.journal
+    assert isinstance(journal, SharedJournal)
+    follower = Follower(other, journal)
+    follower.start()
+    try:
+        one.learn([Lesson("new", "a lesson", QUERIES[0])])
+        wait_until(lambda: "new" in other.labels)
+    finally:
+        follower.stop()
+    assert "nobody expected this" in caplog.text
 
 
 def test_a_replica_that_is_slow_to_load_does_not_load_for_ever(
