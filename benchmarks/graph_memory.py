@@ -189,9 +189,33 @@ class Stopwatch:
         self.processor.append(time.thread_time() - self._start[1])
 
 
+class StolenTime:
+    """How much of the processors' time went to other virtual machines since this was made."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    @property
+    def share(self) -> float | None:
+        """A number from 0 to 1; `None` where the system does not tell."""
+        now = self._read()
+        if self._start is None or now is None:
+            return None
+        stolen, total = (after - before for after, before in zip(now, self._start, strict=True))
+        return stolen / max(1, total)
+
+    def _read(self) -> tuple[int, int] | None:
+        path = Path("/proc/stat")
+        if not path.exists():
+            return None
+        ticks = [int(word) for word in path.read_text().splitlines()[0].split()[1:9]]
+        return ticks[7], sum(ticks)  # user, nice, system, idle, iowait, irq, softirq, steal
+
+
 def write(memory: mbpa.GraphMemory, sentences: Sentences, count: int) -> dict[str, Any]:
     """Write entries in small batches with reads in between, and return how fast it went."""
     writes, reads, shown, rebuilds = Stopwatch(), Stopwatch(), time.perf_counter(), memory.rebuilds
+    stolen = StolenTime()
     for start in range(0, count, WRITTEN_AT_ONCE):
         size = min(WRITTEN_AT_ONCE, count - start)
         keys, values = sentences.draw(size), torch.zeros(size, dtype=torch.int64)
@@ -210,6 +234,7 @@ def write(memory: mbpa.GraphMemory, sentences: Sentences, count: int) -> dict[st
         "writes_per_s": count / sum(writes.clock),
         "writes_per_processor_s": count / sum(writes.processor),
         "read_ms_between_writes": 1e3 * float(np.median(reads.clock)),
+        "stolen_while_writing": stolen.share,
         "rebuilds": memory.rebuilds - rebuilds,
     }
 
@@ -221,6 +246,7 @@ def measure(
     batches = queries.split(32)
     recall = float(np.mean([memory.measure_recall(batch, NEIGHBORS) for batch in batches]))
     memory.wait()  # for the comparison of live queries, which takes one percent of the time
+    stolen = StolenTime()
     took = time_reads(memory, queries)
     figures: dict[str, Any] = {
         "recall": recall,
@@ -232,6 +258,7 @@ def measure(
         "stale": memory.stale,
         "widths": memory.widths,
         "load": os.getloadavg()[0],
+        "stolen": stolen.share,
     }
     if exact:
         other = mbpa.ExactMemory(memory.capacity, KEY_DIM)

@@ -434,7 +434,9 @@ class GraphMemory(Memory):
             return self._search_all(queries, k)
         wanted = self._settings.widen(k)
         found = self._search_graphs(queries, wanted)
-        is_far, is_outside = self._widths.find_far_and_outside(found.distances, wanted)
+        own = [graph.own_widths for graph in self._graphs.values() if graph.own_widths]
+        widest = self._widths._replace(far=max(self._widths.far, *(far for _, far in own), 0))
+        is_far, is_outside = widest.find_far_and_outside(found.distances, wanted)
         if is_far.any():
             again = queries[torch.from_numpy(is_far)]
             wide = self._search_graphs(again, wanted, are_far=True)
@@ -458,16 +460,23 @@ class GraphMemory(Memory):
         self, queries: Float[Tensor, "B D"], count: int, *, are_far: bool = False
     ) -> Found:
         """Return at least `count` candidates among the current entries, if they can be found."""
-        graphs = [graph for graph in self._graphs.values() if len(graph)]
         threads = 1 if len(queries) < QUERIES_PER_THREAD else torch.get_num_threads()
-        found = []
-        for graph in graphs:
-            width = (graph.own_widths or self._widths)[are_far]
-            how: dict[str, Any] = {"width": width, "live": graph.live, "entries": self._held}
-            found.append(graph.search_live(queries, count, **how, threads=threads))
-        joined = join_found(found)
-        drop_stale(joined, self._labels)
-        return joined
+        found = join_found(
+            [
+                graph.search_live(
+                    queries,
+                    count,
+                    width=(graph.own_widths or self._widths)[are_far],
+                    live=graph.live,
+                    entries=self._held,
+                    threads=threads,
+                )
+                for graph in self._graphs.values()
+                if len(graph)
+            ]
+        )
+        drop_stale(found, self._labels)
+        return found
 
     def _search_all(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         used = self._used_slots

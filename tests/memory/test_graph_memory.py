@@ -1021,6 +1021,10 @@ def test_the_widths_of_a_graph_of_few_entries_are_its_own(tmp_path: Path) -> Non
             each._search_graphs(torch.randn(2, DIM), 10)
             each._search_graphs(torch.randn(2, DIM), 10, are_far=True)
             assert searched == [300, 900]
+            searched.clear()
+            each._widths = Widths(64, 64, border=0.0)  # every query is far away
+            each.read(torch.randn(2, DIM), 10)
+            assert searched == [300, 900]
     assert memory._scale_widths(2.0)
     assert memory._graphs[next(iter(memory._graphs))].own_widths == (600, 1_800)
 
