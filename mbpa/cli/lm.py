@@ -84,9 +84,11 @@ class Read(Command):
     def _open(self) -> MemoryLM:
         from mbpa.device import choose_device
         from mbpa.language import MemoryLM
-        from mbpa.language.run_directory import is_language_run
+        from mbpa.language.run_directory import is_language_run, require_new
 
         device = choose_device(self.device)
+        if not is_language_run(self.out):
+            require_new(self.out)
         print("loading the model", file=sys.stderr)
         if not is_language_run(self.out):
             lm = MemoryLM(
@@ -341,7 +343,7 @@ def _describe_origin(token: Token) -> str:
         return line
     origin = token.origins[0]
     if origin.token != token.id:
-        return f"{line}  no such place: the model's own"
+        return f"{line}  no passage with this token: the model's own"
     passage = f"…{origin.before[-40:]}[{origin.text}]{origin.after[:20]}…".replace("\n", " ")
     return f"{line}  {origin.source}: {passage}"
 

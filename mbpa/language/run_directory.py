@@ -101,9 +101,7 @@ class RunDirectory:
             RunError: the directory holds a run already, or something else.
         """
         root = Path(root).absolute()
-        if root.exists() and not (root.is_dir() and all(map(_may_replace, os.listdir(root)))):
-            _refuse_run(root)
-            raise RunError(f"{root} must be a new or an empty directory")
+        require_new(root)
         files.make_directory(root / SOURCES)
         lock = _take_lock(root)
         try:
@@ -238,6 +236,17 @@ class RunDirectory:
     def _require_lock(self) -> None:
         if not self.is_writable:
             raise RunError(f"{self.root} was opened for reading only")
+
+
+def require_new(root: Path) -> None:
+    """Raise `RunError` if a directory holds a run already, or anything else."""
+    if not root.exists():
+        return
+    names = sorted(os.listdir(root)) if root.is_dir() else []
+    if not root.is_dir() or not all(map(_may_replace, names)):
+        _refuse_run(root)
+        held = f", but it holds {', '.join(names[:3])}{', …' if names[3:] else ''}" if names else ""
+        raise RunError(f"{root} must be a new or an empty directory{held}")
 
 
 def _refuse_run(root: Path) -> None:

@@ -466,7 +466,7 @@ class GraphMemory(Memory):
                 graph.search_live(
                     queries,
                     count,
-                    width=(graph.own_widths or self._widths)[are_far],
+                    width=(graph.own_widths or self._widths.of_searches)[are_far],
                     live=graph.live,
                     entries=self._held,
                     threads=threads,

@@ -57,13 +57,18 @@ class Widths(NamedTuple):
     """
 
     @property
+    def of_searches(self) -> tuple[int, int]:
+        """The widths for near and for far queries."""
+        return self.near, self.far
+
+    @property
     def are_enough(self) -> bool:
         """Whether all queries but rare ones can be searched for in graphs."""
         return self.limit is None or self.limit > self.border
 
     def scale(self, factor: float, least: int) -> Widths:
         """Return wider or narrower searches, not below this width."""
-        near, far = scale_widths((self.near, self.far), factor, least)
+        near, far = scale_widths(self.of_searches, factor, least)
         return self._replace(near=near, far=far)
 
     def give_up(self, least: int) -> Widths:

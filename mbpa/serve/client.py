@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import IO, Any
 from urllib.parse import urlencode
 
@@ -84,7 +85,10 @@ class ServiceClient:
                 yield answer
         except urllib.error.HTTPError as error:
             with error:
-                raise RunError(f"{self.url}{path}: {_read_error(error)}") from error
+                why = _read_error(error)
+            if error.code == HTTPStatus.UNAUTHORIZED:
+                why = "a valid token is required: pass --token, or set MBPA_TOKEN"
+            raise RunError(f"{self.url}{path}: {why}") from error
         except urllib.error.URLError as error:
             raise RunError(f"{self.url} cannot be reached: {error.reason}") from error
         except (OSError, ValueError) as error:

@@ -91,7 +91,8 @@ def fit_learner(
         keys: examples of the known labels, with unit norm.
         labels: their labels, rows of the head; each row has at least one example.
         head: the head trained on them.
-        train_head: trains another head in the same way, on some of the labels.
+        train_head: trains another head in the same way, on some of the labels: called with keys,
+            labels from 0 on, and the number of labels; returns a head with so many rows.
         seed: seed of the choice of labels that play new.
         tick: called after each of the `REHEARSALS` and at the end.
     """
@@ -141,6 +142,11 @@ def _rehearse(
     belief = fit_belief(known, known_labels, len(old))
     belief = refine_belief(belief, known, known_labels, len(old), seed=seed)
     head = train_head(known, known_labels, len(old))
+    if head.out_features != len(old):
+        raise ValueError(
+            f"train_head must return a head with a row for each of the {len(old)} labels it is "
+            f"asked for, got {head.out_features} rows"
+        )
     old_part = _observe_old(belief, head, known, known_labels, keys[queries])
     for count in (*EXAMPLE_COUNTS, None):
         wanted = torch.full_like(counts, count or 0)

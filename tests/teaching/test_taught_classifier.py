@@ -511,6 +511,12 @@ def test_too_few_labels_or_examples_cannot_be_rehearsed(labels: int) -> None:
     assert fit_learner(KEYS[keep], KEY_LABELS[keep], head, train) is None
 
 
+def test_a_head_with_other_rows_than_asked_for_is_refused() -> None:
+    head = train(KEYS, KEY_LABELS, KNOWN)
+    with pytest.raises(ValueError, match="train_head must return a head with a row for each"):
+        fit_learner(KEYS, KEY_LABELS, head, lambda keys, labels, count: train(keys, labels, KNOWN))
+
+
 def test_errors_say_what_must_hold(learner: Learner) -> None:
     with pytest.raises(ValueError, match="trained_labels must be 12 distinct names, got 1"):
         TaughtClassifier(learner, ["a"])
