@@ -646,6 +646,7 @@ class Session:
             "takes": "texts",
             "encoder": BagEncoder.name,
             "key_dim": KEY_DIM,
+            "recall": None,
             "waiting": 0,
         }
         _require_equal("stats", await self._ask("stats"), expected)

@@ -72,7 +72,8 @@ QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 WIDENING, NARROWING = 1.25, 1 / 1.12  # factors of the width of searches
 SPARE_SHARE = 0.5  # of the misses that the target allows; with fewer, searches are narrowed
 MOST_SHARE = 0.9  # of the entries; the widths that a graph of so many needs are used for all graphs
-STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
+CHANGED_SHARE = 0.25  # of the nodes: how many must have changed for a rebuild to raise recall
+POOR_FACTOR = 10  # of the misses that the target allows; with more, any change may be the reason
 MAX_OUTSIDE_SHARE = 0.1  # of the queries; with more, widths are tried out again on these
 
 log = logging.getLogger("mbpa.memory")
@@ -354,6 +355,7 @@ class GraphMemory(Memory):
     def _clear(self) -> None:
         self._allocate()
         self._held = 0
+        self._widths = Widths(self._least_width, self._least_width)
         self._forget_graphs()
 
     def _allocate(self) -> None:
@@ -434,9 +436,11 @@ class GraphMemory(Memory):
             return self._search_all(queries, k)
         wanted = self._settings.widen(k)
         found = self._search_graphs(queries, wanted)
-        own = [graph.own_widths for graph in self._graphs.values() if graph.own_widths]
-        widest = self._widths._replace(far=max(self._widths.far, *(far for _, far in own), 0))
-        is_far, is_outside = widest.find_far_and_outside(found.distances, wanted)
+        used = [self._widths.of_searches]
+        used += [each.own_widths for each in self._graphs.values() if each.own_widths]
+        near, far = (min(near for near, _ in used), max(far for _, far in used))
+        widths = self._widths._replace(near=near, far=far)
+        is_far, is_outside = widths.find_far_and_outside(found.distances, wanted)
         if is_far.any():
             again = queries[torch.from_numpy(is_far)]
             wide = self._search_graphs(again, wanted, are_far=True)
@@ -489,7 +493,7 @@ class GraphMemory(Memory):
         self._labels = np.full(self.capacity, -1, np.int64)
         self._homes = np.full(self.capacity, -1, np.int64)
         self._unindexed = self._held
-        self._serial = self._next_number = 0
+        self._serial = self._next_number = self._changed = 0
         self._generation = object()  # a rebuild of earlier content must not take effect
         self._wants_rebuild = False
         self._meter.clear()
@@ -509,6 +513,7 @@ class GraphMemory(Memory):
             number = self._begin_graph()
         labels = self._make_labels(slots)
         self._graphs[number].add(labels, keys)
+        self._changed += len(labels)
         return number, labels
 
     def _begin_graph(self) -> int:
@@ -536,6 +541,7 @@ class GraphMemory(Memory):
                 del self._graphs[number]
         self._labels[slots] = self._homes[slots] = -1
         self._held -= len(slots)
+        self._changed += len(slots)
 
     # Rebuilding
 
@@ -546,6 +552,8 @@ class GraphMemory(Memory):
         nodes = sum(map(len, self._graphs.values()))
         has_many_stale = nodes > 2 * self._held + max(self.exact_below, MIN_STALE_NODES)
         is_due = has_many_stale or len(self._graphs) > MAX_GRAPHS or self._wants_rebuild
+        # If no width was enough, it may be now.
+        is_due |= not self._widths.are_enough and self._changed > CHANGED_SHARE * nodes
         # Otherwise the new graph would be no better.
         is_due |= self._widths.are_enough and self._meter.outside_share > MAX_OUTSIDE_SHARE
         if self._held > self.exact_below and (is_due or self._unindexed):
@@ -609,6 +617,8 @@ class GraphMemory(Memory):
             if self._generation is content.generation:
                 self._swap(graph, old, slots, labels)
                 self._adopt_widths(graph, widths)
+                # If nothing of it is left, there was nothing to try widths out with.
+                self._wants_rebuild |= self._widths.limit is None and not graph.live
 
     def _fill(self, graph: Graph, content: GraphContent, slots: Ints, labels: Ints) -> bool:
         """Add entries to a graph without the lock; return whether it was not told to stop.
@@ -664,6 +674,7 @@ class GraphMemory(Memory):
         young = {n: each for n, each in self._graphs.items() if n not in old and len(each)}
         self._graphs = {number: graph, **young}
         self.rebuilds += 1
+        self._changed = sum(map(len, young.values()))
         self._meter.clear()
 
     def _adopt_widths(self, graph: Graph, widths: Widths) -> None:
@@ -673,11 +684,13 @@ class GraphMemory(Memory):
         graph, and those in the new one are farther away and harder to find. This says nothing about
         other graphs.
         """
-        if self._widths.limit is None or graph.live > MOST_SHARE * self._held:
+        before = self._widths
+        if before.limit is None or widths.limit is None or graph.live > MOST_SHARE * self._held:
             self._set_widths(widths)
-        else:
-            self._set_widths(self._widths._replace(border=widths.border, limit=widths.limit))
-            graph.own_widths = widths.near, widths.far
+            return
+        border, limit = min(before.border, widths.border), max(before.limit, widths.limit)
+        self._set_widths(before._replace(border=border, limit=limit))
+        graph.own_widths = widths.of_searches
 
     def _run(self, work: Callable[[], None]) -> None:
         """Run in the background, if allowed. The lock must be held."""
@@ -720,8 +733,9 @@ class GraphMemory(Memory):
     def _act_on_recall(self) -> None:
         """Search more widely if recall is too low, less so if it is more than high enough.
 
-        Stale nodes take the place of live ones among the candidates, so if there are many of them,
-        the graphs are rebuilt as well.
+        If much was written or deleted since the graphs were built, they are rebuilt as well: stale
+        nodes take the place of live ones among the candidates, and new keys may be out of the range
+        of the copies.
         """
         recall = self._meter.recall
         if recall is None or not self._meter.is_certain:
@@ -732,8 +746,10 @@ class GraphMemory(Memory):
         if missing > error:
             if not self._scale_widths(WIDENING):  # they are as wide as can be
                 self._set_widths(self._widths.give_up(self._least_width))
-            # A rebuild takes long: not for what may be chance.
-            self._wants_rebuild = missing > 2 * error and self.stale > STALE_SHARE * nodes
+            # A rebuild takes long: not for what may be chance, nor if little has changed.
+            is_poor = 1 - recall > POOR_FACTOR * (1 - self.target_recall)
+            least_changed = 0 if is_poor else CHANGED_SHARE * nodes
+            self._wants_rebuild = missing > 2 * error and self._changed > least_changed
             self._meter.clear()
         elif spare > 0 and self._scale_widths(NARROWING):
             self._meter.clear()

@@ -190,11 +190,11 @@ class Graph:
             count: number of live nodes, of all parts together.
             width: candidates considered by the search of each part.
             live: number of nodes that are not stale.
-            entries: number of entries in the memory, in this graph or not; at least one.
+            entries: number of entries in the memory, in this graph or not.
             threads: as for `search`.
         """
         nodes = len(self)
-        excess = max(1.0, nodes / entries)
+        excess = max(1.0, nodes / max(1, entries))
         more = math.ceil((2 - live / nodes) * excess * count)
         return self.search(queries, more, expansion=math.ceil(excess * width), threads=threads)
 
@@ -211,6 +211,7 @@ class Graph:
                 otherwise one after the other.
         """
         rounded, share = self._round(queries), 1 / len(self._parts)
+        beyond = self._measure_beyond(queries)
         most = math.ceil(count * share + MAX_DEVIATIONS * math.sqrt(count * share * (1 - share)))
 
         def find(part: Any) -> Found:
@@ -224,7 +225,7 @@ class Graph:
             labels, distances = np.full(shape, -1, np.int64), np.full(shape, np.inf)
             labels[:, : keys.shape[1]][is_found] = keys[is_found]
             distances[:, : keys.shape[1]][is_found] = near * self._unit**2
-            return Found(labels, distances)
+            return Found(labels, distances + beyond[:, None])
 
         used = [part for part in self._parts if len(part)]
         found = _run_for_each(find, used, side_by_side=threads == 1)
@@ -234,6 +235,17 @@ class Graph:
     def _unit(self) -> float:
         """The length that is one in the copies of keys."""
         return self._reach / LARGEST_INT8 if self.settings.precision == "int8" else self._reach
+
+    def _measure_beyond(self, queries: Float[Tensor, "B D"]) -> Float[np.ndarray, "B"]:
+        """Return the squared distance of each query from the range of the copies.
+
+        Copies cannot leave this range, so a query is at least so much farther away from all nodes
+        than its own copy.
+        """
+        largest = self._reach if self.settings.precision == "int8" else LARGEST_FLOAT * self._reach
+        shifted = (queries.double() - self._shift).abs_()
+        beyond: Float[np.ndarray, "B"] = (shifted - largest).clamp_min_(0).square_().sum(1).numpy()
+        return beyond
 
     def _round(self, keys: Float[Tensor, "N D"]) -> NDArray[Any]:
         wide = torch.float64 if keys.dtype == torch.float64 else torch.float32

@@ -85,6 +85,8 @@ class Widths(NamedTuple):
             candidates: number of candidates that were asked for; a search is at least as wide.
         """
         none, can_widen = np.zeros(len(distances), bool), self.far > max(self.near, candidates)
+        if self.limit is not None and self.limit < 0:
+            return none, ~none
         if not distances.shape[1] or (not can_widen and self.limit is None):
             return none, none
         ranked = _rank_distances(distances)
@@ -96,7 +98,7 @@ class Widths(NamedTuple):
 
 def scale_widths(widths: tuple[int, int], factor: float, least: int) -> tuple[int, int]:
     """Return wider or narrower searches for near and far queries, not below this width."""
-    near, far = (min(MAX_WIDTH, max(least, math.ceil(factor * width))) for width in widths)
+    near, far = (max(least, min(MAX_WIDTH, math.ceil(factor * width))) for width in widths)
     return near, far
 
 

@@ -1003,7 +1003,9 @@ def test_the_widths_of_a_graph_of_few_entries_are_its_own(tmp_path: Path) -> Non
         memory._widths = old
         memory._adopt_widths(young, Widths(300, 900, 5.0, 10.0))
         assert young.own_widths == expected
-        assert memory.widths[2:] == (5.0, 10.0)
+        assert memory.widths[2:] == (
+            (5.0, 10.0) if expected is None else (min(5.0, old.border), max(10.0, old.limit))
+        )
         assert memory.widths[:2] == ((300, 900) if expected is None else old[:2])
     memory._graphs[next(iter(memory._graphs))].own_widths = 300, 900
     searched = []
@@ -1047,3 +1049,77 @@ def test_queries_that_find_less_than_others_are_answered() -> None:
     memory._widths = Widths(4, 200, 1.0)  # only the last one is
     alone = memory.read(mixed[7:], 20)
     assert torch.equal(memory.read(mixed, 20).ids[7], alone.ids[0])
+
+
+# Keys and queries that are out of the range of copies in 8 bits
+
+
+def test_queries_beyond_the_range_of_the_copies_are_outside() -> None:
+    """Their own copies are not: in the range, they would pass for near."""
+    memory = make(6_000, parts=1)
+    fill(memory, 6_000)
+    for distance in (10, 1_000):
+        queries = draw(100, 1)
+        queries[:, 0] += distance
+        assert memory.measure_recall(queries, 20) >= 0.97
+
+
+def test_a_bulk_of_other_data_is_found_beside_what_was_there() -> None:
+    memory = make(10_000, parts=1)
+    fill(memory, 5_000)
+    other = [10 * draw(n, seed) + 100 for n, seed in ((5_000, 1), (100, 2))]
+    memory.write(other[0], torch.arange(5_000))
+    assert memory.measure_recall(other[1], 20) >= 0.97
+
+
+@pytest.mark.parametrize("shift", [3, 20])
+def test_graphs_are_rebuilt_for_keys_that_drift_out_of_their_range(
+    monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
+    monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query
+    memory = make(20_000, parts=1)
+    fill(memory, 4_000)
+    for seed in range(20):
+        memory.write(shift + draw(200, seed), torch.zeros(200, dtype=torch.int64))
+    for query in shift + draw(300, 50):
+        memory.read(query[None], 20)
+    assert memory.measure_recall(shift + draw(100, 51), 20) >= 0.97
+
+
+def test_deleted_copies_of_a_key_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths were tried out while the copies were among the answers."""
+    monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(n, 64, generator=generator) for n in (4_000, 400))
+    memory = GraphMemory(10_000, 64, exact_below=500, parts=1, background=False)
+    copies = memory.write(torch.zeros(300, 64), torch.zeros(300, dtype=torch.int64))
+    memory.write(keys, torch.zeros(4_000, dtype=torch.int64))
+    memory.delete(copies)
+    assert memory.measure_recall(queries[300:], 20) < 0.9
+    for query in queries[:300]:
+        memory.read(query[None], 20)
+    assert memory.measure_recall(queries[300:], 20) >= 0.97
+
+
+def test_all_queries_are_outside_if_no_width_is_enough_however_few_were_found() -> None:
+    none = Widths(64, 64, 1.0, -1.0)
+    assert none.find_far_and_outside(np.full((3, 10), np.inf))[1].all()
+
+
+def test_far_queries_of_older_graphs_remain_far_beside_a_new_one() -> None:
+    memory = make(1_000)
+    memory.write(torch.randn(1_000, DIM), torch.zeros(1_000, dtype=torch.int64))
+    graph = Graph(memory._settings, torch.randn(10, DIM))
+    for border, limit in ((5.0, 500.0), (500.0, 5_000.0)):
+        memory._widths, graph.live = Widths(64, 900, 30.0, 90.0), 500
+        memory._adopt_widths(graph, Widths(100, 200, border, limit))
+        assert memory.widths == Widths(64, 900, min(30.0, border), limit)
+
+
+def test_widths_start_anew_in_a_memory_that_was_cleared() -> None:
+    memory = make(3_000, expansion_search=70)
+    fill(memory, 3_000)
+    assert memory.widths.limit is not None
+    memory.clear()
+    assert memory.widths == Widths(70, 70)
+    assert Widths(3_000, 3_000).scale(1.25, 3_000)[:2] == (3_000, 3_000)
