@@ -72,8 +72,8 @@ QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 WIDENING, NARROWING = 1.25, 1 / 1.12  # factors of the width of searches
 SPARE_SHARE = 0.5  # of the misses that the target allows; with fewer, searches are narrowed
 MOST_SHARE = 0.9  # of the entries; the widths that a graph of so many needs are used for all graphs
-CHANGED_SHARE = 0.25  # of the nodes: how many must have changed for a rebuild to raise recall
-POOR_FACTOR = 10  # of the misses that the target allows; with more, any change may be the reason
+STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
+POOR_FACTOR = 5  # of the misses that the target allows; with more, any change may be the reason
 MAX_OUTSIDE_SHARE = 0.1  # of the queries; with more, widths are tried out again on these
 
 log = logging.getLogger("mbpa.memory")
@@ -553,7 +553,7 @@ class GraphMemory(Memory):
         has_many_stale = nodes > 2 * self._held + max(self.exact_below, MIN_STALE_NODES)
         is_due = has_many_stale or len(self._graphs) > MAX_GRAPHS or self._wants_rebuild
         # If no width was enough, it may be now.
-        is_due |= not self._widths.are_enough and self._changed > CHANGED_SHARE * nodes
+        is_due |= not self._widths.are_enough and self._changed > STALE_SHARE * nodes
         # Otherwise the new graph would be no better.
         is_due |= self._widths.are_enough and self._meter.outside_share > MAX_OUTSIDE_SHARE
         if self._held > self.exact_below and (is_due or self._unindexed):
@@ -733,9 +733,9 @@ class GraphMemory(Memory):
     def _act_on_recall(self) -> None:
         """Search more widely if recall is too low, less so if it is more than high enough.
 
-        If much was written or deleted since the graphs were built, they are rebuilt as well: stale
-        nodes take the place of live ones among the candidates, and new keys may be out of the range
-        of the copies.
+        Stale nodes take the place of live ones among the candidates, so if there are many of them,
+        the graphs are rebuilt as well. So they are if recall is very low and anything has changed
+        since they were built: new keys may be out of the range of the copies.
         """
         recall = self._meter.recall
         if recall is None or not self._meter.is_certain:
@@ -746,10 +746,10 @@ class GraphMemory(Memory):
         if missing > error:
             if not self._scale_widths(WIDENING):  # they are as wide as can be
                 self._set_widths(self._widths.give_up(self._least_width))
-            # A rebuild takes long: not for what may be chance, nor if little has changed.
+            # A rebuild takes long: not for what may be chance.
             is_poor = 1 - recall > POOR_FACTOR * (1 - self.target_recall)
-            least_changed = 0 if is_poor else CHANGED_SHARE * nodes
-            self._wants_rebuild = missing > 2 * error and self._changed > least_changed
+            may_help = self.stale > STALE_SHARE * nodes or (is_poor and self._changed > 0)
+            self._wants_rebuild = missing > 2 * error and may_help
             self._meter.clear()
         elif spare > 0 and self._scale_widths(NARROWING):
             self._meter.clear()
