@@ -279,6 +279,10 @@ class TrainingRun:
         loss = self._loss(self.words, self.following)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        if self.settings.precision == "half":
+            for parameter in self.parameters:
+                if parameter.grad is not None:  # what overflows would spoil all others by its norm
+                    parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
         nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
         self.optimizer.step()
         for old, new in zip(before, self.state, strict=True):

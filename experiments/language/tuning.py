@@ -10,7 +10,7 @@ among those that were tried. Then come the optimum and the rest of the paper's g
 only. Dynamic evaluation has a budget of its own, of the same size. It is judged on the beginning of
 the text, and the best settings again on all of it. Once a budget is used up, its remaining stages
 are cut, and the best of the settings tried is chosen. The comparison of the best on the whole text
-and the choice for the gated mixture have half a budget each.
+has as much time again, and the choice for the gated mixture half as much.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class LanguageSearch:
         finalists = [
             self.mbpa.list_best(self.config.search.finalists, mixture, mine) for mixture in (0, 1)
         ]
-        self.search.grant(self.config.search.seconds / 2)
+        self.search.grant(self.config.search.seconds)
         finals = Trials(self.search, "MbPA", partial(self._judge_mbpa, positions=self._whole))
         finals.try_new("finalists", itertools.chain(*finalists))
         if len(finals.tried) == len({*finalists[0], *finalists[1]}):
@@ -277,7 +277,7 @@ class LanguageSearch:
         )
         for trials in (rms, adam):
             if trials.tried:
-                self.search.grant(self.config.search.seconds / 2)
+                self.search.grant(self.config.search.seconds)
                 best = self._judge_finalists(trials)
                 self._record_choices("dynamic.", _describe_dynamic(trials.name, best))
 
