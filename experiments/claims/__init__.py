@@ -109,11 +109,11 @@ def _make_row(claim: Claim, outcome: Outcome, numbers: dict[Claim, int]) -> list
     criterion = claim.holds_if
     if outcome.rests_on:
         rows = [str(numbers[each]) for each in outcome.rests_on]
-        criterion = f"row{'s' if rows[1:] else ''} {', '.join(rows)} {criterion}"
+        criterion = f"rows {', '.join(rows)} do" if rows[1:] else f"row {rows[0]} does"
     seen = outcome.seen
     if claim.differences:
         listed = ", ".join(f"[{number}]({DIFFERENCES})" for number in claim.differences)
-        seen += f" · differences {listed}"
+        seen += f" · difference{'s' if claim.differences[1:] else ''} {listed}"
     return [
         f"{says} *Holds if {criterion}.*" if criterion else says,
         seen,

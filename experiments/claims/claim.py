@@ -205,7 +205,7 @@ class Outcome:
     verdict: Verdict
     seen: str
     rests_on: tuple[Claim, ...] = ()
-    """Claims that this one sums up. The table gives their row numbers before the criterion."""
+    """Claims that this one sums up. The table names them by their row numbers as the criterion."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,8 @@ def summarize_claims(place: str, says: str, *parts: Claim) -> Claim:
 
     commands = dict.fromkeys(command for part in parts for command in part.tested_by)
     differences = sorted({number for part in parts for number in part.differences})
-    return Claim(place, says, "do", judge, tuple(commands), differences=tuple(differences))
+    criterion = "the claims that it sums up do"
+    return Claim(place, says, criterion, judge, tuple(commands), differences=tuple(differences))
 
 
 def format_number(value: float, digits: int = 1, *, sign: bool = False) -> str:

@@ -367,8 +367,8 @@ PRESETS = {
                 dropouts=Dropouts(projected=0.4),
                 precision="half",
             ),
-            # The paper did not try Adam here either. On Penn Treebank, dynamic evaluation was better
-            # mixed with the gated mixture, which is cheap, than with MbPA on top.
+            # The paper did not try Adam here either. On Penn Treebank, dynamic evaluation was
+            # better mixed with the gated mixture, which is cheap, than with MbPA on top.
             dynamic=Dynamic(adam_lr=0.0, on_top=False),
             adapted_words=64,
             search=SearchBudget(
