@@ -1,12 +1,13 @@
 """Approximate nearest neighbours on a CPU, for memories of more than some 100,000 entries.
 
 Candidates come from graphs of the keys; the base class ranks them by their exact distances. A graph
-only grows: what is overwritten or deleted stays in it as a stale node. New entries go to the
-youngest graph, and when that has as many nodes as the memory has slots, another is begun. In a ring
-the oldest entries go first, so the older graph empties and is dropped. When deletions leave many
-stale nodes, or measured recall is too low, a background thread builds one graph of all entries,
-while new ones go to another; then it is swapped for the old ones. Entries that are in no graph yet
-(in small memories, and after a bulk load) are found by exhaustive search, which is exact.
+only grows: what is overwritten or deleted stays in it as a stale node (`graph_set`). New entries go
+to the youngest graph, and when that has as many nodes as the memory has slots, another is begun. In
+a ring the oldest entries go first, so the older graph empties and is dropped. When deletions leave
+many stale nodes, or measured recall is too low, a background thread builds one graph of all entries
+(`graph_building`), while new ones go to another; then it is swapped for the old ones. Entries that
+are in no graph yet (in small memories, and after a bulk load) are found by exhaustive search, which
+is exact.
 """
 
 from __future__ import annotations
@@ -28,34 +29,28 @@ from mbpa.memory import validation
 from mbpa.memory.background import BackgroundThread
 from mbpa.memory.base import Memory
 from mbpa.memory.exact import search_all
+from mbpa.memory.graph_building import GraphBuilder, StoppedError
 from mbpa.memory.graph_files import SavedGraphs, read_description, read_saved, write_saved
 from mbpa.memory.graph_index import (
     PRECISIONS,
     RANKED_CANDIDATES,
     SAMPLE_KEYS,
     SLOT_BITS,
-    Found,
     Graph,
     GraphSettings,
     Precision,
-    drop_stale,
     get_slots,
-    join_found,
     keep_nearest,
     require_usearch,
 )
-from mbpa.memory.graph_widths import (
-    GraphContent,
-    Widths,
-    calibrate,
-    order_for_calibration,
-    scale_widths,
-)
+from mbpa.memory.graph_set import GraphSet
+from mbpa.memory.graph_widths import GraphContent, Widths
 from mbpa.memory.neighbors import Candidates, Holdings
 from mbpa.memory.ranking import gather_rows
 from mbpa.memory.recall import (
     RecallMeter,
     Sample,
+    compare_samples,
     count_hits,
     find_true_neighbors,
     measure_distances,
@@ -63,22 +58,18 @@ from mbpa.memory.recall import (
 from mbpa.memory.ring import Ints, Ring
 from mbpa.memory.schema import parse_schema
 
-MAX_SERIAL = 1 << (63 - SLOT_BITS)
-ENTRIES_PER_STEP = 64  # added by a rebuild before it checks whether to stop
 MAX_GRAPHS = 3
 MAX_PARTS = 4  # by default
 MIN_STALE_NODES = 64
-QUERIES_PER_THREAD = 8  # fewer are searched for by one thread
 WIDENING, NARROWING = 1.25, 1 / 1.12  # factors of the width of searches
 SPARE_SHARE = 0.5  # of the misses that the target allows; with fewer, searches are narrowed
-MOST_SHARE = 0.9  # of the entries; the widths that a graph of so many needs are used for all graphs
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
 POOR_FACTOR = 5  # of the misses that the target allows; with more, any change may be the reason
 MAX_OUTSIDE_SHARE = 0.1  # of the queries; with more, widths are tried out again on these
 
 log = logging.getLogger("mbpa.memory")
 
-_ROWS = ("_keys", "_values", "_norms", "_labels", "_homes")  # one per slot
+_ROWS = ("_keys", "_values", "_norms")  # one per slot
 _OWN = ("_thread", "_generation", "_meter")  # not in a copy
 
 
@@ -121,12 +112,7 @@ class GraphMemory(Memory):
 
     _saved: SavedGraphs
     """Content to attach to; only while `load` runs."""
-    _graphs: dict[int, Graph]
-    """By number, the youngest last."""
-    _labels: Ints
-    """Label of the entry in each slot, by which a node is known to be current; or −1."""
-    _homes: Ints
-    """Number of the graph in which the slot's entry is; −1 for none."""
+    _graphs: GraphSet
 
     def __init__(
         self,
@@ -164,7 +150,6 @@ class GraphMemory(Memory):
             else validation.count("parts", parts),
         )
         self._least_width: int = validation.count("expansion_search", expansion_search)
-        self._widths = Widths(self._least_width, self._least_width)
         self._background = background
         self._meter = RecallMeter()
         self.rebuilds: int = 0
@@ -195,13 +180,13 @@ class GraphMemory(Memory):
     def is_indexed(self) -> bool:
         """Whether reads use the graphs. Otherwise they compare with all entries, and are exact."""
         with self._lock:
-            return bool(self._graphs) and not self._unindexed
+            return bool(self._graphs) and not self._graphs.unindexed
 
     @property
     def stale(self) -> int:
         """Number of nodes whose entries were overwritten or deleted."""
         with self._lock:
-            return sum(len(graph) - graph.live for graph in self._graphs.values())
+            return self._graphs.stale
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -221,7 +206,7 @@ class GraphMemory(Memory):
         If a graph was built while much was written, only that graph may be searched more widely.
         """
         with self._lock:
-            return self._widths
+            return self._graphs.widths
 
     def measure_recall(self, queries: Float[Tensor, "B *D"], k: int) -> float:
         """Return the share of the true `k` nearest entries of these queries that a read finds.
@@ -279,26 +264,24 @@ class GraphMemory(Memory):
         with self._lock:
             self._prepare(change=False)
             used, slots = self._used_slots, self._ring.oldest(len(self))
-            numbers = {number: place for place, number in enumerate(self._graphs)}
-            homes = np.array([numbers.get(each, -1) for each in self._homes[:used].tolist()])
             tensors = {
                 "ids": torch.from_numpy(self._ring.ids(slots)),
                 "slots": torch.from_numpy(slots),
                 "values": self._values[:used],
                 "norms": self._norms[:used],
-                "labels": torch.from_numpy(self._labels[:used]),
-                "homes": torch.from_numpy(homes.astype(np.int64)),
+                "labels": torch.from_numpy(self._graphs.labels[:used]),
+                "homes": torch.from_numpy(self._graphs.number_homes(used)),
             }
             description = {
                 "schema": self.schema,
                 "settings": self.settings,
-                "widths": list(self._widths),
+                "widths": list(self._graphs.widths),
                 "next_id": self.next_id,
-                "serial": self._serial,
+                "serial": self._graphs.serial,
             }
             tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            graphs = list(self._graphs.values())
-            write_saved(directory, SavedGraphs(description, tensors, self._keys, graphs), used)
+            saved = SavedGraphs(description, tensors, self._keys, self._graphs.graphs)
+            write_saved(directory, saved, used)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, mmap: bool = False) -> Self:
@@ -318,7 +301,7 @@ class GraphMemory(Memory):
     def _get_content(self) -> dict[str, Any]:
         used = self._used_slots
         rows = {name: getattr(self, name)[:used] for name in _ROWS}
-        copied = {n: v.clone() if isinstance(v, Tensor) else v.copy() for n, v in rows.items()}
+        copied = {name: row.clone() for name, row in rows.items()}
         return {**self._copy_attributes("_slot_ids", *_OWN, *_ROWS), **copied}
 
     def _set_content(self, content: dict[str, Any]) -> None:
@@ -338,32 +321,28 @@ class GraphMemory(Memory):
         self._clear()
         self._keys = saved.keys
         self._values[:used], self._norms[:used] = tensors["values"], tensors["norms"]
-        self._labels[:used] = tensors["labels"].numpy()
-        self._homes[:used] = tensors["homes"].numpy()
-        self._graphs = dict(enumerate(saved.graphs))
-        self._widths = Widths(*saved.description.get("widths", self._widths))  # not in older ones
-        self._serial, self._next_number = saved.description["serial"], len(saved.graphs)
-        self._held = len(tensors["ids"])
-        is_live = self._norms.isfinite().numpy()
-        for number, graph in self._graphs.items():
-            graph.live = int((is_live & (self._homes == number)).sum())
-        self._unindexed = int((is_live & (self._homes < 0)).sum())
+        self._graphs.restore(
+            saved.graphs,
+            tensors["labels"].numpy(),
+            tensors["homes"].numpy(),
+            tensors["norms"].isfinite().numpy(),
+            saved.description["serial"],
+        )
+        if widths := saved.description.get("widths"):  # not in older ones
+            self._graphs.widths = Widths(*widths)
         return Holdings(tensors["ids"], saved.description["next_id"], tensors["slots"])
 
     # The hooks of `Memory`
 
     def _clear(self) -> None:
         self._allocate()
-        self._held = 0
-        self._widths = Widths(self._least_width, self._least_width)
-        self._forget_graphs()
+        self._graphs = GraphSet(self._settings, self.capacity, self._least_width)
+        self._begin_anew()
 
     def _allocate(self) -> None:
         self._keys = torch.empty(self.capacity, self.key_size, dtype=self.dtype)
         self._values = torch.empty((self.capacity, *self.value_shape), dtype=self.value_dtype)
         self._norms = torch.full((self.capacity,), math.inf, dtype=self.distance_dtype)
-        self._labels = np.full(self.capacity, -1, np.int64)
-        self._homes = np.full(self.capacity, -1, np.int64)
 
     def _put(
         self, slots: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Shaped[Tensor, "N *V"]
@@ -371,19 +350,15 @@ class GraphMemory(Memory):
         if not len(slots):
             return
         self._thread.raise_failure()
-        places, is_bulk = slots.numpy(), 2 * len(slots) >= self._held
-        # The graph first: if that fails, nothing has changed.
-        added = self._add_nodes(places, keys) if self._graphs and not is_bulk else None
-        self._detach(places)
+        places, is_bulk = slots.numpy(), 2 * len(slots) >= self._graphs.entries
+        added = None
+        if self._graphs and not is_bulk and self._ensure_labels_for(len(places)):
+            # The graph first: if that fails, nothing has changed.
+            added = self._graphs.add(places, keys, partial(self._draw_keys, None))
+        self._remove_nodes(slots)
         self._keys[slots], self._values[slots] = keys, values
         self._norms[slots] = keys.to(self.distance_dtype).square().sum(1)
-        self._held += len(places)
-        if added is None:
-            self._unindexed += len(places)
-        else:
-            number, self._labels[places] = added
-            self._homes[places] = number
-            self._graphs[number].live += len(places)
+        self._graphs.place(places, added)
         self._maintain()
 
     def _get(self, slots: Int[Tensor, "N"]) -> tuple[Float[Tensor, "N D"], Shaped[Tensor, "N *V"]]:
@@ -397,7 +372,7 @@ class GraphMemory(Memory):
 
     def _delete(self, slots: Int[Tensor, "N"]) -> None:
         self._thread.raise_failure()
-        self._detach(slots.numpy())
+        self._remove_nodes(slots)
         self._keys[slots] = 0
         self._values[slots] = 0
         self._norms[slots] = math.inf
@@ -422,33 +397,22 @@ class GraphMemory(Memory):
             norms = torch.full((capacity,), math.inf, dtype=self.distance_dtype)
         for grown, now in ((keys, self._keys), (values, self._values), (norms, self._norms)):
             grown[:used] = now[:used]
-        added = capacity - self.capacity
         self._keys, self._values, self._norms = keys, values, norms
-        self._labels = np.concatenate([self._labels, np.full(added, -1)])
-        self._homes = np.concatenate([self._homes, np.full(added, -1)])
+        self._graphs.grow(capacity)
         self._ring = Ring(capacity)
         self._adopt(held)
 
     # Searching
 
     def _nearest(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
-        if self._unindexed or self._held <= self.exact_below or 4 * k >= self._held:
+        graphs = self._graphs
+        if graphs.unindexed or graphs.entries <= self.exact_below or 4 * k >= graphs.entries:
             return self._search_all(queries, k)
-        wanted = self._settings.widen(k)
-        found = self._search_graphs(queries, wanted)
-        used = [self._widths.of_searches]
-        used += [each.own_widths for each in self._graphs.values() if each.own_widths]
-        near, far = (min(near for near, _ in used), max(far for _, far in used))
-        widths = self._widths._replace(near=near, far=far)
-        is_far, is_outside = widths.find_far_and_outside(found.distances, wanted)
-        if is_far.any():
-            again = queries[torch.from_numpy(is_far)]
-            wide = self._search_graphs(again, wanted, are_far=True)
-            found.labels[is_far], found.distances[is_far] = wide
+        found, is_outside = graphs.find(queries, self._settings.widen(k))
         labels = keep_nearest(found, RANKED_CANDIDATES * k)
         # Without the spare candidates that the base class asks for.
         asked = max(1, (k - 8) * 8 // 9)
-        self._meter.offer(queries, labels, asked, self._serial, is_outside)
+        self._meter.offer(queries, labels, asked, graphs.serial, is_outside)
         slots = torch.from_numpy(np.where(labels < 0, -1, get_slots(labels)))
         if is_outside.any():
             rows = torch.from_numpy(is_outside)
@@ -460,88 +424,40 @@ class GraphMemory(Memory):
             self._maintain()
         return Candidates(slots, None)
 
-    def _search_graphs(
-        self, queries: Float[Tensor, "B D"], count: int, *, are_far: bool = False
-    ) -> Found:
-        """Return at least `count` candidates among the current entries, if they can be found."""
-        threads = 1 if len(queries) < QUERIES_PER_THREAD else torch.get_num_threads()
-        found = join_found(
-            [
-                graph.search_live(
-                    queries,
-                    count,
-                    width=(graph.own_widths or self._widths.of_searches)[are_far],
-                    live=graph.live,
-                    entries=self._held,
-                    threads=threads,
-                )
-                for graph in self._graphs.values()
-                if len(graph)
-            ]
-        )
-        drop_stale(found, self._labels)
-        return found
-
     def _search_all(self, queries: Float[Tensor, "B D"], k: int) -> Candidates:
         used = self._used_slots
         return search_all(self._keys[:used], self._norms[:used], queries, min(k, used))
 
     # Changing
 
-    def _forget_graphs(self) -> None:
-        self._graphs = {}
-        self._labels = np.full(self.capacity, -1, np.int64)
-        self._homes = np.full(self.capacity, -1, np.int64)
-        self._unindexed = self._held
-        self._serial = self._next_number = self._changed = 0
+    def _begin_anew(self) -> None:
+        """Take note that there are other graphs now, or none."""
         self._generation = object()  # a rebuild of earlier content must not take effect
         self._wants_rebuild = False
         self._meter.clear()
 
-    def _make_labels(self, slots: Ints) -> Ints:
-        labels: Ints = ((self._serial + np.arange(len(slots))) << SLOT_BITS) | slots
-        self._serial += len(slots)
-        return labels
+    def _ensure_labels_for(self, count: int) -> bool:
+        """Drop all graphs if there are no labels for so many nodes; return whether they stay."""
+        if self._graphs.has_labels_for(count):
+            return True
+        self._graphs.forget()
+        self._begin_anew()
+        return False
 
-    def _add_nodes(self, slots: Ints, keys: Float[Tensor, "N D"]) -> tuple[int, Ints] | None:
-        """Add nodes to the youngest graph; return its number and their labels."""
-        if self._serial + len(slots) >= MAX_SERIAL - self.capacity:
-            self._forget_graphs()
-            return None
-        number, young = list(self._graphs.items())[-1]
-        if young.is_sealed or len(young) >= self.capacity:
-            number = self._begin_graph()
-        labels = self._make_labels(slots)
-        self._graphs[number].add(labels, keys)
-        self._changed += len(labels)
-        return number, labels
+    def _remove_nodes(self, slots: Int[Tensor, "N"]) -> None:
+        """Make the nodes of the entries in these slots stale; some slots may be empty."""
+        self._graphs.remove(slots[self._norms[slots].isfinite()].numpy())
 
-    def _begin_graph(self) -> int:
-        live = self._norms.isfinite().nonzero()[:, 0]
-        number = self._next_number
-        self._graphs[number] = Graph(self._settings, self._draw_keys(live))
-        self._next_number += 1
-        return number
-
-    def _draw_keys(self, slots: Int[Tensor, "N"]) -> Float[Tensor, "M D"]:
-        """Return some of the keys in these slots, evenly spread."""
+    def _draw_keys(self, slots: Int[Tensor, "N"] | None) -> Float[Tensor, "M D"]:
+        """Return some of the keys in these slots, by default all live ones, evenly spread."""
+        if slots is None:
+            slots = self._list_live()
         chosen = slots[:: max(1, len(slots) // SAMPLE_KEYS)]
         return self._keys[chosen]
 
-    def _detach(self, slots: Ints) -> None:
-        """Make the nodes of these slots stale, and drop graphs without live nodes."""
-        slots = slots[self._norms[torch.from_numpy(slots)].isfinite().numpy()]
-        numbers, counts = np.unique(self._homes[slots], return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            if number < 0:
-                self._unindexed -= count
-                continue
-            self._graphs[number].live -= count
-            if not self._graphs[number].live and number != next(reversed(self._graphs)):
-                del self._graphs[number]
-        self._labels[slots] = self._homes[slots] = -1
-        self._held -= len(slots)
-        self._changed += len(slots)
+    def _list_live(self) -> Int[Tensor, "N"]:
+        """Return the slots that hold entries."""
+        return self._norms.isfinite().nonzero()[:, 0]
 
     # Rebuilding
 
@@ -549,14 +465,14 @@ class GraphMemory(Memory):
         """Begin a rebuild, or a measurement, if one is due and nothing else is running."""
         if not self._thread.is_free:
             return
-        nodes = sum(map(len, self._graphs.values()))
-        has_many_stale = nodes > 2 * self._held + max(self.exact_below, MIN_STALE_NODES)
-        is_due = has_many_stale or len(self._graphs) > MAX_GRAPHS or self._wants_rebuild
+        graphs, nodes = self._graphs, self._graphs.nodes
+        has_many_stale = nodes > 2 * graphs.entries + max(self.exact_below, MIN_STALE_NODES)
+        is_due = has_many_stale or len(graphs) > MAX_GRAPHS or self._wants_rebuild
         # If no width was enough, it may be now.
-        is_due |= not self._widths.are_enough and self._changed > STALE_SHARE * nodes
+        is_due |= not graphs.widths.are_enough and graphs.changed > STALE_SHARE * nodes
         # Otherwise the new graph would be no better.
-        is_due |= self._widths.are_enough and self._meter.outside_share > MAX_OUTSIDE_SHARE
-        if self._held > self.exact_below and (is_due or self._unindexed):
+        is_due |= graphs.widths.are_enough and self._meter.outside_share > MAX_OUTSIDE_SHARE
+        if graphs.entries > self.exact_below and (is_due or graphs.unindexed):
             self._begin_rebuild(only_unindexed=not is_due)
         elif self._meter.is_due:
             self._run(
@@ -566,23 +482,20 @@ class GraphMemory(Memory):
     def _begin_rebuild(self, *, only_unindexed: bool = False) -> None:
         """Build a graph of all entries, or of those in none; new ones meanwhile go to another."""
         self._wants_rebuild = False
-        live = self._norms.isfinite().nonzero()[:, 0]
+        live = self._list_live()
         if only_unindexed:
-            live = live[torch.from_numpy(self._homes[live.numpy()] < 0)]
+            live = live[torch.from_numpy(self._graphs.list_unindexed(live.numpy()))]
         if not len(live):
-            self._graphs.clear()
+            self._graphs.drop_all()
             return
-        if self._serial + len(live) >= MAX_SERIAL - self.capacity:
-            self._forget_graphs()
-        slots = live.numpy()
-        unknown = slots[self._labels[slots] < 0]
-        self._labels[unknown] = self._make_labels(unknown)
-        old = [] if only_unindexed else list(self._graphs)
+        self._ensure_labels_for(len(live))
+        labels = self._graphs.label(live.numpy())
+        old = [] if only_unindexed else self._graphs.numbers
         if self._background:
-            self._begin_graph()
+            self._graphs.begin(self._draw_keys(None))
         graph = Graph(self._settings, self._draw_keys(live))
         content = self._share_content(self.capacity)
-        self._run(partial(self._rebuild, graph, old, content, slots, self._labels[slots]))
+        self._run(partial(self._rebuild, graph, old, content, live.numpy(), labels))
 
     def _share_content(self, slots: int) -> GraphContent:
         """Return what work in the background reads without the lock.
@@ -592,8 +505,8 @@ class GraphMemory(Memory):
         Args:
             slots: number of slots to read, from the first.
         """
-        keys, norms, labels = self._keys[:slots], self._norms[:slots], self._labels[:slots]
-        return GraphContent(self._generation, keys, norms, labels)
+        labels = self._graphs.labels[:slots]
+        return GraphContent(self._generation, self._keys[:slots], self._norms[:slots], labels)
 
     def _rebuild(
         self,
@@ -604,93 +517,30 @@ class GraphMemory(Memory):
         labels: Ints,
     ) -> None:
         """Fill a graph without the lock, then swap it for the old ones."""
-        # Some are added last: until then, they are queries like those to come.
-        order, spared = order_for_calibration(len(slots))
-        slots, labels = slots[order], labels[order]
-        inside, last = slice(len(slots) - spared), slice(len(slots) - spared, None)
-        if not self._fill(graph, content, slots[inside], labels[inside]):
-            return
-        widths = self._choose_widths(graph, content, labels[inside], slots[last])
-        if not self._fill(graph, content, slots[last], labels[last]):
+
+        def should_stop() -> bool:
+            return self._thread.is_stopping or self._generation is not content.generation
+
+        builder = GraphBuilder(graph, content, should_stop, lambda: bool(self._graphs.unindexed))
+        try:
+            widths = builder.build(
+                slots,
+                labels,
+                self._meter.get_recent,
+                least_width=self._least_width,
+                target_recall=self.target_recall,
+            )
+        except StoppedError:
             return
         with self._lock:
-            if self._generation is content.generation:
-                self._swap(graph, old, slots, labels)
-                self._adopt_widths(graph, widths)
-                # If nothing of it is left, there was nothing to try widths out with.
-                self._wants_rebuild |= self._widths.limit is None and not graph.live
-
-    def _fill(self, graph: Graph, content: GraphContent, slots: Ints, labels: Ints) -> bool:
-        """Add entries to a graph without the lock; return whether it was not told to stop.
-
-        A key that changes while it is read has another label before the lock is released again, so
-        its node is stale from the beginning.
-        """
-        for start in range(0, len(slots), ENTRIES_PER_STEP):
-            if self._thread.is_stopping or self._generation is not content.generation:
-                return False
-            part = slice(start, start + ENTRIES_PER_STEP)
-            chosen = content.labels[slots[part]] == labels[part]  # others were overwritten since
-            keys = content.keys[torch.from_numpy(slots[part][chosen])]
-            # While the graphs are in use, leave processors to those who use them.
-            graph.add(labels[part][chosen], keys, use_all_threads=bool(self._unindexed))
-        return True
-
-    def _choose_widths(
-        self, graph: Graph, content: GraphContent, nodes: Ints, spared: Ints
-    ) -> Widths:
-        """Return how widely to search a new graph so that recall is above the target.
-
-        Queries are recent ones or, if there were few, keys that are not in the graph: those in it
-        are found more easily than new ones. Recall on live queries corrects the choice later.
-
-        Args:
-            graph: graph that was filled but for the spared entries.
-            content: entries of the memory.
-            nodes: labels of the nodes of the graph.
-            spared: slots of entries that are not in it.
-        """
-        recent = self._meter.get_recent()
-        keys = content.keys[torch.from_numpy(spared)].to(self.distance_dtype)
-        widths = calibrate(
-            graph,
-            content,
-            nodes,
-            torch.stack(recent) if recent else keys,
-            are_keys=not recent,
-            least=self._least_width,
-            target=self.target_recall,
-            should_stop=lambda: self._thread.is_stopping,
-        )
-        return widths or self._widths
-
-    def _swap(self, graph: Graph, old: list[int], slots: Ints, labels: Ints) -> None:
-        slots = slots[self._labels[slots] == labels]
-        self._unindexed -= int((self._homes[slots] < 0).sum())
-        number, graph.live = self._next_number, len(slots)
-        self._next_number += 1
-        self._homes[slots] = number
-        # The young graph last, or none if nothing was written meanwhile.
-        young = {n: each for n, each in self._graphs.items() if n not in old and len(each)}
-        self._graphs = {number: graph, **young}
-        self.rebuilds += 1
-        self._changed = sum(map(len, young.values()))
-        self._meter.clear()
-
-    def _adopt_widths(self, graph: Graph, widths: Widths) -> None:
-        """Search as widely as was tried out with a new graph.
-
-        If much was written meanwhile, the nearest entries of recent queries tend to be in another
-        graph, and those in the new one are farther away and harder to find. This says nothing about
-        other graphs.
-        """
-        before = self._widths
-        if before.limit is None or widths.limit is None or graph.live > MOST_SHARE * self._held:
-            self._set_widths(widths)
-            return
-        border, limit = min(before.border, widths.border), max(before.limit, widths.limit)
-        self._set_widths(before._replace(border=border, limit=limit))
-        graph.own_widths = widths.of_searches
+            if self._generation is not content.generation:
+                return
+            self._graphs.swap(graph, old, slots, labels)
+            self._change_widths(lambda: self._graphs.adopt_widths(graph, widths))
+            self.rebuilds += 1
+            self._meter.clear()
+            # If nothing of it is left, there was nothing to try widths out with.
+            self._wants_rebuild |= self.widths.limit is None and not graph.live
 
     def _run(self, work: Callable[[], None]) -> None:
         """Run in the background, if allowed. The lock must be held."""
@@ -706,28 +556,14 @@ class GraphMemory(Memory):
 
         Entries written since a query was answered are ignored, and so are those overwritten since.
         """
-        start, (generation, keys, norms, _) = time.perf_counter(), content
-        most = min(max(sample.k for sample in samples), len(keys))
-        queries = torch.stack([sample.query for sample in samples])
-        nearest, true = find_true_neighbors(keys, norms, queries, most)
-        found = [np.where(sample.found < 0, -1, get_slots(sample.found)) for sample in samples]
-        distances = [
-            measure_distances(keys, query[None], torch.from_numpy(slots)[None])
-            for query, slots in zip(queries, found, strict=True)
-        ]
+        start = time.perf_counter()
+        comparisons = compare_samples(samples, content.keys, content.norms)
         with self._lock:
-            if self._generation is not generation:
+            if self._generation is not content.generation:
                 return
-            recalls = []
-            for row, sample in enumerate(samples):
-                labels = self._labels[nearest[row, : sample.k].numpy()]
-                is_known = (labels >= 0) & (labels >> SLOT_BITS < sample.serial)
-                is_kept = (sample.found >= 0) & (self._labels[found[row]] == sample.found)
-                near = distances[row][:, torch.from_numpy(is_kept)]
-                wanted = true[row : row + 1, : sample.k][:, torch.from_numpy(is_known)]
-                if is_known.any():
-                    recalls.append(float(count_hits(near, wanted)) / wanted.shape[1])
-            self._meter.record(recalls, time.perf_counter() - start)
+            recalls = [each.measure_recall(self._graphs.labels) for each in comparisons]
+            measured = [recall for recall in recalls if recall is not None]
+            self._meter.record(measured, time.perf_counter() - start)
             self._act_on_recall()
 
     def _act_on_recall(self) -> None:
@@ -740,39 +576,31 @@ class GraphMemory(Memory):
         recall = self._meter.recall
         if recall is None or not self._meter.is_certain:
             return
-        nodes = sum(map(len, self._graphs.values()))
         missing, error = self.target_recall - recall, self._meter.standard_error
         spare = SPARE_SHARE * (1 - self.target_recall) - (1 - recall + error)
         if missing > error:
-            if not self._scale_widths(WIDENING):  # they are as wide as can be
-                self._set_widths(self._widths.give_up(self._least_width))
+            if not self._graphs.scale_widths(WIDENING):  # they are as wide as can be
+                self._change_widths(self._graphs.give_up)
             # A rebuild takes long: not for what may be chance.
             is_poor = 1 - recall > POOR_FACTOR * (1 - self.target_recall)
-            may_help = self.stale > STALE_SHARE * nodes or (is_poor and self._changed > 0)
+            has_many_stale = self._graphs.stale > STALE_SHARE * self._graphs.nodes
+            may_help = has_many_stale or (is_poor and self._graphs.changed > 0)
             self._wants_rebuild = missing > 2 * error and may_help
             self._meter.clear()
-        elif spare > 0 and self._scale_widths(NARROWING):
+        elif spare > 0 and self._graphs.scale_widths(NARROWING):
             self._meter.clear()
 
-    def _scale_widths(self, factor: float) -> bool:
-        """Search all graphs more or less widely; return whether this was possible."""
-        least, widths = self._least_width, self._widths.scale(factor, self._least_width)
-        has_changed, self._widths = widths != self._widths, widths
-        for graph in self._graphs.values():
-            if own := graph.own_widths:
-                graph.own_widths = scale_widths(own, factor, least)
-                has_changed |= graph.own_widths != own
-        return has_changed
-
-    def _set_widths(self, widths: Widths) -> None:
-        if self._widths.are_enough and not widths.are_enough:
+    def _change_widths(self, change: Callable[[], None]) -> None:
+        """Change how widely graphs are searched, and say so if no width is enough any more."""
+        were_enough = self._graphs.widths.are_enough
+        change()
+        if were_enough and not self._graphs.widths.are_enough:
             log.warning(
                 "no search of the graph finds %g of the nearest entries: "
                 "all queries are compared with all %d entries",
                 self.target_recall,
-                self._held,
+                self._graphs.entries,
             )
-        self._widths = widths
 
 
 def _require_cpu(device: torch.device) -> None:

@@ -70,6 +70,12 @@ def get_slots(labels: Ints) -> Ints:
     return slots
 
 
+def get_serials(labels: Ints) -> Ints:
+    """Return the serial numbers in these labels."""
+    serials: Ints = labels >> SLOT_BITS
+    return serials
+
+
 class Found(NamedTuple):
     """Nodes that searches found for B queries."""
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mbpa.memory.exact import search_all
+from mbpa.memory.graph_index import get_serials, get_slots
 from mbpa.memory.ranking import gather_rows, measure_each_query
 from mbpa.memory.ring import Ints
 
@@ -79,6 +82,61 @@ class Sample(NamedTuple):
     k: int
     serial: int
     """Entries with this serial number or a later one did not exist yet."""
+
+
+class Comparison(NamedTuple):
+    """What a query found, and what it should have found."""
+
+    sample: Sample
+    slots: Ints
+    """Slots of the candidates; any for none."""
+    distances: Float[Tensor, "1 J"]
+    """Their distances."""
+    true_slots: Ints
+    """Slots of the true nearest entries."""
+    true_distances: Float[Tensor, "1 K"]
+    """Their distances."""
+
+    def measure_recall(self, labels: Ints) -> float | None:
+        """Return the share of the true nearest entries that were found; `None` if none counts.
+
+        Entries that were written or overwritten since the query was answered do not count.
+
+        Args:
+            labels: label of the entry that each slot holds now, or −1.
+        """
+        true, found = labels[self.true_slots], self.sample.found
+        is_known = (true >= 0) & (get_serials(true) < self.sample.serial)
+        if not is_known.any():
+            return None
+        is_kept = (found >= 0) & (labels[self.slots] == found)
+        near = self.distances[:, torch.from_numpy(is_kept)]
+        wanted = self.true_distances[:, torch.from_numpy(is_known)]
+        return float(count_hits(near, wanted)) / wanted.shape[1]
+
+
+def compare_samples(
+    samples: Sequence[Sample], keys: Float[Tensor, "N D"], norms: Float[Tensor, "N"]
+) -> list[Comparison]:
+    """Compare what queries found with an exhaustive search, in one pass over the keys.
+
+    Args:
+        samples: at least one.
+        keys: key in each slot.
+        norms: squared norms of the keys; infinite for empty slots.
+    """
+    most = min(max(sample.k for sample in samples), len(keys))
+    queries = torch.stack([sample.query for sample in samples])
+    nearest, true = find_true_neighbors(keys, norms, queries, most)
+    comparisons = []
+    for row, sample in enumerate(samples):
+        slots = np.where(sample.found < 0, -1, get_slots(sample.found))
+        distances = measure_distances(keys, queries[row][None], torch.from_numpy(slots)[None])
+        places = slice(row, row + 1), slice(sample.k)
+        comparisons.append(
+            Comparison(sample, slots, distances, nearest[places][0].numpy(), true[places])
+        )
+    return comparisons
 
 
 class RecallMeter:

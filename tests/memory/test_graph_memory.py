@@ -20,7 +20,7 @@ from torch import Tensor
 import mbpa
 from benchmarks.graph_memory import Sentences
 from mbpa.errors import CheckpointError, MissingExtraError
-from mbpa.memory import GraphMemory, graph, graph_index, graph_widths, recall
+from mbpa.memory import GraphMemory, graph_index, graph_set, graph_widths, recall
 from mbpa.memory.graph_index import Graph, GraphSettings
 from mbpa.memory.graph_widths import GraphContent, Widths, calibrate, choose_widths
 from mbpa.testing import check_memory
@@ -192,7 +192,7 @@ def test_recall_is_measured_on_live_queries_and_raised_to_the_target(
     fill(memory, 3000)
     assert memory.recall is None
     assert memory.measure_recall(draw(200, 5), 20) >= 0.98  # the graph was tried when it was built
-    memory._widths = Widths(30, 30)
+    memory._graphs.widths = Widths(30, 30)
     assert memory.measure_recall(draw(200, 5), 20) < 0.975
     for seed in range(1500):
         memory.read(draw(1, seed), 20)
@@ -209,7 +209,7 @@ def test_a_search_is_narrowed_again_when_recall_is_more_than_enough(
     monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)
     memory = make(expansion_search=16, target_recall=0.5)
     fill(memory, 3000)
-    memory._widths = Widths(64, 64)
+    memory._graphs.widths = Widths(64, 64)
     for seed in range(1000):
         memory.read(draw(1, seed), 20)
         if memory.widths.near == 16:
@@ -295,7 +295,7 @@ def test_queries_outside_all_entries_are_answered_by_an_exhaustive_search(
     found = memory.read(both, 20)
     assert torch.equal(found.ids[:3], memory.read(queries[:3], 20).ids)
     assert torch.equal(found.ids[3:], memory.read(5 * queries[:3], 20).ids)
-    few, _ = memory.widths.find_far_and_outside(memory._search_graphs(queries, 20).distances)
+    few, _ = memory.widths.find_far_and_outside(memory._graphs.search(queries, 20).distances)
     assert few.mean() < 0.5
 
 
@@ -307,7 +307,7 @@ def test_queries_in_groups_narrower_than_copies_are_rounded_are_not_outside(prec
     places = torch.arange(4_100) % 40
     keys = groups[places] + 1e-3 * torch.randn(4_100, DIM, generator=generator)
     memory.write(keys[:4_000], places[:4_000])
-    found = memory._search_graphs(keys[4_000:], 20)
+    found = memory._graphs.search(keys[4_000:], 20)
     assert memory.widths.find_far_and_outside(found.distances)[1].mean() <= 0.05
 
 
@@ -323,7 +323,7 @@ def test_widths_are_tried_out_again_when_many_queries_lie_outside() -> None:
     assert memory.rebuilds == 2
     assert memory.widths.limit is not None
     queries = 10 * draw(200, 7)
-    found = memory._search_graphs(queries, 20)
+    found = memory._graphs.search(queries, 20)
     assert memory.widths.find_far_and_outside(found.distances)[1].mean() < 0.05
     for seed in range(600):
         memory.read(10 * draw(1, seed), 20)
@@ -386,7 +386,7 @@ def test_after_a_rebuild_no_trace_of_a_deleted_key_is_saved(tmp_path: Path) -> N
     memory = make()
     fill(memory, 1000)
     key = draw(1, 99)
-    trace = next(iter(memory._graphs.values()))._round(key).tobytes()
+    trace = next(iter(memory._graphs.graphs))._round(key).tobytes()
     secret = memory.write(key, torch.tensor([7]))
 
     def holds_trace(name: str) -> bool:
@@ -400,7 +400,7 @@ def test_after_a_rebuild_no_trace_of_a_deleted_key_is_saved(tmp_path: Path) -> N
     assert holds_trace("deleted")  # as a stale node
     memory.rebuild()
     # The scale of a new graph differs a little, so compare with that of the new one, too.
-    trace_now = next(iter(memory._graphs.values()))._round(key).tobytes()
+    trace_now = next(iter(memory._graphs.graphs))._round(key).tobytes()
     assert not holds_trace("rebuilt")
     assert all(trace_now not in file.read_bytes() for file in (tmp_path / "rebuilt").iterdir())
 
@@ -431,7 +431,7 @@ def test_large_writes_are_added_to_the_graphs_that_are_there() -> None:
     memory.wait()
     assert memory.is_indexed
     assert memory.stale == 0  # nothing was added twice
-    assert sum(len(each) for each in memory._graphs.values()) == 6000
+    assert sum(len(each) for each in memory._graphs.graphs) == 6000
     assert find_themselves(memory) >= 0.999
 
 
@@ -774,7 +774,7 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_labels_that_run_out_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "MAX_SERIAL", 8000)
+    monkeypatch.setattr(graph_set, "MAX_SERIAL", 8000)
     memory = make(1000)
     for seed in range(20):
         fill(memory, 400, seed)
@@ -799,11 +799,11 @@ def test_far_queries_are_searched_for_more_widely() -> None:
     queries, widths = sentences.draw(1_000), memory.widths
     assert widths.far > 3 * widths.near
     assert memory.measure_recall(queries, 20) >= 0.98
-    is_far, _ = widths.find_far_and_outside(memory._search_graphs(queries, 20).distances)
+    is_far, _ = widths.find_far_and_outside(memory._graphs.search(queries, 20).distances)
     assert 0.1 < is_far.mean() < 0.3
     far = queries[torch.from_numpy(is_far)]
     found = memory.measure_recall(far, 20)
-    memory._widths = Widths(widths.near, widths.near)
+    memory._graphs.widths = Widths(widths.near, widths.near)
     assert memory.measure_recall(far, 20) < found - 0.1
 
 
@@ -811,7 +811,7 @@ def test_widths_are_saved_and_copied(tmp_path: Path) -> None:
     memory = make(3_000)
     fill(memory, 3_000)
     for widths in (Widths(70, 300), Widths(70, 300, 0.25, 2.5)):
-        memory._widths = widths
+        memory._graphs.widths = widths
         memory.save(tmp_path / "saved")
         assert GraphMemory.load(tmp_path / "saved").widths == widths
         assert copy.deepcopy(memory).widths == widths
@@ -910,7 +910,7 @@ def test_many_copies_of_one_key_do_not_lower_recall(
     memory.write(keys, torch.arange(6_000))
     for has_been_enough in (False, True):
         if has_been_enough:  # live queries must show that it no longer is
-            memory._widths = Widths(graph_widths.MAX_WIDTH, graph_widths.MAX_WIDTH)
+            memory._graphs.widths = Widths(graph_widths.MAX_WIDTH, graph_widths.MAX_WIDTH)
             memory._meter.clear()
             assert memory.measure_recall(queries, 20) < 0.9
         for query in queries:
@@ -954,11 +954,11 @@ def test_widths_are_tried_out_as_reads_search_when_much_was_deleted_meanwhile() 
     how: dict[str, Any] = {"connectivity": 6, "expansion_add": 12, "expansion_search": 8}
     memory = make(6_000, precision="float32", parts=1, **how)
     ids = memory.write(keys, torch.zeros(6_000, dtype=torch.int64))
-    nodes = memory._labels.copy()
+    nodes = memory._graphs.labels.copy()
     memory.delete(ids[::2])
     assert memory.stale == 3_000
     widths = calibrate(
-        memory._graphs[0],
+        memory._graphs.graphs[0],
         memory._share_content(6_000),
         nodes,
         queries[:200],
@@ -969,7 +969,7 @@ def test_widths_are_tried_out_as_reads_search_when_much_was_deleted_meanwhile() 
     )
     assert widths is not None
     assert widths.are_enough
-    memory._widths = widths
+    memory._graphs.widths = widths
     assert memory.measure_recall(queries[200:], 50) >= 0.98
 
 
@@ -1000,14 +1000,14 @@ def test_the_widths_of_a_graph_of_few_entries_are_its_own(tmp_path: Path) -> Non
     assert old.limit is not None
     for share, expected in ((0.95, None), (0.5, (300, 900))):
         young.live, young.own_widths = int(share * 1_000), None
-        memory._widths = old
-        memory._adopt_widths(young, Widths(300, 900, 5.0, 10.0))
+        memory._graphs.widths = old
+        memory._graphs.adopt_widths(young, Widths(300, 900, 5.0, 10.0))
         assert young.own_widths == expected
         assert memory.widths[2:] == (
             (5.0, 10.0) if expected is None else (min(5.0, old.border), max(10.0, old.limit))
         )
         assert memory.widths[:2] == ((300, 900) if expected is None else old[:2])
-    memory._graphs[next(iter(memory._graphs))].own_widths = 300, 900
+    memory._graphs.graphs[0].own_widths = 300, 900
     searched = []
 
     def search(graph: Graph, *arguments: Any, expansion: int, **named: Any) -> Any:
@@ -1020,15 +1020,15 @@ def test_the_widths_of_a_graph_of_few_entries_are_its_own(tmp_path: Path) -> Non
         memory.save(tmp_path / "saved")
         for each in (memory, GraphMemory.load(tmp_path / "saved"), copy.deepcopy(memory)):
             searched.clear()
-            each._search_graphs(torch.randn(2, DIM), 10)
-            each._search_graphs(torch.randn(2, DIM), 10, are_far=True)
+            each._graphs.search(torch.randn(2, DIM), 10)
+            each._graphs.search(torch.randn(2, DIM), 10, are_far=True)
             assert searched == [300, 900]
             searched.clear()
-            each._widths = Widths(64, 64, border=0.0)  # every query is far away
+            each._graphs.widths = Widths(64, 64, border=0.0)  # every query is far away
             each.read(torch.randn(2, DIM), 10)
             assert searched == [300, 900]
-    assert memory._scale_widths(2.0)
-    assert memory._graphs[next(iter(memory._graphs))].own_widths == (600, 1_800)
+    assert memory._graphs.scale_widths(2.0)
+    assert memory._graphs.graphs[0].own_widths == (600, 1_800)
 
 
 def test_queries_that_find_less_than_others_are_answered() -> None:
@@ -1040,13 +1040,13 @@ def test_queries_that_find_less_than_others_are_answered() -> None:
     keys = groups[places] + 0.01 * torch.randn(4_000, DIM, generator=generator)
     memory.write(keys, places)
     memory.wait()
-    memory._widths = Widths(4, 200, 0.0)  # every query is far away
+    memory._graphs.widths = Widths(4, 200, 0.0)  # every query is far away
     for count in (1, 2, 3, 9):
         found = memory.read(keys[:count] + 1e-3, 60)
         assert found.ids.shape == (count, 60)
         assert (found.distances.diff(dim=1)[found.mask[:, 1:]] >= 0).all()
     mixed = torch.cat([keys[:7], 5 * torch.randn(1, DIM, generator=generator)])
-    memory._widths = Widths(4, 200, 1.0)  # only the last one is
+    memory._graphs.widths = Widths(4, 200, 1.0)  # only the last one is
     alone = memory.read(mixed[7:], 20)
     assert torch.equal(memory.read(mixed, 20).ids[7], alone.ids[0])
 
@@ -1111,8 +1111,8 @@ def test_far_queries_of_older_graphs_remain_far_beside_a_new_one() -> None:
     memory.write(torch.randn(1_000, DIM), torch.zeros(1_000, dtype=torch.int64))
     graph = Graph(memory._settings, torch.randn(10, DIM))
     for border, limit in ((5.0, 500.0), (500.0, 5_000.0)):
-        memory._widths, graph.live = Widths(64, 900, 30.0, 90.0), 500
-        memory._adopt_widths(graph, Widths(100, 200, border, limit))
+        memory._graphs.widths, graph.live = Widths(64, 900, 30.0, 90.0), 500
+        memory._graphs.adopt_widths(graph, Widths(100, 200, border, limit))
         assert memory.widths == Widths(64, 900, min(30.0, border), limit)
 
 
