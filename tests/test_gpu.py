@@ -245,6 +245,7 @@ def test_real_exhaustion_is_survived() -> None:
     with pytest.warns(UserWarning, match="out of memory; adapting"):
         got = model(keys=queries)
     del hog
+    torch.cuda.empty_cache()  # for what allocates without torch, such as NCCL
     assert (got - expected).abs().max() < 1e-4
 
 
