@@ -7,8 +7,9 @@ Milvus Lite stands for Milvus. The slow tests start a server of Milvus where one
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
                 pytest.importorskip("milvus_lite", reason="needs milvus-lite")
                 client = module.MilvusClient(str(tmp_path / "milvus.db"))
             else:
-                client = module.MilvusClient(stack.enter_context(run_milvus(tmp_path)))
+                client = module.MilvusClient(request.getfixturevalue("milvus_address"))
         stack.callback(client.close)
 
         def attach(*form: Any, collection: str | None = None, **named: Any) -> StoredMemory:
@@ -51,12 +52,16 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         yield attach
 
 
-@contextmanager
-def run_milvus(folder: Path) -> Iterator[str]:
-    """Start a server of Milvus; yield its address."""
+@pytest.fixture(scope="module")
+def milvus_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start a server of Milvus; return its address."""
     server = pytest.importorskip("milvus", reason="needs milvus, x86-64").MilvusServer()
-    server.set_base_dir(str(folder))
-    server.start()
+    server.set_base_dir(str(tmp_path_factory.mktemp("milvus")))
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", ResourceWarning
+        )  # it leaves sockets of ports that are taken
+        server.start()
     try:
         yield f"http://127.0.0.1:{server.listen_port}"
     finally:
