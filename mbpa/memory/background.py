@@ -102,10 +102,10 @@ class BackgroundThread:
 def _give_way() -> None:
     """Let other threads go first where there are more of them than processors."""
     if sys.platform == "linux":  # elsewhere, only whole processes have a priority
-        thread = threading.get_native_id()
-        before = os.getpriority(os.PRIO_PROCESS, thread)
+        # Not from that of this thread: it is inherited from the work that this follows.
+        niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, before + NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 _instances: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
