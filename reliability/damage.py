@@ -229,8 +229,7 @@ def make_work(cases: Cases, start: int, stop: int, parent: Path) -> Work:
     """Return the work of one process: check the cases from `start` to `stop`."""
 
     def work(announce: Announce) -> Tally:
-        silence()
-        with make_directory(parent) as directory:
+        with silence(), make_directory(parent) as directory:
             checker = Checker(cases.subject, directory)
             limit_address_space(EXTRA_ADDRESS_BYTES)
             return check_cases(cases, checker, range(start, stop), announce)

@@ -114,11 +114,10 @@ def make_work(
     """Return the work of one process."""
 
     def work(announce: Announce) -> Summary:
-        silence()
         tracer = ArcTracer(target.traced, target.untraced)
         if target.has_threads:
             tracer.watch_new_threads()
-        with open_target(target, parent) as check:
+        with silence(), open_target(target, parent) as check:
             limit_address_space(EXTRA_ADDRESS_BYTES)
             fuzzer = Fuzzer(target, check, seed=seed, announce=announce, tracer=tracer)
             return fuzzer.run(cases=cases, seconds=seconds)
@@ -150,13 +149,21 @@ def make_directory(parent: Path | None = None) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def silence() -> None:
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
     """Suppress warnings and logs about odd inputs, and limit torch to one thread."""
     import torch
 
+    threads, disabled = torch.get_num_threads(), logging.root.manager.disable
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        torch.set_num_threads(threads)
 
 
 def merge(summaries: Sequence[Summary]) -> Summary:
@@ -182,8 +189,7 @@ def merge(summaries: Sequence[Summary]) -> Summary:
 
 def replay(target: Target, data: bytes) -> dict[str, Any]:
     """Try one input without tracing, in this process; raise if it breaks a promise."""
-    silence()
-    with open_target(target) as check:
+    with silence(), open_target(target) as check:
         outcome = Fuzzer(target, check, seed=0).execute(data, is_traced=False)
     if outcome.finding is not None:
         raise BrokenPromiseError(f"{outcome.finding.signature}\n{outcome.finding.message}")
@@ -208,7 +214,7 @@ def run_atheris(target: Target, seconds: float, seed: int, findings: Path) -> No
     with contextlib.ExitStack() as stack:
         with atheris.instrument_imports(include=["mbpa"]):
             check = stack.enter_context(open_target(target))
-        silence()
+        stack.enter_context(silence())
         corpus = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for number, data in enumerate(target.seeds()):
             (corpus / f"{number:03}").write_bytes(data)

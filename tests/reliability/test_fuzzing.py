@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import logging
 import os
 import random
 import signal
@@ -109,6 +110,7 @@ def test_a_finding_is_saved_and_can_be_replayed(tmp_path):
         fuzz.replay(make_target(json.loads), path.read_bytes())
     (outcome,) = fuzz.replay(file_targets.RUN, data)["outcome"]
     assert outcome == "is damaged labels must be a list"
+    assert logging.getLogger("mbpa").isEnabledFor(logging.WARNING)  # not silenced for ever
 
 
 def test_too_much_memory_is_a_finding():
