@@ -64,7 +64,7 @@ MIN_STALE_NODES = 64
 WIDENING, NARROWING = 1.25, 1 / 1.12  # factors of the width of searches
 SPARE_SHARE = 0.5  # of the misses that the target allows; with fewer, searches are narrowed
 STALE_SHARE = 0.25  # of nodes from which on a rebuild may raise recall
-POOR_FACTOR = 5  # of the misses that the target allows; with more, any change may be the reason
+POOR_SHARE = 0.9  # of the target; if recall is below, any change may be the reason
 MAX_OUTSIDE_SHARE = 0.1  # of the queries; with more, widths are tried out again on these
 
 log = logging.getLogger("mbpa.memory")
@@ -582,7 +582,7 @@ class GraphMemory(Memory):
             if not self._graphs.scale_widths(WIDENING):  # they are as wide as can be
                 self._change_widths(self._graphs.give_up)
             # A rebuild takes long: not for what may be chance.
-            is_poor = 1 - recall > POOR_FACTOR * (1 - self.target_recall)
+            is_poor = recall < POOR_SHARE * self.target_recall
             has_many_stale = self._graphs.stale > STALE_SHARE * self._graphs.nodes
             may_help = has_many_stale or (is_poor and self._graphs.changed > 0)
             self._wants_rebuild = missing > 2 * error and may_help

@@ -1086,6 +1086,27 @@ def test_graphs_are_rebuilt_for_keys_that_drift_out_of_their_range(
     assert memory.measure_recall(shift + draw(100, 51), 20) >= 0.97
 
 
+def test_a_low_target_is_reached_again_after_a_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies in bfloat16 are too coarse far away from where they were taken, however wide."""
+    monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query
+    generator = torch.Generator().manual_seed(0)
+    centers = torch.randn(40, 24, generator=generator)
+
+    def draw_around(count: int, shift: float = 0.0) -> Tensor:
+        chosen = torch.randint(40, (count,), generator=generator)
+        return shift + centers[chosen] + 0.5 * torch.randn(count, 24, generator=generator)
+
+    how: dict[str, Any] = {"target_recall": 0.8, "precision": "bfloat16", "parts": 1}
+    memory = GraphMemory(20_000, 24, exact_below=100, background=False, **how)
+    memory.write(draw_around(4_000), torch.zeros(4_000, dtype=torch.int64))
+    for _ in range(20):
+        memory.write(draw_around(200, 200), torch.zeros(200, dtype=torch.int64))
+    assert memory.measure_recall(draw_around(100, 200), 20) < 0.75
+    for query in draw_around(300, 200):
+        memory.read(query[None], 20)
+    assert memory.measure_recall(draw_around(100, 200), 20) >= 0.8
+
+
 def test_deleted_copies_of_a_key_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths were tried out while the copies were among the answers."""
     monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query
