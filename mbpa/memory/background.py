@@ -71,6 +71,16 @@ class BackgroundThread:
         # Not before: whoever waits without the lock must not meet it unstarted.
         self._thread = thread
 
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Call `work`, which may start a thread; keep its exception like that of work in a thread.
+
+        For callers who are in the middle of a change, which an exception would leave half done.
+        """
+        try:
+            work()
+        except BaseException as error:
+            self._failure = error
+
     def wait(self) -> None:
         """Wait until nothing is running; raise an error if it failed. Do not hold the lock."""
         while True:

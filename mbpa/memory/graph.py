@@ -462,6 +462,10 @@ class GraphMemory(Memory):
     # Rebuilding
 
     def _maintain(self) -> None:
+        """Begin what is due; an error is raised later, since a change is not over yet."""
+        self._thread.attempt(self._begin_due_work)
+
+    def _begin_due_work(self) -> None:
         """Begin a rebuild, or a measurement, if one is due and nothing else is running."""
         if not self._thread.is_free:
             return

@@ -265,10 +265,13 @@ class Graph:
 
     def __getstate__(self) -> dict[str, Any]:
         nodes = [bytes(part.save()) for part in self._parts]
-        return {**vars(self), "_parts": nodes, "is_sealed": False}  # a copy is in main memory
+        state = {**vars(self), "_parts": nodes, "is_sealed": False}  # a copy is in main memory
+        del state["_shift"]  # a tensor would be put into shared memory on its way to a new process
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._shift = torch.from_numpy(self._center)
         self._parts = _make_parts(self.settings, len(self._center))
         for part, nodes in zip(self._parts, state["_parts"], strict=True):
             if nodes:

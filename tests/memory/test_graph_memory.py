@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -526,6 +527,49 @@ def test_a_failed_rebuild_is_raised_by_the_next_change(monkeypatch: pytest.Monke
     fill(memory, 1)
     memory.wait()
     assert memory.is_indexed
+
+
+@pytest.mark.parametrize("change", ["write", "delete"])
+def test_a_rebuild_that_cannot_begin_leaves_the_change_whole(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    memory = GraphMemory(300, DIM, exact_below=100)
+    ids = memory.write(torch.full((300, DIM), 5.0), torch.full((300,), 7))
+    memory.wait()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    memory._wants_rebuild = True
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        if change == "write":
+            memory.write(torch.ones(150, DIM), torch.ones(150, dtype=torch.int64))
+        else:
+            memory.delete(ids[:150])
+        memory.read(torch.full((1, DIM), 5.0), 3)
+    kept = memory.entries()
+    is_old = torch.isin(kept.ids, ids)
+    assert is_old.sum() == 150
+    assert len(kept.ids) == (300 if change == "write" else 150)
+    assert torch.equal(kept.values, torch.where(is_old, 7, 1))
+    assert torch.equal(kept.keys[:, 0], torch.where(is_old, 5.0, 1.0))
+    with pytest.raises(RuntimeError, match=r"can't start new thread.*all entries are intact"):
+        memory.wait()
+
+
+def test_a_memory_with_graphs_is_sent_to_a_new_process() -> None:
+    memory = make(2_000, parts=1)
+    fill(memory, 900)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert pool.apply(find_first, (memory,)) == 0
+
+
+def find_first(memory: GraphMemory) -> int:
+    """Return the id that is nearest to the oldest key."""
+    assert memory.is_indexed
+    return int(memory.read(memory.get_keys([0]), 1).ids)
 
 
 def test_a_write_that_fails_in_the_graph_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
