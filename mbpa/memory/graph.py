@@ -574,8 +574,8 @@ class GraphMemory(Memory):
         """Search more widely if recall is too low, less so if it is more than high enough.
 
         Stale nodes take the place of live ones among the candidates, so if there are many of them,
-        the graphs are rebuilt as well. So they are if recall is very low and anything has changed
-        since they were built: new keys may be out of the range of the copies.
+        the graphs are rebuilt as well. They are also rebuilt if recall is very low and anything has
+        changed since they were built: new keys may be out of the range of the copies.
         """
         recall = self._meter.recall
         if recall is None or not self._meter.is_certain:
