@@ -51,7 +51,7 @@ class ImagesConfig:
     rehearsed: int = 0
     """Training images per known class that are set aside for a rehearsal.
     The network is not trained on them, and they never arrive: `MbPA (kept)` chooses its margin by
-    them. 0: its margin is `kept.offset`.
+    them. 0: it has no margin.
     """
     scored: int = 10_000
     """Maximum number of images to score."""

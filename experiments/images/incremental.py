@@ -17,9 +17,9 @@ import mbpa
 from experiments.errors import ExperimentError
 from experiments.images.config import ImagesConfig
 from experiments.images.methods import METHODS, MarginModel, Model, Rehearsal, Situation
-from experiments.images.roots import KnownLayer, translate_layer
 from experiments.images.spacing import measure_spacing
 from experiments.images.task import ImageTask
+from experiments.images.whitening import KnownLayer, translate_layer
 from experiments.measures import percent, split_labels
 from experiments.methods import Scale
 from experiments.results import Record, value_of
@@ -246,12 +246,13 @@ def describe_situation(
 
 
 def fit_known_layer(task: ImageTask) -> KnownLayer:
-    """Return the known classes as a layer of square roots, fitted to what the network was trained
-    on.
+    """Return the network's last layer as a layer of whitened keys, fitted to what the network was
+    trained on.
     """
     if task not in _KNOWN:
-        features = task.train[task.train_labels < task.old]
-        _KNOWN[task] = translate_layer(make_head(task), features)
+        is_known = task.train_labels < task.old
+        features, labels = task.train[is_known], task.train_labels[is_known]
+        _KNOWN[task] = translate_layer(make_head(task), features, labels)
     return _KNOWN[task]
 
 

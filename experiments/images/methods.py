@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import mbpa
-from experiments.images.roots import KnownLayer, Roots, roots_of
+from experiments.images.whitening import KnownLayer, WhitenedMemory
 from experiments.measures import percent
 from experiments.methods import (
     UNSCALED,
@@ -50,7 +50,7 @@ class Situation:
     old: int
     """Number of classes that the network knows; their labels are below this."""
     known: KnownLayer
-    """The layer of square roots as it was before anything new arrived."""
+    """The network's last layer as it was before anything new arrived."""
     copies: int
     """How often one image may be in the memory."""
     rehearsal: Rehearsal | None = None
@@ -64,9 +64,9 @@ class Situation:
         return max(percent(model(queries).argmax(1) == answers) for model in models)
 
     @cached_property
-    def roots(self) -> Roots:
-        """The contents of the memory, as square roots of features."""
-        return Roots.of(self.memory, self.known, self.copies)
+    def whitened(self) -> WhitenedMemory:
+        """The contents of the memory, with whitened keys."""
+        return WhitenedMemory.of(self.memory, self.known, self.copies)
 
 
 class ModelSettings(abc.ABC):
@@ -131,72 +131,68 @@ class BalancedAdaptation(ScaledAdaptation):
 
 @dataclass(frozen=True)
 class RetrainedLayer(ModelSettings):
-    """A layer of square roots fitted to the memory, close to the network's original one; nothing is
-    adapted.
+    """A layer of whitened keys fitted to the memory, close to the network's original one; nothing
+    is adapted.
     """
 
     penalty: float = 0.3
-    """Penalty on changes of the layer, as in `Roots.retrain`."""
+    """Penalty on changes of the layer, as in `WhitenedMemory.retrain`."""
 
     def __post_init__(self) -> None:
         if not self.penalty > 0:
             raise ValueError(f"penalty must be positive, got {self.penalty}")
 
     def model(self, situation: Situation) -> mbpa.MbPA:
-        return _make_root_model(situation.roots, self.penalty, mbpa.Parametric())
+        return situation.whitened.model(self.penalty, mbpa.Parametric())
 
 
 @dataclass(frozen=True)
 class PreservingAdaptation(ScaledAdaptation, ModelSettings):
-    """An adaptation that preserves what the network knew: it adapts a layer of square roots fitted
-    to the memory, and a new class must be more confident than an old one to win.
+    """An adaptation that preserves what the network knew: it adapts a layer of whitened keys fitted
+    to the memory, and a margin between new and old classes limits what is lost on the old ones.
     """
 
-    lr: float = 0.3
-    """Learning rate, divided by the mean squared length of an image's square roots."""
+    lr: float = 1.0
+    """Learning rate; keys have unit length."""
+    steps: int = 5
+    """Number of adaptation steps."""
     k: int = 50
-    """Number of neighbours, found by their square roots."""
-    bandwidth: float = 0.5
+    """Number of neighbours, found by their whitened keys."""
+    bandwidth: float = 0.3
     """Bandwidth of the kernel, as in a vote."""
-    penalty: float = 0.15
+    penalty: float = 0.3
     """Penalty on changes of the layer, as in the retrained one."""
-    offset: float = 0.15
-    """Margin in logits by which a new class must exceed an old one, if there is no rehearsal."""
-    lost: float = 1.5
+    lost: float = 1.0
     """Points by which the accuracy on the images of a rehearsal may be below the best baseline's.
-    The margin is the smallest with which this holds.
+    The margin is the smallest with which this holds. Without a rehearsal there is no margin.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         RetrainedLayer(self.penalty)  # raises the same errors
-        for name in ("offset", "lost"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
+        if not math.isfinite(self.lost):
+            raise ValueError(f"lost must be finite, got {self.lost}")
 
     def model(self, situation: Situation) -> MarginModel:
-        roots = situation.roots
-        adapted = _make_root_model(roots, self.penalty, self.predictor(roots.scale))
-        offset = self.offset
+        whitened, margin = situation.whitened, 0.0
+        adapted = whitened.model(self.penalty, self.predictor(whitened.scale))
         if situation.rehearsal is not None:
             queries, answers = situation.rehearsal.queries, situation.rehearsal.answers
             wanted = situation.rehearsed_baseline - self.lost
-            offset = find_margin(adapted(queries), answers, situation.old, wanted)
-        return MarginModel(adapted, self.margins(situation, offset))
-
-    @staticmethod
-    def margins(situation: Situation, offset: float) -> Float[Tensor, "C"]:
-        """Return the margin of each class, in logits."""
+            margin = find_margin(adapted(queries), answers, situation.old, wanted)
         weight = situation.head.weight
         is_new = torch.arange(len(weight), device=weight.device) >= situation.old
-        return is_new.to(weight.dtype) * offset
+        return MarginModel(adapted, is_new.to(weight.dtype) * margin)
 
 
 def find_margin(
     outputs: Float[Tensor, "R C"], answers: Int[Tensor, "R"], old: int, wanted: float
 ) -> float:
-    """Return the smallest margin from 0 on with which images of known classes are classified as
-    accurately as wanted; if no margin achieves that, the smallest with the highest accuracy.
+    """Return the smallest margin with which images of known classes are classified as accurately as
+    wanted; if no margin achieves that, the smallest with the highest accuracy.
+
+    A negative margin favours new classes. If every margin is enough, the smallest with which one
+    image is classified correctly.
 
     Args:
         outputs: outputs for these images, without a margin.
@@ -207,14 +203,10 @@ def find_margin(
     best, said = outputs[:, :old].max(1)
     # An image counts as right if the margin is at least the lead of its best new class.
     leads = (outputs[:, old:].amax(1) - best)[said == answers].sort().values
-    needed = min(len(leads), math.ceil(wanted / 100 * len(answers) - 1e-9))
-    return max(0.0, float(leads[needed - 1])) if needed > 0 else 0.0
-
-
-def _make_root_model(roots: Roots, penalty: float, predictor: mbpa.Predictor) -> mbpa.MbPA:
-    """Return a model of features with the retrained layer of square roots."""
-    layer = roots.retrain(penalty)
-    return mbpa.MbPA(roots_of, layer, memory=roots.memory, predictor=predictor)
+    if not len(leads):
+        return 0.0
+    needed = math.ceil(wanted / 100 * len(answers) - 1e-9)
+    return float(leads[min(max(needed, 1), len(leads)) - 1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,14 +273,9 @@ RMSPROP_STEPS: Grid = {
 }
 PENALTIES: Grid = {"penalty": (0.03, 0.1, 0.3, 1.0, 3.0)}
 BALANCES: Grid = {"power": (0.0, 0.25, 0.5, 0.75, 1.0)}
-MARGINS = tuple(place / 20 for place in range(31))  # last in each grid: outputs are shared
-KEPT_RATES: Grid = {
-    "penalty": (0.02, 0.04, 0.07, 0.15, 0.3),
-    "lr": (0.1, 0.3, 1.0),
-    "offset": MARGINS,
-}
-KEPT_NEIGHBOURS: Grid = {"k": (20, 50, 100), "bandwidth": (0.3, 0.5, 0.7), "offset": MARGINS}
-KEPT_STEPS: Grid = {"lr": (0.1, 0.3, 1.0), "steps": (5, 10, 20), "offset": MARGINS}
+KEPT_RATES: Grid = {"penalty": (0.1, 0.2, 0.3, 0.45, 0.7), "lr": (0.3, 1.0, 3.0)}
+KEPT_NEIGHBOURS: Grid = {"k": (20, 50, 100), "bandwidth": (0.2, 0.3, 0.4, 0.5)}
+KEPT_STEPS: Grid = {"lr": (0.3, 1.0, 3.0), "steps": (2, 5, 10, 20)}
 METHODS: dict[str, ImageMethod] = {
     "parametric": ImageMethod("#1b7837"),
     "memory only": ImageMethod("#e08214", "vote", (NEIGHBOURS,), is_memory_alone=True),

@@ -82,7 +82,8 @@ PRESETS = {
         explained=300,
     ),
     "paper": SensitivityConfig(
-        **copy_fields(PAPER) | {"points": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0)}
+        **copy_fields(PAPER)
+        | {"points": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0), "scored": 5_000}
     ),
 }
 

@@ -3,13 +3,9 @@
 The learning rate of the last layer comes first, judged by that layer's own accuracy. Then every
 other method is searched stage by stage (`methods.METHODS`), with the layer as it was at some points
 of the stream; one retrieval from a memory serves all settings. A setting is judged by its accuracy
-over all classes, averaged over the points. A method that must keep the old classes is judged by its
-accuracy on new classes after `TARGET_EPOCHS`, on more held-out images. Such a setting counts only
-if it is then at most `MAX_LOST_POINTS` behind the best of layer, vote and mixture on the old
-classes; other settings are judged by how much they fall short (`shortfall`).
-
-If images are set aside for a rehearsal, the rehearsal limits what is lost on the old classes: no
-margin is searched, and a setting is judged by its accuracy on new classes alone.
+over all classes, averaged over the points. A method that must keep the old classes is judged by the
+same accuracy after `TARGET_EPOCHS` alone, on more held-out images. A rehearsal limits what it loses
+on old classes; the accuracy over all classes also counts what the rehearsal did not foresee.
 
 The unbalanced experiment has a search of its own, with its own stream, for `MbPA (balanced)` alone.
 """
@@ -22,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -31,7 +27,6 @@ import mbpa
 from experiments.experiment import BySeed, Context
 from experiments.images.config import ImagesConfig
 from experiments.images.incremental import (
-    compare_models,
     describe_situation,
     follow_stream,
     select_scored,
@@ -43,12 +38,11 @@ from experiments.images.methods import (
     ImageMethod,
     ImageMethodSettings,
     Model,
-    PreservingAdaptation,
     Situation,
     make_model,
 )
 from experiments.images.task import ImageTask, make_image_task
-from experiments.methods import Vote
+from experiments.measures import percent
 from experiments.results import Record
 from experiments.search import Search, count_settings
 
@@ -64,10 +58,6 @@ SCORED_IMAGES = 3_000
 """Number of held-out images that settings are judged on."""
 SCORED_IMAGES_AT_TARGET = 10_000
 """The same number for methods that must keep the old classes; all there are of Tiny ImageNet."""
-MAX_LOST_POINTS = 1.5
-"""Percentage points of accuracy on old classes that may be lost; half a point below the actual
-limit, for noise.
-"""
 
 
 def make_search_config(config: ImagesConfig) -> ImagesConfig:
@@ -128,14 +118,6 @@ def search_settings(
     return search.records
 
 
-class Score(NamedTuple):
-    """Accuracies on new, old and all classes, in percent."""
-
-    new: float
-    old: float
-    all: float
-
-
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """A moment of the stream, with everything that settings need."""
@@ -145,29 +127,13 @@ class Snapshot:
     truth: Int[Tensor, "Q"]
     k: int
     """Maximum number of neighbours that a setting may need."""
-    _last: list[tuple[ImageMethodSettings | None, Tensor]] = field(default_factory=list)
     _read: dict[mbpa.Memory, mbpa.Neighbors] = field(default_factory=dict)
 
-    def score(self, settings: ImageMethodSettings | None) -> Score:
-        """Score a method; without settings, the layer alone."""
-        if isinstance(settings, PreservingAdaptation):  # offsets only shift the outputs
-            if self.situation.rehearsal is None:
-                outputs = self._compute_outputs(replace(settings, offset=0.0))
-                outputs = outputs - settings.margins(self.situation, settings.offset)
-            else:
-                outputs = self._compute_outputs(settings)
-        else:
-            outputs = self._compute_outputs(settings)
-        right, is_old = outputs.argmax(1) == self.truth, self.truth < self.situation.old
-        return Score(*(100 * float(right[m].double().mean()) for m in (~is_old, is_old, ...)))
-
-    def _compute_outputs(self, settings: ImageMethodSettings | None) -> Float[Tensor, "Q C"]:
-        """Return the outputs of the model with these settings; the last model's are cached."""
-        if not self._last or self._last[0][0] != settings:
-            model = make_model(settings, self.situation)
-            neighbors = self._neighbors(model) if model.predictor.k else None
-            self._last[:] = [(settings, model(self.queries, neighbors=neighbors))]
-        return self._last[0][1]
+    def score(self, settings: ImageMethodSettings | None) -> float:
+        """Return the accuracy of a method in percent; without settings, of the layer alone."""
+        model = make_model(settings, self.situation)
+        neighbors = self._neighbors(model) if model.predictor.k else None
+        return percent(model(self.queries, neighbors=neighbors).argmax(1) == self.truth)
 
     def _neighbors(self, model: Model) -> mbpa.Neighbors:
         """Return the neighbours of all queries in the model's memory, read once."""
@@ -205,7 +171,7 @@ class ImageSearch:
         """Choose the rate with which the last layer alone does best."""
 
         def judge(lr: float) -> float:
-            return fmean(score.all for score in self._scores(lr, None))
+            return fmean(self._scores(lr, None))
 
         tried = self.search.try_settings(
             "parametric",
@@ -219,13 +185,14 @@ class ImageSearch:
     def choose(self, method: str) -> None:
         """Choose the settings of a method, grid by grid."""
         field, grids = self.methods[method].settings, self.methods[method].stages
-        if self.config.rehearsed:  # the rehearsal finds the margin
-            grids = tuple({n: v for n, v in grid.items() if n != "offset"} for grid in grids)
 
-        def judge_all_classes(settings: ImageMethodSettings) -> float:
-            return fmean(score.all for score in self._scores(self.config.lr, settings))
+        def judge_at_points(settings: ImageMethodSettings) -> float:
+            return fmean(self._scores(self.config.lr, settings))
 
-        judge = self._judge_new_classes if self.methods[method].keeps_old else judge_all_classes
+        def judge_at_target(settings: ImageMethodSettings) -> float:
+            return self._target.score(settings)
+
+        judge = judge_at_target if self.methods[method].keeps_old else judge_at_points
         best = self.search.choose(
             method,
             self.config.settings(method),
@@ -237,26 +204,12 @@ class ImageSearch:
         self.search.record_choices(field, best, grids)
 
     def _judge(self, method: str, settings: dict[str, Any], compute: Callable[[], float]) -> float:
-        """Return the worth of a setting, and record it."""
-        worth = self.search.judge((method, settings), compute)
-        keeps_old = method in self.methods and self.methods[method].keeps_old
-        subset, name = "novel" if keeps_old else "all", "top1"
-        if worth < 0:
-            subset, name = "pre-trained", "shortfall"
-        trial: Record = {"method": method, **settings, "subset": subset}
-        trial |= {"name": name, "value": abs(worth)}
+        """Return the accuracy of a setting, and record it."""
+        accuracy = self.search.judge((method, settings), compute)
+        trial: Record = {"method": method, **settings, "subset": "all"}
+        trial |= {"name": "top1", "value": accuracy}
         self.search.record_trial((method, settings), [trial])
-        return worth
-
-    def _judge_new_classes(self, settings: ImageMethodSettings) -> float:
-        """Return the accuracy on new classes or, if old classes suffer too much, minus the
-        shortfall.
-        """
-        score = self._target.score(settings)
-        if self._target.situation.rehearsal is not None:
-            return score.new  # the margin already limits what is lost
-        short = self._floor - score.old
-        return -short if short > 0 else score.new
+        return accuracy
 
     @cached_property
     def _target(self) -> Snapshot:
@@ -269,20 +222,8 @@ class ImageSearch:
         k = self._find_max_neighbors(keeping)
         return Snapshot(situation, self.queries[some], self.answers[some], k)
 
-    @cached_property
-    def _floor(self) -> float:
-        """The accuracy on old classes that a method which keeps them must reach at that moment."""
-        tried = [self.config.settings(method) for method in self.methods]
-        votes = [None, *(settings for settings in tried if isinstance(settings, Vote))]
-        at = self._target
-        models = dict(enumerate(make_model(each, at.situation) for each in votes))
-        right = compare_models(models, at.queries, at.truth)
-        is_old = at.truth < self.task.old
-        best = max(float(hits[is_old].double().mean()) for hits in right.values())
-        return 100 * best - MAX_LOST_POINTS
-
-    def _scores(self, lr: float, settings: ImageMethodSettings | None) -> list[Score]:
-        """Return the scores at each point."""
+    def _scores(self, lr: float, settings: ImageMethodSettings | None) -> list[float]:
+        """Return the accuracy at each point."""
         if lr != self._snapshots_lr:
             self._snapshots = []  # frees the old ones before the new ones are made
             self._snapshots, self._snapshots_lr = list(self._take_snapshots(lr)), lr

@@ -35,6 +35,7 @@ from experiments.images.incremental import (
 from experiments.images.methods import (
     METHODS,
     BalancedAdaptation,
+    MarginModel,
     PreservingAdaptation,
     RetrainedLayer,
     ScaledAdaptation,
@@ -42,9 +43,16 @@ from experiments.images.methods import (
     make_model,
 )
 from experiments.images.presets import PRESETS
-from experiments.images.roots import RIDGE_SHARE, KnownLayer, translate_layer
 from experiments.images.spacing import measure_spacing
 from experiments.images.task import ImageTask, make_image_task
+from experiments.images.whitening import (
+    RIDGE_SHARE,
+    SPREAD_SHARE,
+    KnownLayer,
+    Whitening,
+    fit_whitening,
+    translate_layer,
+)
 from experiments.methods import Scale, Vote, VoteMixture
 from experiments.picture_sets import Held
 from experiments.pretraining import Pretraining, features_of, make_resnet
@@ -246,9 +254,7 @@ def test_everything_is_measured_at_every_point(task: ImageTask) -> None:
                 1.0,
             ]
     assert len(of(records, name="pretrained_top1")) == 1
-    assert [r["value"] for r in of(records, name="margin")] == [
-        pytest.approx(SMOKE.kept.offset)
-    ] * 2
+    assert [r["value"] for r in of(records, name="margin")] == [0.0, 0.0]  # without a rehearsal
     queries, answers = select_scored(task, SMOKE)
     moment = next(iter(follow_stream(task, SMOKE, 1)))
     right = 100 * float((moment.head(queries).argmax(1) == answers).double().mean())
@@ -380,7 +386,7 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     assert rule.lr == pytest.approx(0.2)
     config = replace(SMOKE, vote=Vote(7, 0.5), mixture=VoteMixture(9, 0.25, weight=0.3))
     head = nn.Linear(3, 6)
-    known = KnownLayer(head, 10.0)
+    known = KnownLayer(Whitening(torch.zeros(3), torch.eye(3)), head)
     situation = Situation(head, mbpa.ExactMemory(1, 3), Scale(4.0, 10.0), 3, known, 1)
     situation.memory.write(torch.ones(1, 3), [4])
     found = {name: model.predictor for name, model in config.models(situation).items()}
@@ -390,19 +396,38 @@ def test_settings_follow_the_scale_of_the_keys() -> None:
     assert found["mixture"] == mbpa.Mixture(mbpa.Parametric(), vote, weights=(0.7, 0.3))
 
 
-def test_a_layer_of_roots_says_what_the_layer_of_features_said(
+def test_whitened_keys_spread_alike_within_known_classes_and_have_unit_length(
     task: ImageTask,
 ) -> None:
-    features = task.train[task.train_labels < task.old]
-    layer = make_head(task)
-    found, length = translate_layer(layer, features, images_per_chunk=700)  # of 1,500
-    roots = features.sqrt()
-    assert length == pytest.approx(float(roots.square().sum(1).mean()))
+    is_known = task.train_labels < task.old
+    features, labels = task.train[is_known], task.train_labels[is_known]
+    whitening = fit_whitening(features, labels, images_per_chunk=700)  # of 1,500
+    roots = features.double().sqrt()
+    means = torch.stack([roots[labels == label].mean(0) for label in range(task.old)])
+    apart = roots - means[labels]
+    within = apart.mT @ apart / len(apart)
+    shrunk = within + SPREAD_SHARE * within.diagonal().mean() * torch.eye(len(within))
+    matrix = whitening.matrix.double()
+    assert torch.allclose(matrix @ shrunk @ matrix, torch.eye(len(within)).double(), atol=1e-4)
+    assert torch.allclose(whitening.center.double(), roots.mean(0), atol=1e-5)
+    keys = (task.test.sqrt() - whitening.center) @ whitening.matrix
+    assert torch.allclose(whitening(task.test), keys / keys.norm(dim=1, keepdim=True), atol=1e-5)
+
+
+def test_a_layer_of_whitened_keys_says_what_the_layer_of_features_said(
+    task: ImageTask,
+) -> None:
+    is_known = task.train_labels < task.old
+    features, layer = task.train[is_known], make_head(task)
+    labels = task.train_labels[is_known]
+    whitening, found = translate_layer(layer, features, labels, images_per_chunk=700)
     with torch.no_grad():
-        said, meant = found(roots), layer(features)
-        assert (said - meant)[:, :3].square().mean() < 0.1 * meant[:, :3].var(0).mean()
+        said, meant = found(whitening(features)), layer(features)
+        unexplained = (said - meant)[:, :3].square().mean() / meant[:, :3].var(0).mean()
+        assert unexplained < 0.2  # keys do not say how large the features were
         assert said[:, 3:].abs().max() < 1e-5  # of new classes neither says anything
-        keys, others = roots.double() - roots.double().mean(0), meant.double()
+        keys, others = whitening(features).double(), meant.double()
+        keys = keys - keys.mean(0)
         spread = keys.mT @ keys
         ridge = RIDGE_SHARE * spread.diagonal().mean()
         slope = 2 * keys.mT @ (keys @ found.weight.double().mT - (others - others.mean(0)))
@@ -411,44 +436,47 @@ def test_a_layer_of_roots_says_what_the_layer_of_features_said(
     assert fit_known_layer(task) is fit_known_layer(task)
 
 
-def test_what_keeps_the_old_classes_adapts_a_layer_of_the_memory_and_holds_new_classes_back(
-    task: ImageTask,
-) -> None:
+def test_what_keeps_the_old_classes_adapts_a_layer_that_fits_the_memory(task: ImageTask) -> None:
     moment = next(iter(follow_stream(task, SMOKE, 1)))
     situation, queries = describe_situation(moment, task), task.test[:50]
-    entries, known, roots = moment.memory.entries(), fit_known_layer(task).layer, situation.roots
-    assert torch.equal(roots.memory.entries().keys, entries.keys.sqrt())
-    assert torch.equal(roots.memory.entries().values, entries.values)
+    entries, whitened = moment.memory.entries(), situation.whitened
+    whitening, known = fit_known_layer(task)
+    assert torch.equal(whitened.memory.entries().keys, whitening(entries.keys))
+    assert torch.equal(whitened.memory.entries().values, entries.values)
     weight, bias = (
         tensor.detach().double().requires_grad_() for tensor in (known.weight, known.bias)
     )
     counts = entries.values.bincount(minlength=6)
     shares = len(entries.values) / (int((counts > 0).sum()) * counts[entries.values]).double()
-    length = float(task.train[task.train_labels < task.old].sum(1).mean())
 
     def loss(weight: Tensor, bias: Tensor) -> Tensor:
-        logits = entries.keys.double().sqrt() @ weight.mT + bias
+        logits = whitening(entries.keys).double() @ weight.mT + bias
         losses = functional.cross_entropy(logits, entries.values, reduction="none")
-        away = length * (weight - known.weight).square().sum() + (bias - known.bias).square().sum()
+        away = (weight - known.weight).square().sum() + (bias - known.bias).square().sum()
         return shares @ losses + 0.2 / 2 * away
 
-    found = roots.retrain(0.2)
+    found = whitened.retrain(0.2)
     slopes = torch.autograd.grad(loss(weight, bias), (weight, bias))
     there = found.weight.double().requires_grad_(), found.bias.double().requires_grad_()
     least = torch.autograd.grad(loss(*there), there)
     for begun, ended in zip(slopes, least, strict=True):
         assert ended.abs().max() < 0.02 * begun.abs().max()  # it is where the loss is least
-    assert roots.retrain(0.2) is found
+    assert whitened.retrain(0.2) is found
     local = ScaledAdaptation(lr=2.0, steps=3, k=15, bandwidth=0.5)
-    kept = PreservingAdaptation(penalty=0.2, lr=2.0, steps=3, k=15, bandwidth=0.5, offset=2.0)
-    predictor = local.predictor(Scale(measure_spacing(roots.memory, 1), length))
-    model = mbpa.MbPA(head=found, memory=roots.memory, predictor=predictor)
+    kept = PreservingAdaptation(penalty=0.2, lr=2.0, steps=3, k=15, bandwidth=0.5)
+    predictor = local.predictor(Scale(measure_spacing(whitened.memory, 1), 1.0))
+    model = mbpa.MbPA(head=found, memory=whitened.memory, predictor=predictor)
+    keys = whitening(queries)
+    made = make_model(kept, situation)
+    assert isinstance(made, MarginModel)
+    assert not made.margins.any()  # there is no rehearsal
+    assert torch.allclose(made(queries).exp(), model(keys=keys).exp(), atol=1e-5)
     surer = torch.tensor([0.0, 0.0, 0.0, 2.0, 2.0, 2.0])
-    expected = model(keys=queries.sqrt()).exp() * torch.exp(-surer)
-    said = make_model(kept, situation)(queries).exp()
+    expected = model(keys=keys).exp() * torch.exp(-surer)
+    said = replace(made, margins=surer)(queries).exp()
     assert torch.allclose(said, expected / expected.sum(1, keepdim=True), atol=1e-5)
     only = make_model(RetrainedLayer(0.2), situation)(queries)
-    assert torch.equal(only.argmax(1), found(queries.sqrt()).argmax(1))
+    assert torch.equal(only.argmax(1), found(keys).argmax(1))
 
 
 def test_scarce_classes_have_a_method_that_weighs_neighbours_by_the_entries_of_their_class(
@@ -490,7 +518,7 @@ def test_rmsprop_starts_where_it_is_told_to() -> None:
         (lambda: ScaledAdaptation(lr=0.0), "lr positive"),
         (lambda: ScaledAdaptation(decay=-0.1), "decay and initial_square must not be negative"),
         (lambda: BalancedAdaptation(power=1.5), "power must be between 0 and 1, got 1.5"),
-        (lambda: PreservingAdaptation(offset=math.inf), "offset must be finite, got inf"),
+        (lambda: PreservingAdaptation(lost=math.inf), "lost must be finite, got inf"),
         (lambda: PreservingAdaptation(lost=math.nan), "lost must be finite, got nan"),
         (lambda: PreservingAdaptation(penalty=0.0), "penalty must be positive, got 0.0"),
         (lambda: PreservingAdaptation(k=0), "k must be at least 1"),
