@@ -137,7 +137,7 @@ def run_split(task: ImageTask, config: ImagesConfig, seed: int) -> list[Record]:
         right = compare_models(models, queries, answers)
         records += record_accuracies(right, groups, {**shared, **at})
         margins += [
-            {"method": name, **shared, **at, "name": "margin", "value": float(model.margins.max())}
+            {"method": name, **shared, **at, "name": "margin", "value": float(model.margins[-1])}
             for name, model in models.items()
             if isinstance(model, MarginModel)
         ]
