@@ -7,6 +7,7 @@ that listing them imports nothing; `experiment.find` imports one.
 EXPERIMENTS: dict[str, str] = {
     "illustration": "experiments.illustration:EXPERIMENT",
     "permuted-mnist": "experiments.permuted_mnist:EXPERIMENT",
+    "permuted-mnist-der": "experiments.permuted_mnist.on_der:EXPERIMENT",
     "incremental-images": "experiments.images:INCREMENTAL",
     "unbalanced-images": "experiments.images:UNBALANCED",
     "image-neighbourhoods": "experiments.images:NEIGHBOURHOODS",

@@ -134,8 +134,8 @@ def incremental_sections(results: Sequence[Result]) -> list[Section]:
         f"{data_in_words(scores.config)} A ResNet knows a random half of the classes "
         f"({told(known, 1)}% right on those); then all classes arrive and only the last layer "
         "learns. All methods store the same images. All but the last two use the same layer: "
-        "`retrained` is a logistic regression on everything in the memory, and `MbPA (kept)` adapts "
-        "such a layer and balances new and old classes by a margin.",
+        "`retrained` is a logistic regression on everything in the memory, and `MbPA (kept)` "
+        "adapts such a layer and balances new and old classes by a margin.",
     )
     figure = Figure(
         "incremental-images",

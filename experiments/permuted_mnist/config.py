@@ -202,7 +202,7 @@ def _check_sizes(name: str, values: tuple[object, ...], sizes: int) -> None:
         )
 
 
-def _with_sizes(config: PermutedMnistConfig, sizes: tuple[int, ...]) -> PermutedMnistConfig:
+def select_sizes(config: PermutedMnistConfig, sizes: tuple[int, ...]) -> PermutedMnistConfig:
     """Return the config for some of its memory sizes, with their settings."""
     places = [config.memory_per_task.index(n) for n in sizes]
 
@@ -233,7 +233,7 @@ PRESETS = {
         switch_every=100,
     ),
     "quick": replace(
-        _with_sizes(PAPER, (100, 1000)),
+        select_sizes(PAPER, (100, 1000)),
         seeds=(0,),
         tasks=5,
         test_images=1000,

@@ -131,6 +131,29 @@ def sections(results: Sequence[Result]) -> list[Section]:
     return parts
 
 
+def sections_on_der(results: Sequence[Result]) -> list[Section]:
+    """Return what MbPA adds to networks trained by DER++."""
+    scores = Scores(results)
+    text = (
+        f"The same {scores.tasks} tasks. Networks are trained by DER++, which replays stored "
+        "examples and the logits of their time. MbPA adapts them to the same examples and logits, "
+        "and stores nothing more.",
+    )
+    rows = [
+        [method, *(told(spread, 2) for spread in scores.at_sizes(method))]
+        for method in ("DER++", *ON_DER)
+        if scores.has(method)
+    ]
+    accuracy = Table(
+        "MbPA on networks trained by DER++, percent",
+        ["method", *(f"n = {size:,}" for size in scores.sizes)],
+        rows,
+        f"Accuracy on all {scores.tasks} tasks after the last; {scores.seeds}, "
+        f"{scores.config['test_images']:,} test images per task.",
+    )
+    return [Section("MbPA on top of DER++", text, [accuracy, *_gains_on_der(scores)])]
+
+
 # Tables
 
 

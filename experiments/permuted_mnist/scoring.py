@@ -280,15 +280,16 @@ def _models(
     logits: Float[Tensor, "N 10"] | None,
     size: int,
 ) -> dict[str, mbpa.MbPA]:
-    """Return all models with a memory of this size."""
-    plain = networks["MLP", None]
-    kernel = make_kernel(of_size(config.vote_bandwidth, size))
-    vote = mbpa.NeighborVote(kernel, k=of_size(config.vote_k, size))
-    heads: dict[str, tuple[nn.Sequential, mbpa.Predictor]] = {
-        "kernel vote": (plain, vote),
-        "random memories": (plain, config.random.predictor(size)),
-        "MbPA": (plain, config.alone.predictor(size)),
-    }
+    """Return all models with a memory of this size, on the networks there are."""
+    heads: dict[str, tuple[nn.Sequential, mbpa.Predictor]] = {}
+    if (plain := networks.get(("MLP", None))) is not None:
+        kernel = make_kernel(of_size(config.vote_bandwidth, size))
+        vote = mbpa.NeighborVote(kernel, k=of_size(config.vote_k, size))
+        heads |= {
+            "kernel vote": (plain, vote),
+            "random memories": (plain, config.random.predictor(size)),
+            "MbPA": (plain, config.alone.predictor(size)),
+        }
     for method, local in adaptations_on_top(config).items():
         network = networks.get((method, size), networks.get((method, None)))
         if network is not None:

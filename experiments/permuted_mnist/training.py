@@ -54,19 +54,10 @@ class Group:
 def make_groups(config: PermutedMnistConfig, context: Context, switches: bool) -> list[Group]:
     """Return all groups to train. Networks with the same seed start alike."""
     alone = [StackedNetwork(seed) for seed in range(len(config.seeds))]
-    sized = [
-        StackedNetwork(seed, size)
-        for size in range(len(config.memory_per_task))
-        for seed in range(len(config.seeds))
-    ]
+    sized = _list_networks_by_size(config)
 
     def stack(networks: list[StackedNetwork]) -> Stack:
-        seeds = [config.seeds[network.seed] for network in networks]
-        return Stack(seeds, (PIXELS, config.hidden, config.hidden, CLASSES), context.device)
-
-    def each(values: tuple[float, ...]) -> Float[Tensor, "S"]:
-        chosen = [of_size(values, network.size or 0) for network in sized]
-        return torch.tensor(chosen, device=context.device)
+        return _make_stack(config, context, networks)
 
     def ewc() -> EWC:
         strength = torch.full((len(alone),), config.ewc_strength, device=context.device)
@@ -80,12 +71,40 @@ def make_groups(config: PermutedMnistConfig, context: Context, switches: bool) -
         groups.append(Group(TOLD, alone, ewc()))
     groups.append(Group("replay", sized, Replay(stack(sized), config.lr)))
     if not switches:
-        der = DERPlusPlus(stack(sized), config.lr, each(config.der_alpha), each(config.der_beta))
-        length = config.tasks * config.examples
-        seen = torch.zeros(len(sized), length, CLASSES, device=context.device)
-        groups.append(Group("DER++", sized, der, seen))
+        groups.append(make_der_group(config, context))
         groups.append(Group("A-GEM", sized, AGEM(stack(sized), config.lr)))
     return groups
+
+
+def make_der_group(config: PermutedMnistConfig, context: Context) -> Group:
+    """Return the networks to train by DER++."""
+    networks = _list_networks_by_size(config)
+
+    def each(values: tuple[float, ...]) -> Float[Tensor, "S"]:
+        chosen = [of_size(values, network.size or 0) for network in networks]
+        return torch.tensor(chosen, device=context.device)
+
+    stack = _make_stack(config, context, networks)
+    der = DERPlusPlus(stack, config.lr, each(config.der_alpha), each(config.der_beta))
+    length = config.tasks * config.examples
+    seen = torch.zeros(len(networks), length, CLASSES, device=context.device)
+    return Group("DER++", networks, der, seen)
+
+
+def _list_networks_by_size(config: PermutedMnistConfig) -> list[StackedNetwork]:
+    """Return one network per memory size and seed."""
+    return [
+        StackedNetwork(seed, size)
+        for size in range(len(config.memory_per_task))
+        for seed in range(len(config.seeds))
+    ]
+
+
+def _make_stack(
+    config: PermutedMnistConfig, context: Context, networks: list[StackedNetwork]
+) -> Stack:
+    seeds = [config.seeds[network.seed] for network in networks]
+    return Stack(seeds, (PIXELS, config.hidden, config.hidden, CLASSES), context.device)
 
 
 class Training:

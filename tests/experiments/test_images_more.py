@@ -247,6 +247,8 @@ def test_the_margin_is_the_smallest_that_loses_no_more_than_allowed(
     if lost < 100:  # with any smaller one, more is lost
         less = measure(replace(kept, margins=(margin - 1e-3) * _is_new()))
         assert less < min(baseline - lost, highest)
+    told = of(run_split(rehearsing, config, 1), method="MbPA (kept)", name="margin")
+    assert [record["value"] for record in told] == [pytest.approx(margin)]  # negative ones, too
     alone = describe_situation(moment, rehearsing)  # without baselines there is no rehearsal
     assert not config.models(alone)["MbPA (kept)"].margins.any()
 

@@ -22,7 +22,7 @@ import torch
 
 import mbpa
 from experiments.experiment import Context
-from experiments.permuted_mnist import EXPERIMENT, run, tune, tuning
+from experiments.permuted_mnist import EXPERIMENT, on_der, run, tune, tuning
 from experiments.permuted_mnist.config import (
     PRESETS,
     SEARCH_SEED,
@@ -31,7 +31,7 @@ from experiments.permuted_mnist.config import (
     of_size,
     searched,
 )
-from experiments.permuted_mnist.figures import sections
+from experiments.permuted_mnist.figures import ON_DER, sections, sections_on_der
 from experiments.permuted_mnist.scoring import (
     Shortcut,
     attach_logits,
@@ -213,6 +213,29 @@ def test_rehearsed_examples_have_passed_and_bring_the_logits_of_their_time(
 
 
 # The run
+
+
+def test_on_der_alone_every_method_scores_as_beside_all_others(
+    records: list[Record], context: Context
+) -> None:
+    config = replace(TINY, switching=False)
+    stopping = replace(context, workspace=StoppingWorkspace(context.workspace.folder))
+    with pytest.raises(Stopped):
+        on_der.run(config, stopping)
+    found = untimed(on_der.run(config, context)[0])
+    expected = [
+        record
+        for method in ("DER++", *ON_DER)
+        for record in untimed(of(records, method=method))
+        if record["tasks_seen"] == config.tasks
+    ]
+    assert sorted(found, key=str) == sorted(expected, key=str)
+    told = json.loads(json.dumps(vars(config), default=vars))
+    result = Result("permuted-mnist-der", "smoke", 0, told, {}, 1.0, "", found)
+    (section,) = sections_on_der([result])
+    assert [row[0] for row in section.tables[0].rows] == ["DER++", *ON_DER]
+    value = of(found, name="mean_accuracy", method="DER++", memory_per_task=40)[0]["value"]
+    assert section.tables[0].rows[0][2] == f"{100 * float(value or 0):.2f}"
 
 
 def test_every_method_is_scored_at_the_end_and_every_curve_after_every_task(
