@@ -95,6 +95,4 @@ class ComparedMethod:
     stages: tuple[Grid, ...] = ()
     """Grids that the search tries in turn, with all other settings at the best values so far."""
     keeps_old: bool = False
-    """Whether the search judges the method by its accuracy on new labels, subject to not losing old
-    ones, instead of by its accuracy over all labels.
-    """
+    """Whether the method limits what is lost on old labels. Searches judge it in their own ways."""

@@ -149,7 +149,8 @@ class RetrainedLayer(ModelSettings):
 @dataclass(frozen=True)
 class PreservingAdaptation(ScaledAdaptation, ModelSettings):
     """An adaptation that preserves what the network knew: it adapts a layer of whitened keys fitted
-    to the memory, and a margin between new and old classes limits what is lost on the old ones.
+    to the memory, and shifts the balance between new and old classes by a margin, so that no more
+    is lost on the old ones than allowed, and no less is gained on the new ones than that permits.
     """
 
     lr: float = 1.0
@@ -185,6 +186,9 @@ class PreservingAdaptation(ScaledAdaptation, ModelSettings):
         return MarginModel(adapted, is_new.to(weight.dtype) * margin)
 
 
+TIE_MARGIN = 1e-5  # in logits; without it, rounding would decide the tie at the margin
+
+
 def find_margin(
     outputs: Float[Tensor, "R C"], answers: Int[Tensor, "R"], old: int, wanted: float
 ) -> float:
@@ -206,7 +210,7 @@ def find_margin(
     if not len(leads):
         return 0.0
     needed = math.ceil(wanted / 100 * len(answers) - 1e-9)
-    return float(leads[min(max(needed, 1), len(leads)) - 1])
+    return float(leads[min(max(needed, 1), len(leads)) - 1]) + TIE_MARGIN
 
 
 @dataclass(frozen=True, eq=False)

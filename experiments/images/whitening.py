@@ -2,8 +2,8 @@
 
 A network's features are means of rectified numbers: none is negative, most are small, and a few
 large ones dominate distances and steps. Their square roots are more alike. They are then divided by
-how far they spread within a known class, and scaled to unit length, so that all directions in which
-images of one class differ count equally (docs/paper.md, 26).
+how far they spread within a known class, so that directions in which images of one class differ a
+lot no longer dominate, and scaled to unit length (docs/paper.md, 26).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from experiments.methods import Scale
 
 IMAGES_PER_CHUNK = 1 << 16  # images that are in double precision at a time
 SPREAD_SHARE = 0.3  # share of the mean variance within a class, added in all directions
+LEAST_VARIANCE = 1e-12  # share of the mean square that is no more than rounding
 RIDGE_SHARE = 0.003  # share of the keys' mean variance, in the translation
 RETRAINING_TOLERANCE = 3e-5  # of the balanced regression; accuracies no longer change
 
@@ -32,13 +33,16 @@ RETRAINING_TOLERANCE = 3e-5  # of the balanced regression; accuracies no longer 
 class Whitening:
     """A function from features to keys of unit length: `k = M (√f − c) / ‖M (√f − c)‖`.
 
-    With the directions that it scales, images of one known class differ about equally in all.
+    Before they are scaled to unit length, the variance within a known class is about 1 in the
+    directions in which it was large, and below that in all others.
     """
 
     center: Float[Tensor, "D"]
     """c, the mean over the images that the network was trained on."""
     matrix: Float[Tensor, "D D"]
-    """M, the inverse square root of the covariance within known classes, which is symmetric."""
+    """M, symmetric: the inverse square root of the covariance within known classes, with a share of
+    its mean variance added in all directions.
+    """
 
     def __call__(self, features: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
         """Return the keys of features."""
@@ -63,6 +67,9 @@ def fit_whitening(
 
     Args:
         images_per_chunk: number of images that are in double precision at a time.
+
+    Raises:
+        ValueError: the features do not differ within any class.
     """
     count, size = features.shape
     sums = torch.zeros(int(labels.max()) + 1, size, dtype=torch.float64, device=features.device)
@@ -72,9 +79,15 @@ def fit_whitening(
         roots = _root(part).double()
         sums.index_add_(0, answers, roots)
         squares += roots.mT @ roots
-    counts = labels.bincount(minlength=len(sums)).clamp_min(1)
-    within = (squares - (sums / counts[:, None]).mT @ sums) / count
-    within.diagonal().add_(SPREAD_SHARE * within.diagonal().mean())
+    counts = labels.bincount(minlength=len(sums))
+    within = (squares - (sums / counts.clamp_min(1)[:, None]).mT @ sums) / count
+    mean_variance = float(within.diagonal().mean())
+    if mean_variance <= LEAST_VARIANCE * float(squares.diagonal().mean()) / count:
+        raise ValueError(
+            f"features must differ within a class, got {count} images of {int((counts > 0).sum())} "
+            f"classes with a mean variance of {mean_variance:g}"
+        )
+    within.diagonal().add_(SPREAD_SHARE * mean_variance)
     variances, directions = torch.linalg.eigh(within)
     matrix = directions * variances.rsqrt() @ directions.mT
     return Whitening((sums.sum(0) / count).to(features), matrix.to(features))

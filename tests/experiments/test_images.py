@@ -414,6 +414,11 @@ def test_whitened_keys_spread_alike_within_known_classes_and_have_unit_length(
     assert torch.allclose(whitening(task.test), keys / keys.norm(dim=1, keepdim=True), atol=1e-5)
 
 
+def test_features_that_do_not_differ_within_a_class_cannot_be_whitened() -> None:
+    with pytest.raises(ValueError, match="must differ within a class, got 3 images of 2 classes"):
+        fit_whitening(torch.full((3, 4), 0.3), torch.tensor([0, 0, 2]))
+
+
 def test_a_layer_of_whitened_keys_says_what_the_layer_of_features_said(
     task: ImageTask,
 ) -> None:
