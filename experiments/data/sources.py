@@ -158,7 +158,7 @@ def _banking_file(name: str, size: int, sha256: str) -> File:
 
 MNIST = DataSet(
     name="mnist",
-    used_by=("permuted-mnist", "teaching"),
+    used_by=("permuted-mnist", "permuted-mnist-der", "teaching"),
     terms="none stated; commonly CC BY-SA 3.0",
     home="http://yann.lecun.com/exdb/mnist/",
     size=11_594_722,
