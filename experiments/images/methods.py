@@ -64,7 +64,7 @@ class Situation:
         return max(percent(model(queries).argmax(1) == answers) for model in models)
 
     @cached_property
-    def whitened(self) -> WhitenedMemory:
+    def whitened_memory(self) -> WhitenedMemory:
         """The contents of the memory, with whitened keys."""
         return WhitenedMemory.of(self.memory, self.known, self.copies)
 
@@ -143,7 +143,7 @@ class RetrainedLayer(ModelSettings):
             raise ValueError(f"penalty must be positive, got {self.penalty}")
 
     def model(self, situation: Situation) -> mbpa.MbPA:
-        return situation.whitened.model(self.penalty, mbpa.Parametric())
+        return situation.whitened_memory.model(self.penalty, mbpa.Parametric())
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class PreservingAdaptation(ScaledAdaptation, ModelSettings):
             raise ValueError(f"lost must be finite, got {self.lost}")
 
     def model(self, situation: Situation) -> MarginModel:
-        whitened, margin = situation.whitened, 0.0
+        whitened, margin = situation.whitened_memory, 0.0
         adapted = whitened.model(self.penalty, self.predictor(whitened.scale))
         if situation.rehearsal is not None:
             queries, answers = situation.rehearsal.queries, situation.rehearsal.answers

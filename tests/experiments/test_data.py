@@ -979,7 +979,7 @@ def test_list_tells_what_is_here(tmp_path: Path, capsys: pytest.CaptureFixture[s
     put_mnist(tmp_path)
     assert run("list", "--data-dir", str(tmp_path)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "mnist          yes      11.6 MB  permuted-mnist, teaching" in lines
+    assert "mnist          yes      11.6 MB  permuted-mnist, permuted-mnist-der, teaching" in lines
     assert any(line.startswith("imagenet       no          none") for line in lines)
     told = [line.strip(" ,") for line in lines]
     assert sum(line.startswith("image-neighbourhoods") for line in told) == 2, (

@@ -444,7 +444,7 @@ def test_a_layer_of_whitened_keys_says_what_the_layer_of_features_said(
 def test_what_keeps_the_old_classes_adapts_a_layer_that_fits_the_memory(task: ImageTask) -> None:
     moment = next(iter(follow_stream(task, SMOKE, 1)))
     situation, queries = describe_situation(moment, task), task.test[:50]
-    entries, whitened = moment.memory.entries(), situation.whitened
+    entries, whitened = moment.memory.entries(), situation.whitened_memory
     whitening, known = fit_known_layer(task)
     assert torch.equal(whitened.memory.entries().keys, whitening(entries.keys))
     assert torch.equal(whitened.memory.entries().values, entries.values)

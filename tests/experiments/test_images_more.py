@@ -395,8 +395,8 @@ def test_images_that_are_stored_twice_do_not_change_the_scale(task: ImageTask) -
     config = replace(SMOKE, points=(1.0, 3.0), capacity=10_000)
     for moment in follow_stream(task, config, 1):
         keys, situation = task.train[moment.passed.unique()], describe_situation(moment, task)
-        whitened = situation.whitened.known.whitening(keys)
-        for each, scale in ((keys, situation.scale), (whitened, situation.whitened.scale)):
+        whitened = situation.whitened_memory.known.whitening(keys)
+        for each, scale in ((keys, situation.scale), (whitened, situation.whitened_memory.scale)):
             distances = torch.cdist(each, each).fill_diagonal_(torch.inf)
             near = float(distances.amin(1).mean())
             assert scale.near == pytest.approx(near, rel=0.02)  # of 1,000 entries
