@@ -10,7 +10,7 @@ export MBPA_DATA ?= $(wildcard $(abspath ../shared/data))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo report reproduce docs site test test-slow test-all check release-check bench clean
+.PHONY: help demo report reproduce docs site test test-heavy test-slow test-all check release-check bench clean
 
 help:
 	@printf "%-16s%s\n" "make demo" "a network meets digits it was not trained on: table, figure, explanation"
@@ -18,9 +18,10 @@ help:
 	@printf "%-16s%s\n" "make reproduce" "run all experiments and draw one page; PRESET=smoke, quick or paper; needs the data sets"
 	@printf "%-16s%s\n" "make docs" "update the tables and figures in the documents from results/"
 	@printf "%-16s%s\n" "make site" "the documentation as a site, in build/site"
-	@printf "%-16s%s\n" "make test" "formatting, types and all tests that must pass before a commit"
+	@printf "%-16s%s\n" "make test" "formatting, types and the tests to run before a commit"
+	@printf "%-16s%s\n" "make test-heavy" "tests that take seconds each, to run before a change is merged"
 	@printf "%-16s%s\n" "make test-slow" "long variants of those tests"
-	@printf "%-16s%s\n" "make test-all" "both, then trials of reliability"
+	@printf "%-16s%s\n" "make test-all" "all three, then trials of reliability"
 	@printf "%-16s%s\n" "make check" "formatting and types only"
 	@printf "%-16s%s\n" "make release-check" "  build the wheel, look into it, install it with each extra, try it, check its types"
 	@printf "%-16s%s\n" "make bench" "how fast the engine is, against a loop, torch.func and the hardware"
@@ -66,22 +67,25 @@ check: $(READY)
 release-check:
 	$(PYTHON) scripts/release_check.py
 
-# One process more than there are cores, since many tests wait: for servers, a clock. Each starts with a
-# stretch of neighbouring files, whose tests share expensive fixtures, and one that is done early takes
-# over tests from the end of another's stretch. Temporary files go to main memory where there is room
-# (4 GB), so that flushes take no time; no test is about the disk itself.
-PROCESSES := $(shell $(PYTHON) -c 'import os; print(1 + (os.cpu_count() or 1))')
+# One process per core; for heavy tests one more, since many of them wait: for servers, a clock. Each
+# process starts with a stretch of neighbouring files, whose tests share expensive fixtures, and one that
+# is done early takes over tests from the end of another's stretch. Temporary files go to main memory
+# where there is room (4 GB), so that flushes take no time; no test is about the disk itself.
+CORES := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 MEMORY_DIR := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 {print "TMPDIR=/dev/shm"}')
-PYTEST := OMP_NUM_THREADS=1 $(MEMORY_DIR) $(BIN)/pytest -n $(PROCESSES) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(MEMORY_DIR) $(BIN)/pytest --dist worksteal
 test: check
-	$(PYTEST)
+	$(PYTEST) -n $(CORES)
+
+test-heavy: $(READY)
+	$(PYTEST) -n $$(($(CORES) + 1)) -m 'heavy and not slow'
 
 test-slow: $(READY)
-	$(PYTEST) -m slow
+	$(PYTEST) -n $$(($(CORES) + 1)) -m slow
 
 # Reports of these shorter trials go to build/, so that those in results/ stay the long ones.
 TRY := OMP_NUM_THREADS=1 $(BIN)/python -m reliability
-test-all: test test-slow
+test-all: test test-heavy test-slow
 	$(TRY) kills --journal 1000 --server 20 --out build/reliability
 	$(TRY) power --out build/reliability
 	$(TRY) damage --mutations 2000 --whole 200 --out build/reliability

@@ -5,6 +5,7 @@ The hook must be in place before anything imports `mbpa`, hence the order below.
 
 import ast
 import functools
+import gc
 import importlib.util
 import inspect
 import os
@@ -120,6 +121,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 hypothesis.settings.register_profile("mbpa", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("mbpa")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what has been imported from garbage collection. It is never freed, and traversing it
+    was 5 to 8% of the processor time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Undo the exemption: nanobind reports objects that are alive at the very end as leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

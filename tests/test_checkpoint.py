@@ -458,6 +458,7 @@ def test_flipped_bits_anywhere_in_a_payload_are_detected(saved):
     assert_same(load_checkpoint(saved).tensors, small())
 
 
+@pytest.mark.heavy
 def test_altered_byte_anywhere_in_the_manifest_is_detected_or_harmless(saved):
     path = saved / "manifest.json"
     data = path.read_bytes()
@@ -897,6 +898,7 @@ def test_a_file_that_cannot_be_removed_does_not_fail_the_save(tmp_path):
     assert generation_of(tmp_path) == 1
 
 
+@pytest.mark.heavy
 def test_a_save_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(checkpoint.__file__).parents[1])}
     done = subprocess.run(
@@ -1081,6 +1083,7 @@ def test_a_payload_removed_after_it_was_opened_is_still_read(tmp_path, monkeypat
     assert generation_of(tmp_path) == 2
 
 
+@pytest.mark.heavy
 def test_threads_that_save_and_load_at_once_see_only_whole_checkpoints(tmp_path):
     save_checkpoint(tmp_path, **generation(0))
     failures, loads, finished = [], [], threading.Event()

@@ -496,6 +496,7 @@ class Embedded(Dataset[Tensor]):
         return self.model(QUERIES[item : item + 1])[0]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_a_loader_have_a_model_of_their_own(method: str) -> None:
     model = make_used_model()
@@ -506,6 +507,7 @@ def test_workers_of_a_loader_have_a_model_of_their_own(method: str) -> None:
         assert torch.equal(torch.cat(list(loader)), expected)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_compiled_code_around_a_model_gives_the_same(backend: str) -> None:
     model = make_used_model()

@@ -22,6 +22,7 @@ def blocks(document: Path, language: str) -> list[str]:
     return re.findall(pattern, document.read_text("utf-8"), re.DOTALL)
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|training batches|not empty)")
 @pytest.mark.parametrize(
     ("name", "fewest"),

@@ -96,6 +96,7 @@ def check_blocks_against_one_by_one(
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("examples", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_blocks_of_any_size_agree_with_one_by_one(examples: int) -> None:
     settings(max_examples=examples)(check_blocks_against_one_by_one)()
@@ -125,6 +126,7 @@ def check_shuffled_future(name: str, moment: int, block: int, capacity: int, see
     assert torch.equal(scores[:moment], shuffled[:moment])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.slow)])
 def test_shuffling_the_future_leaves_past_scores_unchanged(examples: int) -> None:
     settings(max_examples=examples)(check_shuffled_future)()

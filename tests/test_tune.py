@@ -86,6 +86,7 @@ def test_an_entry_among_more_copies_than_are_read_is_left_out_too() -> None:
     assert (leave_one_out(model, predictor).predictions - expected).abs().max() < 1e-9
 
 
+@pytest.mark.heavy
 def test_a_balanced_candidate_is_scored_as_it_would_predict() -> None:
     model, plain = make_model(), mbpa.InverseDistance()
     kernels = [plain, mbpa.Balanced(plain, 0.0), mbpa.Balanced(plain, 1.0)]
@@ -122,6 +123,7 @@ def test_entries_of_a_read_are_dropped_by_id_and_the_last_where_there_is_none() 
             assert others.keys[row, place].equal(keys[int(others.ids[row, place])])
 
 
+@pytest.mark.heavy
 def test_a_trial_is_what_the_predictor_does_on_validation_data() -> None:
     model = make_model()
     other = make_model(25).memory.entries()
@@ -141,6 +143,7 @@ def test_a_trial_is_what_the_predictor_does_on_validation_data() -> None:
     assert mbpa.tune(model, keys, labels, candidates=grid) == result
 
 
+@pytest.mark.heavy
 def test_a_trial_is_what_the_predictor_does_when_entries_are_left_out() -> None:
     model = make_model(20)
     result = mbpa.tune(model, candidates=PREDICTORS, objective="accuracy")

@@ -112,6 +112,7 @@ def find_violations(seeds: range) -> tuple[int, list[float]]:
     return violations, ratios
 
 
+@pytest.mark.heavy
 def test_errors_stay_below_the_bounds() -> None:
     violations, ratios = find_violations(range(48))
     assert violations == 0
@@ -125,6 +126,7 @@ def test_errors_stay_below_the_bounds_in_many_problems(start: int) -> None:
     assert find_violations(range(start, start + 1000))[0] == 0
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("planted", ["no rise", "no distance", "less pull", "smaller squares"])
 def test_a_mistake_in_the_bound_is_noticed(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     move, advance = ErrorBound._move_rest, ErrorBound.advance
@@ -147,6 +149,7 @@ def test_a_mistake_in_the_bound_is_noticed(planted: str, monkeypatch: pytest.Mon
     assert find_violations(range(48))[0] > 0
 
 
+@pytest.mark.heavy
 def test_with_all_classes_the_result_is_exact() -> None:
     for seed in range(20):
         problem, _ = draw_problem(seed)
@@ -362,6 +365,7 @@ def test_summaries_are_for_active_vocabularies() -> None:
         Engine(tolerance=math.inf, width=0)
 
 
+@pytest.mark.heavy
 def test_a_stream_scores_as_one_by_one() -> None:
     keys, labels = draw_examples()
     model, other = (make_model(Engine(tolerance=math.inf, path="active")) for _ in range(2))
@@ -442,6 +446,7 @@ def test_problems_are_left_as_they_were() -> None:
     assert torch.equal(before.outputs, problem.outputs)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("k", "decay", "bias"),
     [

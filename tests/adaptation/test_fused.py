@@ -100,6 +100,7 @@ def difference(outputs: Tensor, expected: Tensor) -> float:
     return float((outputs.double().log_softmax(1) - expected.log_softmax(1)).abs().max())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("steps", "decay"), [(1, 0.0), pytest.param(2, 0.0, marks=pytest.mark.slow), (3, 0.2)]
 )
@@ -138,6 +139,7 @@ def test_span_steps_of_some_parameters_equal_torch(
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("classes", [20, 130])
 @pytest.mark.parametrize("scale", [1e-3, 6.0, 30.0])
 def test_steep_and_flat_steps_equal_torch(device: str, scale: float, classes: int) -> None:
@@ -149,6 +151,7 @@ def test_steep_and_flat_steps_equal_torch(device: str, scale: float, classes: in
     assert difference(solve_span(problem, None, False)[0], expected) < max(2e-5, 4e-6 * moved)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("k", [6, 150])
 def test_queries_far_longer_than_their_neighbours_lose_no_precision(device: str, k: int) -> None:
     problem = make_problem(device, mbpa.Gradient(0.01, 3), k=k, classes=20)
@@ -158,6 +161,7 @@ def test_queries_far_longer_than_their_neighbours_lose_no_precision(device: str,
     assert difference(solve_span(problem, None, False)[0], expected) < 1e-4
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("classes", [20, 130])
 def test_keys_of_zero_change_nothing(device: str, classes: int) -> None:
     rule = mbpa.Gradient(0.5, 3)
@@ -165,6 +169,7 @@ def test_keys_of_zero_change_nothing(device: str, classes: int) -> None:
     assert difference(solve_span(problem, None, False)[0], problem.outputs.double()) < 1e-6
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 def test_classes_that_are_ruled_out_stay_so(device: str, decay: float) -> None:
     problem = make_problem(device, mbpa.Gradient(0.5, 3, decay), k=6, classes=200)
@@ -208,6 +213,7 @@ RULES = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("sizes", "rule"),
     combine(
@@ -244,6 +250,7 @@ def test_elementwise_rules_equal_torch(
     assert max(difference(each, expected) for each in outputs) < tolerance
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("shape", "adapting"),
     combine(
@@ -323,6 +330,7 @@ KEYS = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     combine(
@@ -358,6 +366,7 @@ def test_coarse_search_finds_the_nearest(device: str, kind: str, dtype: torch.dt
     assert (left_out >= found.beyond[:, None] * (1 - 1e-5)).all()
 
 
+@pytest.mark.heavy
 def test_a_large_memory_is_searched_coarsely(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_stage, "MIN_KEYS", 100)
     torch.manual_seed(0)
@@ -389,6 +398,7 @@ def test_kernels_can_be_disabled(monkeypatch: pytest.MonkeyPatch, device: str) -
     assert not runs_kernels(torch.device(device))
 
 
+@pytest.mark.heavy
 def test_rows_in_half_precision_are_used_only_where_they_are_sure_enough(device: str) -> None:
     torch.manual_seed(0)
     head = nn.Linear(6, 4).to(device)

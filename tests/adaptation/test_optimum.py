@@ -135,6 +135,7 @@ def apart(some: Tensor, others: Tensor) -> float:
     return float((some.double() - others.double()).abs().max())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("params", [BOTH, WEIGHT, BIAS])
 @pytest.mark.parametrize("prior", [1e-3, 0.1, 3.0])
 @pytest.mark.parametrize("has_labels", [True, False])
@@ -161,6 +162,7 @@ def test_it_is_the_optimum_in_single_precision(
     assert apart(found, finished(task, task.optima(prior, params)[0])) < 1.5e-4
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("prior", [1e-4, 1e-2])
 def test_many_more_neighbours_than_dimensions_lose_no_precision(prior: float) -> None:
     task = Task(entries=60, k=40, queries=3, dtype=SINGLE)
@@ -168,6 +170,7 @@ def test_many_more_neighbours_than_dimensions_lose_no_precision(prior: float) ->
     assert apart(found, task.optima(prior)[0].log_softmax(-1)) < 1.5e-4
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("prior", [1e-6, 1e-4])
 def test_nearly_certain_outputs_are_still_distinguished_in_single_precision(prior: float) -> None:
     """One class all around: the weaker the prior, the nearer 1 comes its probability."""
@@ -448,6 +451,7 @@ def test_a_gpu_gives_the_same(has_labels: bool, dtype: torch.dtype) -> None:
 
 # Triton's interpreter takes 10 ms per neighbour, query and step; a weak prior needs more steps. The
 # first case takes more than STEPS_PER_RESTART of them.
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("queries", "k", "classes", "scale", "prior"),
     [

@@ -164,6 +164,7 @@ def peak_of(model: mbpa.MbPA, queries: Tensor) -> int:
     return peak.most
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("path", PATHS)
 def test_a_budget_is_kept(path: str) -> None:
     rule = mbpa.Gradient(0.1, 1 if path == "one step" else 3, decay=0.1)

@@ -357,6 +357,7 @@ def test_a_first_step_moves_no_output_by_more_than_two(size: float) -> None:
 # The kernels of a GPU, or else in Triton's interpreter
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("k", "scale"), [(5, 1e-3), (20, 1.0), (128, 1e3), (150, 1e-3)])
 def test_the_fused_span_takes_weights_that_sum_to_a_step_size(
     k: int, scale: float, monkeypatch: pytest.MonkeyPatch

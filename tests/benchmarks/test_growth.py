@@ -33,6 +33,7 @@ def test_a_memory_that_misses_entries_has_less_recall() -> None:
     assert growth.measure_recall(memory, 3_000, torch.float32) < 1.0
 
 
+@pytest.mark.heavy
 def test_a_run_writes_report_table_and_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

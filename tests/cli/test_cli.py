@@ -49,6 +49,7 @@ def test_a_file_is_refused_as_a_run(tmp_path, capsys):
     assert "intents.csv is not a run" in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_help_imports_neither_images_nor_plots_nor_experiments():
     calls = "".join(f"main([{word!r}, '--help']); " for word in cli.COMMANDS)
     check = "assert not {'sklearn', 'matplotlib', 'PIL', 'experiments'} & set(sys.modules)"
@@ -87,6 +88,7 @@ def test_seeds_out_of_range_are_an_error(seeds, capsys):
     assert f"seeds must be between 1 and 100, got {seeds}" in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_demo_prints_a_table_and_says_where_its_files_are(tmp_path, capsys):
     out = tmp_path / "new" / "directory"
     assert cli.main(["demo", "--out", str(out), "--seeds", "1"]) == 0
@@ -151,6 +153,7 @@ def test_an_interrupt_prints_one_line(command, said, capsys):
     assert capsys.readouterr().err == f"mbpa: {said}\n"
 
 
+@pytest.mark.heavy
 def test_closing_the_output_early_is_no_error() -> None:
     command = [sys.executable, "-m", "mbpa.cli", "--help"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -41,6 +41,7 @@ def run(*arguments: str) -> int:
     return main(["lm", *arguments])
 
 
+@pytest.mark.heavy
 def test_a_folder_is_read_scored_completed_and_forgotten(
     docs: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

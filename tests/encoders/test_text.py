@@ -148,6 +148,7 @@ def test_what_is_not_on_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -
         encoder()
 
 
+@pytest.mark.heavy
 def test_importing_the_module_imports_no_encoder() -> None:
     told = "import sys, mbpa.encoders.text; print('transformers' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", told], text=True) == "False\n"

@@ -150,6 +150,7 @@ def _plain(inputs: Tensor, labels: Tensor, learner: Learner) -> tuple[Tensor, ..
     return torch.autograd.grad(losses, learner.stack.params)
 
 
+@pytest.mark.heavy
 def test_ewc_keeps_what_matters_to_the_first_task() -> None:
     first, second = examples(1, count=60), examples(2, count=60)
     kept = {}

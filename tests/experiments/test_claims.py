@@ -131,6 +131,7 @@ def test_a_verdict_follows_the_results(
     assert outcome.seen.count("20.0") == len(sizes)
 
 
+@pytest.mark.heavy
 def test_methods_that_the_paper_does_not_have_change_nothing(tmp_path: Path) -> None:
     def rename_one(record: Record) -> Record:
         return {**record, "method": "of tomorrow"} if record.get("method") == "A-GEM" else record

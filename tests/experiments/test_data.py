@@ -578,6 +578,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.heavy
 def test_a_download_that_was_killed_is_resumed(server: Server, tmp_path: Path) -> None:
     data_set = one(server.put("/a", CONTENT, Answer(pause=0.3)))
     part = tmp_path / "numbers" / "numbers.bin.part"
@@ -591,6 +592,7 @@ def test_a_download_that_was_killed_is_resumed(server: Server, tmp_path: Path) -
     assert left(tmp_path) == {"numbers.bin"}
 
 
+@pytest.mark.heavy
 def test_an_unpacking_that_was_killed_is_done_again(server: Server, tmp_path: Path) -> None:
     members = {f"folder/{number}": b"x" * number for number in range(200)}
     content = zipped(members | {"folder/numbers.bin": CONTENT})
@@ -607,6 +609,7 @@ def test_an_unpacking_that_was_killed_is_done_again(server: Server, tmp_path: Pa
     assert len(server.requests) == 1, "the archive was there"
 
 
+@pytest.mark.heavy
 def test_two_fetches_at_once_make_one_download(server: Server, tmp_path: Path) -> None:
     data_set = one(server.put_bad("/a", CONTENT, Answer(pause=0.05)))
     both = [child(data_set, tmp_path) for _ in range(2)]
@@ -1061,12 +1064,14 @@ def the(name: str, root: Path) -> data.DataSet:
     return data.SETS[name]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", [name for name in data.SETS if name != "imagenet"])
 def test_the_published_data_pass_their_check(name: str, published: Path) -> None:
     finding = data.check(the(name, published), published)
     assert finding.status == "good", finding.detail
 
 
+@pytest.mark.heavy
 def test_the_example_of_the_document_reads_the_published_data(
     published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1089,6 +1094,7 @@ def test_the_published_digits_are_those_of_the_field(published: Path) -> None:
     assert images.test.labels.bincount().tolist()[:3] == [980, 1135, 1032]
 
 
+@pytest.mark.heavy
 def test_the_published_corpus_has_a_rare_word_as_often_as_told(published: Path) -> None:
     the("ptb", published)
     corpus = data.ptb(published)

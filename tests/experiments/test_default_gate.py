@@ -35,6 +35,7 @@ def states(monkeypatch):
     }
 
 
+@pytest.mark.heavy
 def test_the_gate_that_is_fitted_lowers_the_perplexity(states):
     head = nn.Linear(DIM, CLASSES).requires_grad_(False)
     found = default_gate.score_situations(head, states, "valid")
@@ -45,6 +46,7 @@ def test_the_gate_that_is_fitted_lowers_the_perplexity(states):
     assert changes["wikitext-2, domain, all"]["change_percent"] < -20
 
 
+@pytest.mark.heavy
 def test_a_situation_is_mixed_as_the_predictor_mixes(states):
     head = nn.Linear(DIM, CLASSES).requires_grad_(False)
     memory = mbpa.ExactMemory(20, DIM)

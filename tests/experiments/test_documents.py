@@ -68,6 +68,7 @@ def test_a_table_may_be_shown_in_part() -> None:
     assert part[1:] == [line for line in whole[1:] if line != left_out]
 
 
+@pytest.mark.heavy
 def test_a_figure_of_other_results_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(f"{FIGURE}{END_MARKER}\n")

@@ -335,6 +335,7 @@ assert len(seen) > 10, seen
 """
 
 
+@pytest.mark.heavy
 def test_a_save_that_is_killed_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
     done = in_a_process(KILL_SAVES, tmp_path / "work")
     assert done.returncode == 0, done.stderr
@@ -612,6 +613,7 @@ def test_devices_are_found_by_name() -> None:
 # Commands that make results again
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("name", "key"), PRESETS)
 def test_every_preset_can_be_parsed_and_typed_again(name: str, key: str) -> None:
     experiment = find(name)
@@ -651,6 +653,7 @@ def parsed_page(path: Path) -> ET.Element:
     return ET.fromstring(text)
 
 
+@pytest.mark.heavy
 def test_the_report_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
     counted(tmp_path / "results", "paper")
     page = write_report(tmp_path / "results", tmp_path / "report")
@@ -664,6 +667,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
     assert {link[1:] for link in links if link.startswith("#")} <= ids
 
 
+@pytest.mark.heavy
 def test_the_report_shows_text_tables_figures_commands_and_environment(tmp_path: Path) -> None:
     results = counted(tmp_path / "results", "paper")
     page = write_report(tmp_path / "results", tmp_path / "report")
@@ -686,6 +690,7 @@ def test_the_report_shows_text_tables_figures_commands_and_environment(tmp_path:
         ET.fromstring((page.parent / f"{name}.svg").read_bytes())
 
 
+@pytest.mark.heavy
 def test_the_same_results_give_the_same_report_to_the_byte(tmp_path: Path) -> None:
     counted(tmp_path / "results")
     for out in ("a", "b"):
@@ -693,6 +698,7 @@ def test_the_same_results_give_the_same_report_to_the_byte(tmp_path: Path) -> No
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
+@pytest.mark.heavy
 def test_presets_searches_and_changed_settings_are_told_apart(tmp_path: Path) -> None:
     counted(tmp_path / "results")
     counted(tmp_path / "results", "paper")
@@ -716,6 +722,7 @@ def test_presets_searches_and_changed_settings_are_told_apart(tmp_path: Path) ->
     assert len(list(alone.iter("img"))) == 2
 
 
+@pytest.mark.heavy
 def test_a_report_tells_what_it_draws(tmp_path: Path, capsys) -> None:
     counted(tmp_path / "results", "paper")
     words = ["report", str(tmp_path / "results"), "--out", str(tmp_path / "report")]
@@ -909,6 +916,7 @@ def test_a_report_without_matplotlib_names_the_extra(tmp_path, monkeypatch, caps
     assert told == "experiments: matplotlib is not installed: pip install 'mbpa[experiments]'\n"
 
 
+@pytest.mark.heavy
 def test_an_interrupt_says_how_to_resume(tmp_path: Path) -> None:
     words = ["run", "counting", "--preset", "smoke", "--no-progress", "--pause", "5"]
     command = [sys.executable, "-c", f"import counting; {MAIN}", *words, "--out", str(tmp_path)]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from experiments import EXPERIMENTS
 from experiments.identity import digest_code, find_dependencies
 
 
+@pytest.mark.heavy
 def test_an_experiment_depends_on_what_it_imports_and_on_nothing_else() -> None:
     for place in EXPERIMENTS.values():
         module = place.partition(":")[0]

@@ -95,6 +95,7 @@ def test_far_from_the_query_its_adapted_network_is_not_what_others_get(records) 
     assert max(abs(everywhere[x] - for_the_query[x]) for x in everywhere) > 0.3
 
 
+@pytest.mark.heavy
 def test_the_same_seed_gives_the_same_records_and_disturbs_no_random_numbers(tmp_path) -> None:
     torch.manual_seed(5)
     first = illustration.run(TINY, context(tmp_path / "a"))
@@ -151,6 +152,7 @@ def test_impossible_settings_are_refused(changes, message) -> None:
         IllustrationConfig(**changes)
 
 
+@pytest.mark.heavy
 def test_the_report_is_drawn_from_results_alone(tmp_path, monkeypatch, capsys) -> None:
     out = str(tmp_path / "results")
     assert (

@@ -238,6 +238,7 @@ def asked(folder: Path, **changes: str) -> list[str]:
     return words
 
 
+@pytest.mark.heavy
 def test_the_whole_experiment_runs_on_a_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +270,7 @@ def test_pictures_that_cannot_be_read_are_refused_before_the_training(
     assert not list((folder.parent / "out").rglob("manifest.json"))
 
 
+@pytest.mark.heavy
 def test_a_task_has_the_folders_classes_and_its_pictures_are_checked_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

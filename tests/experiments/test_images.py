@@ -95,6 +95,7 @@ def test_half_of_the_classes_are_known_and_what_is_scored_is_never_trained_on(
     assert task.weight.shape == (3, task.train.shape[1])
 
 
+@pytest.mark.heavy
 def test_images_are_held_out_where_they_are_scored(context: Context, tmp_path: Path) -> None:
     pretraining = replace(SMOKE.pretraining, epochs=0)
     config = replace(SMOKE, part="validation", pretraining=pretraining)
@@ -112,6 +113,7 @@ def test_images_held_out_are_no_training_images() -> None:
     assert labels[held].bincount().tolist() == [3] * 4
 
 
+@pytest.mark.heavy
 def test_images_that_are_rehearsed_are_neither_trained_on_nor_in_the_stream(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +154,7 @@ def test_features_are_computed_once(
         make_image_task(SMOKE, context, 2)
 
 
+@pytest.mark.heavy
 def test_the_network_sees_nothing_that_is_scored_and_no_new_class(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +177,7 @@ def test_the_network_sees_nothing_that_is_scored_and_no_new_class(
         assert torch.equal(kept, task.train[task.train_labels == label])
 
 
+@pytest.mark.heavy
 def test_damaged_features_are_computed_anew(context: Context, tmp_path: Path) -> None:
     own = replace(context, cache=tmp_path, workspace=Workspace(tmp_path / "work"))
     config = replace(SMOKE, classes=2, pretraining=replace(SMOKE.pretraining, epochs=0))
@@ -193,6 +197,7 @@ def test_where_it_is_tested_does_not_change_what_is_learnt(task: ImageTask) -> N
     assert torch.equal(often, once)
 
 
+@pytest.mark.heavy
 def test_other_splits_know_other_classes(context: Context, tmp_path: Path) -> None:
     context = replace(context, workspace=Workspace(tmp_path))  # with other networks
     config = replace(SMOKE, classes=2, pretraining=replace(SMOKE.pretraining, epochs=0, batch=50))
@@ -313,6 +318,7 @@ def test_a_split_that_is_done_is_not_done_again(
     assert run(SMOKE, context) == records
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("experiment", [SENSITIVITY, NEIGHBOURHOODS], ids=lambda e: e.name)
 def test_other_experiments_have_the_same_features(
     experiment: Any,
@@ -331,6 +337,7 @@ def test_other_experiments_have_the_same_features(
         assert {r["method"] for r in of(records, name="top1")} == set(SMOKE.methods)
 
 
+@pytest.mark.heavy
 def test_the_report_is_made_of_records_alone(task: ImageTask) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure

@@ -185,6 +185,7 @@ def test_the_search_takes_what_did_best_on_images_that_were_held_out(
         assert best["value"] == pytest.approx(sum(values) / len(values))
 
 
+@pytest.mark.heavy
 def test_a_search_that_is_interrupted_anywhere_ends_with_the_same_records(
     task: ImageTask, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,6 +538,7 @@ def test_the_long_run_measures_how_far_things_move(task: ImageTask, records: lis
         assert other == 100 * (p.argmax() != q.argmax())
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("_given")
 def test_a_pass_that_is_done_is_not_done_again(
     context: Context, monkeypatch: pytest.MonkeyPatch
@@ -766,6 +768,7 @@ def test_only_an_adaptation_can_be_shown() -> None:
         replace(SHOWN, queries=0)
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("_given")
 @pytest.mark.parametrize("experiment", [SENSITIVITY, NEIGHBOURHOODS], ids=lambda e: e.name)
 def test_smoke_presets_run(

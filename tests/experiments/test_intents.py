@@ -307,6 +307,7 @@ def test_a_regression_comes_to_its_end_also_where_keys_are_nearly_alike() -> Non
     assert max(float(slope.abs().max()) for slope in slopes if slope is not None) < 5e-6
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("labels", [[0, 0, 0], [0, 1, 3]])  # not all of them occur
 def test_a_regression_wants_no_gradients_and_ends(labels: list[int]) -> None:
     torch.manual_seed(0)
@@ -377,6 +378,7 @@ def test_the_common_covariance_measures_distances_to_means(task: IntentTask, sta
         assert torch.allclose(found, expected, atol=1e-3)
 
 
+@pytest.mark.heavy
 def test_teaching_uses_the_library_and_only_known_intents_before_the_first_lesson(
     task: IntentTask, start: Start
 ) -> None:

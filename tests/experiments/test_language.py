@@ -236,6 +236,7 @@ def test_some_tokens_have_the_scores_that_they_have_among_all(
         close(scores(some), scores(everything)[4::5])
 
 
+@pytest.mark.heavy
 def test_no_score_depends_on_what_comes_later(
     model: LanguageModel, corpus: Corpus, folder: Path
 ) -> None:
@@ -280,6 +281,7 @@ def test_the_cache_predicts_all_words_as_it_scores_the_actual_one(
         close(actual[later].exp(), scored[later].exp())
 
 
+@pytest.mark.heavy
 def test_a_gate_mixes_what_the_slow_way_predicts(
     model: LanguageModel, corpus: Corpus, text: Passage
 ) -> None:
@@ -337,6 +339,7 @@ def test_words_in_the_window_before_a_token_are_counted() -> None:
         assert words.count_before(tokens, window).tolist() == slow
 
 
+@pytest.mark.heavy
 def test_solved_weights_are_a_share_each_and_beat_a_grid() -> None:
     logs = torch.randn(3, 400).sub_(3)
     weights = solve_weights(logs)
@@ -635,6 +638,7 @@ def test_what_takes_long_can_be_left_out(
     }
 
 
+@pytest.mark.heavy
 def test_an_evaluation_that_is_killed_again_and_again_ends_with_the_same(
     model: LanguageModel,
     corpus: Corpus,
@@ -806,6 +810,7 @@ def choices(records: list[Record]) -> dict[str, Any]:
     return {str(r["setting"]): r["value"] for r in records if r["name"] == "chosen"}
 
 
+@pytest.mark.heavy
 def test_an_interrupted_search_resumes_and_ends_with_the_same_records(
     corpus: Corpus, folder: Path, whole: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -922,6 +927,7 @@ def test_dynamic_evaluation_is_searched_until_nothing_gains_and_judged_on_all_te
     assert alone == {TOKENS: None, 13: "spread", 40: "beginning"}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seconds", [0.5, 4.0, 9.0])
 def test_a_search_that_runs_out_of_time_chooses_from_what_it_tried(
     seconds: float,

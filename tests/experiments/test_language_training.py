@@ -437,6 +437,7 @@ def test_what_repeats_itself_is_learnt(tmp_path: Path) -> None:
     assert seconds > 0
 
 
+@pytest.mark.heavy
 def test_the_weights_that_did_best_are_kept_also_by_a_run_that_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -721,6 +722,7 @@ def typed(folder: Path, *more: str) -> list[str]:
     return [*words, "--no-progress", *more]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("part", ["train", "valid", "test"])
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_own_text_that_cannot_be_used_is_refused_in_a_line(
@@ -768,6 +770,7 @@ def test_own_text_needs_all_three_files(
     assert "your own text needs the three files --train, --valid and --test" in told
 
 
+@pytest.mark.heavy
 def test_own_text_of_one_line_runs_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -817,6 +820,7 @@ def test_impossible_settings_are_refused(make: Callable[[], object], message: st
         make()
 
 
+@pytest.mark.heavy
 def test_the_beginning_of_a_corpus_has_the_words_that_occur_there(tmp_path: Path) -> None:
     folder = Path(os.environ.get("MBPA_DATA") or ROOT.parent / "shared" / "data")
     if not (folder / "ptb").is_dir():

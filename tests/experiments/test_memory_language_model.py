@@ -190,6 +190,7 @@ def test_the_best_weight_is_found() -> None:
     assert find_weight(model, log(0.9, 0.9))[0] == 1
 
 
+@pytest.mark.heavy
 def test_the_smoke_preset_runs_and_is_reported(folder: Path, tmp_path: Path) -> None:
     config = replace(PRESETS["smoke"], model=str(folder / "model"))
     run = Run(EXPERIMENT, "smoke", config, tmp_path)
@@ -208,6 +209,7 @@ def test_the_smoke_preset_runs_and_is_reported(folder: Path, tmp_path: Path) -> 
     assert any("by tokens read" in title for title in titles)
 
 
+@pytest.mark.heavy
 def test_an_interrupted_run_goes_on_where_it_was(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

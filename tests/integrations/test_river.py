@@ -30,6 +30,7 @@ class QuickRegressor(OnlineRegressor):
         super().__init__(k=k, capacity=capacity)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "model",
     [
@@ -55,6 +56,7 @@ def test_rivers_own_checks_pass_with_default_settings(model: Any) -> None:
     checks.check_estimator(model)
 
 
+@pytest.mark.heavy
 def test_progressive_validation_beats_the_majority() -> None:
     model = preprocessing.MinMaxScaler() | OnlineClassifier(k=20, capacity=150)
     stream = datasets.Bananas().take(250)
@@ -62,6 +64,7 @@ def test_progressive_validation_beats_the_majority() -> None:
     assert accuracy.get() > 0.7
 
 
+@pytest.mark.heavy
 def test_a_model_is_what_the_newest_examples_make_it() -> None:
     stream = list(datasets.ImageSegments().take(60))
     model, fresh = (OnlineClassifier(k=10, capacity=25) for _ in range(2))

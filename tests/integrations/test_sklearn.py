@@ -61,6 +61,7 @@ def assert_same(one: Any, other: Any, queries: Any = X[TESTED]) -> None:
 # Conventions
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("make", [classifier, regressor])
 def test_scikit_learns_own_checks_pass(make: Any) -> None:
     results = check_estimator(make(epochs=30, hidden_layer_sizes=16), on_skip=None)
@@ -82,6 +83,7 @@ def test_no_check_is_skipped_with_default_settings(name: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
+@pytest.mark.heavy
 def test_it_works_in_a_pipeline_a_grid_search_and_cross_validation() -> None:
     pipeline = make_pipeline(StandardScaler().set_output(transform="pandas"), classifier())
     frame = pd.DataFrame(X, columns=list("abcd"))
@@ -96,6 +98,7 @@ def test_it_works_in_a_pipeline_a_grid_search_and_cross_validation() -> None:
     assert cross_val_score(regressor(alpha=0.1, prior=1.0), *data, cv=2).mean() > 0.2
 
 
+@pytest.mark.heavy
 def test_a_seed_decides_everything_and_the_global_generator_is_left_alone() -> None:
     before = torch.random.get_rng_state()
     torch.manual_seed(1)
@@ -109,6 +112,7 @@ def test_a_seed_decides_everything_and_the_global_generator_is_left_alone() -> N
     assert not np.array_equal(one.predict_proba(X), other.predict_proba(X))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_copies_predict_the_same_and_live_on_their_own(copied: Any) -> None:
     for model, new in ((classifier(), Y[NEW]), (regressor(), X[NEW, 0])):
@@ -211,6 +215,7 @@ def test_beyond_the_capacity_fit_keeps_a_sample_and_partial_fit_the_newest() -> 
 # Forgetting
 
 
+@pytest.mark.heavy
 def test_forgetting_leaves_no_trace_of_what_partial_fit_was_given() -> None:
     model, never = (classifier().fit(X[OLD], Y[OLD]) for _ in range(2))
     model.partial_fit(X[NEW], Y[NEW]).forget(range(len(OLD), len(OLD) + len(NEW)))
@@ -251,6 +256,7 @@ def test_what_trained_the_network_is_not_forgotten_in_silence() -> None:
     assert np.allclose(model.predict(X), expected)  # the network alone
 
 
+@pytest.mark.heavy
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), is_classifier=st.booleans())
 def test_any_sequence_of_calls_equals_one_estimator_that_got_what_is_left(
@@ -300,6 +306,7 @@ def test_one_class_one_row_and_constant_features_work() -> None:
     assert np.allclose(flat.predict(X), 7, atol=0.01)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("scale", [1e-300, 1e-20, 1e20, 1e300])
 def test_features_and_targets_of_any_size_work(scale: float) -> None:
     plain = classifier(epochs=20).fit(X, Y)
@@ -310,6 +317,7 @@ def test_features_and_targets_of_any_size_work(scale: float) -> None:
     assert np.allclose(values / scale, regressor().fit(X, X[:, 0]).predict(X), atol=1e-3)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.uint8, bool, object])
 def test_features_of_any_numeric_type_work(dtype: Any) -> None:
     typed = (X * 10).astype(dtype)
@@ -388,6 +396,7 @@ def test_a_refused_call_changes_nothing() -> None:
     assert model.set_params(k=5).partial_fit(X[:1], ["yes"]).example_ids_[-1] == 40
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("setting", [{"k": 3}, {"prior": 5.0}, {"kernel": mbpa.Uniform()}])
 def test_settings_of_predictions_may_change_after_fit(setting: dict[str, Any]) -> None:
     rows, labels = load_iris(return_X_y=True)
@@ -410,6 +419,7 @@ def test_an_estimator_with_a_setting_out_of_range_can_be_loaded_and_mended() -> 
     assert np.array_equal(loaded.set_params(k=50).predict_proba(rows), expected)
 
 
+@pytest.mark.heavy
 def test_an_estimator_goes_on_in_another_process(tmp_path: Path) -> None:
     rows, labels = load_iris(return_X_y=True)
     model = MbPAClassifier(epochs=3, random_state=0).fit(rows[:100], labels[:100])

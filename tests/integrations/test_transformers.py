@@ -249,6 +249,7 @@ def make_trainer(
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "settings",
     [
@@ -304,6 +305,7 @@ def test_evaluation_uses_the_memory_if_asked(tmp_path: Path) -> None:
     assert not torch.allclose(alone.log_softmax(-1), want, atol=1e-3)
 
 
+@pytest.mark.heavy
 def test_training_resumes_with_the_memory_of_the_checkpoint(tmp_path: Path) -> None:
     def train(folder: Path, epochs: int, resume: bool) -> mbpa.MbPA:
         classifier = make("BertForSequenceClassification", TEXT)
@@ -327,6 +329,7 @@ def test_training_resumes_with_the_memory_of_the_checkpoint(tmp_path: Path) -> N
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
+@pytest.mark.heavy
 def test_the_memory_of_the_best_checkpoint_is_restored(tmp_path: Path) -> None:
     classifier = make("BertForSequenceClassification", TEXT)
     model = add_memory(classifier)
@@ -361,6 +364,7 @@ def test_a_memory_is_loaded_around_the_loaded_network(tmp_path: Path) -> None:
     assert torch.equal(predict_batch(loaded, batch), predict_batch(model, batch))
 
 
+@pytest.mark.heavy
 def test_what_would_fill_the_memory_wrongly_is_refused(tmp_path: Path) -> None:
     classifier = make("BertForSequenceClassification", TEXT)
     model = add_memory(classifier)
@@ -388,6 +392,7 @@ def test_what_would_fill_the_memory_wrongly_is_refused(tmp_path: Path) -> None:
     assert len(model.memory) == 0
 
 
+@pytest.mark.heavy
 def test_a_memory_teaches_intents_that_training_lacked(tmp_path: Path) -> None:
     """Banking77: a real encoder with a layer trained on six intents is shown two others."""
     texts, known = read_intents(intents=8, each=20)

@@ -159,6 +159,7 @@ def test_what_is_read_later_does_not_change_an_earlier_score(lm: MemoryLM) -> No
     assert lm.score(OTHER) == before
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_forgotten_source_leaves_no_trace(model: Any, tmp_path: Path, is_saved: bool) -> None:
     never = MemoryLM(model, make_tokenizer(), capacity=2000)
@@ -380,6 +381,7 @@ def test_a_write_whose_name_was_not_flushed_does_not_come_back(
     assert [source.name for source in again.sources()] == ["other"]
 
 
+@pytest.mark.heavy
 def test_our_generation_equals_that_of_transformers(lm: MemoryLM) -> None:
     for text in (OTHER, TEXT):
         lm.read(text, source=text[:9])
@@ -392,6 +394,7 @@ def test_our_generation_equals_that_of_transformers(lm: MemoryLM) -> None:
         assert ours.text == lm.tokenizer.decode(theirs[0, ids.shape[1] :])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "settings",
     [
@@ -436,6 +439,7 @@ def test_generation_repeats_what_was_read(lm: MemoryLM) -> None:
     assert written.finish_reason == "length"
 
 
+@pytest.mark.heavy
 def test_prompts_in_a_batch_are_independent(lm: MemoryLM) -> None:
     lm.read(TEXT, source="heron")
     prompts = ["The heron stands", "In the evening it flies home to", "A"]
@@ -481,6 +485,7 @@ def test_beams_and_pipelines_run_unmodified(lm: MemoryLM) -> None:
     assert made["generated_text"] == "The heron" + expected.text
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}])
 def test_long_texts_are_read_in_windows(changes: dict[str, Any]) -> None:
     model = make_model(**changes)
@@ -533,6 +538,7 @@ def test_bad_input_is_refused_and_changes_nothing(model: Any, call: Any, message
     assert not lm.sources()
 
 
+@pytest.mark.heavy
 def test_an_approximate_memory_is_kept_by_a_run(tmp_path: Path) -> None:
     lm, exact = make_lm(capacity=2000, memory="graph"), make_lm(capacity=2000)
     assert isinstance(lm.memory, mbpa.GraphMemory)

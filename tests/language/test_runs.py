@@ -176,6 +176,7 @@ def test_a_save_that_fails_leaves_no_run_and_can_be_repeated(
     assert get_scores(load(tmp_path / "run", model)) == expected
 
 
+@pytest.mark.heavy
 def test_a_run_can_be_made_where_a_process_was_killed_while_it_made_one(
     model: Any, tmp_path: Path
 ) -> None:
@@ -216,6 +217,7 @@ def test_a_run_that_another_process_has_just_made_is_not_replaced(
     assert [source.name for source in load(target, model).sources()] == ["heron", "shop"]
 
 
+@pytest.mark.heavy
 def test_a_reader_beside_a_writer_sees_whole_documents(run: Path, model: Any) -> None:
     writer, texts = load(run, model), [TEXT, TEXT.upper()]
     done = threading.Event()
@@ -237,6 +239,7 @@ def test_a_reader_beside_a_writer_sees_whole_documents(run: Path, model: Any) ->
         thread.join()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kept", [1, 2])
 def test_forgetting_is_exact_in_a_small_memory(model: Any, kept: int) -> None:
     sentences = [each + "." for each in TEXT.split(".") if len(each) > 20]

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 DIM = 24
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("precision", "background", "parts"),
     [
@@ -109,6 +110,7 @@ def test_recall_stays_high_through_turnovers_and_stale_nodes_are_few(precision: 
     assert memory.rebuilds == 1  # only the first: a ring needs no more
 
 
+@pytest.mark.heavy
 def test_stale_nodes_of_deleted_entries_are_cleared_by_a_rebuild() -> None:
     memory = make()
     fill(memory, 2000)
@@ -130,6 +132,7 @@ def test_neighbours_that_arrive_in_a_regular_order_are_in_all_parts(parts: int) 
     assert memory.measure_recall(keys[::10].flatten(0, 1), 40) >= 0.98
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("parts", [2, 3, 4, 7])
 @pytest.mark.parametrize("capacity", [1000, 1 << 16, 1 << 20])
 def test_entries_at_regular_intervals_are_spread_over_the_parts(capacity: int, parts: int) -> None:
@@ -178,6 +181,7 @@ def test_a_part_that_fails_fails_the_whole() -> None:
         graph.search(draw(1, 1), 10, expansion=20, threads=1)
 
 
+@pytest.mark.heavy
 def test_recall_is_measured_on_live_queries_and_raised_to_the_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -204,6 +208,7 @@ def test_recall_is_measured_on_live_queries_and_raised_to_the_target(
     assert abs(memory.recall - measured) < 0.02
 
 
+@pytest.mark.heavy
 def test_a_search_is_narrowed_again_when_recall_is_more_than_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -218,6 +223,7 @@ def test_a_search_is_narrowed_again_when_recall_is_more_than_enough(
     raise AssertionError(memory.settings)
 
 
+@pytest.mark.heavy
 def test_measuring_takes_a_small_share_of_the_time() -> None:
     memory = make(8_000)
     fill(memory, 8_000)
@@ -235,6 +241,7 @@ def test_measuring_takes_a_small_share_of_the_time() -> None:
     assert 1 <= taken <= 9  # of 18, if all reads were measured
 
 
+@pytest.mark.heavy
 def test_any_of_several_equally_near_entries_counts_as_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -276,6 +283,7 @@ def test_true_neighbours_are_ranked_by_the_distances_that_reads_return(dtype: to
     assert recall.measure_distances(keys, queries, slots - slots - 1).isinf().all()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("precision", ["int8", "float32"])
 @pytest.mark.parametrize("is_clustered", [False, True])
 def test_queries_outside_all_entries_are_answered_by_an_exhaustive_search(
@@ -312,6 +320,7 @@ def test_queries_in_groups_narrower_than_copies_are_rounded_are_not_outside(prec
     assert memory.widths.find_far_and_outside(found.distances)[1].mean() <= 0.05
 
 
+@pytest.mark.heavy
 def test_widths_are_tried_out_again_when_many_queries_lie_outside() -> None:
     """Otherwise every read would compare with all entries once the data have moved."""
     memory = make(2_000)
@@ -409,6 +418,7 @@ def test_after_a_rebuild_no_trace_of_a_deleted_key_is_saved(tmp_path: Path) -> N
 # Rebuilding in the background
 
 
+@pytest.mark.heavy
 def test_writes_during_a_rebuild_are_in_the_graph_that_is_swapped_in() -> None:
     memory = make(4000, background=True)
     fill(memory, 3000)
@@ -425,6 +435,7 @@ def test_writes_during_a_rebuild_are_in_the_graph_that_is_swapped_in() -> None:
     assert memory.measure_recall(draw(100, 3), 20) >= 0.97
 
 
+@pytest.mark.heavy
 def test_large_writes_are_added_to_the_graphs_that_are_there() -> None:
     memory = make(8000, background=True)
     for seed in range(4):
@@ -436,6 +447,7 @@ def test_large_writes_are_added_to_the_graphs_that_are_there() -> None:
     assert find_themselves(memory) >= 0.999
 
 
+@pytest.mark.heavy
 def test_readers_and_writers_go_on_during_rebuilds() -> None:
     memory = make(2000, background=True)
     fill(memory, 2000)
@@ -558,6 +570,7 @@ def test_a_rebuild_that_cannot_begin_leaves_the_change_whole(
         memory.wait()
 
 
+@pytest.mark.heavy
 def test_a_memory_with_graphs_is_sent_to_a_new_process() -> None:
     memory = make(2_000, parts=1)
     fill(memory, 900)
@@ -606,10 +619,12 @@ memory.write(torch.randn(12_000, 64), torch.zeros(12_000, dtype=torch.int64))
 """
 
 
+@pytest.mark.heavy
 def test_a_process_can_end_during_a_rebuild() -> None:
     assert run_script(BIG + "print(memory._thread.is_running)") == "True\n"
 
 
+@pytest.mark.heavy
 def test_a_process_can_fork_during_a_rebuild() -> None:
     script = """
 child = os.fork()
@@ -638,6 +653,7 @@ def test_closing_ends_the_work_in_the_background_and_keeps_the_entries() -> None
 # Saving
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mmap", [False, True])
 def test_a_saved_memory_is_loaded_with_its_graphs(tmp_path: Path, mmap: bool) -> None:
     memory = make()
@@ -828,6 +844,7 @@ def test_labels_that_run_out_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None
     assert find_themselves(memory) >= 0.999
 
 
+@pytest.mark.heavy
 def test_far_queries_are_searched_for_more_widely() -> None:
     sentences = Sentences(6_000, 0)  # one in ten is of no group
     memory = GraphMemory(
@@ -944,6 +961,7 @@ def test_queries_for_which_no_search_is_wide_enough_are_compared_with_all_entrie
     assert choose(95, 80).are_enough
 
 
+@pytest.mark.heavy
 def test_many_copies_of_one_key_do_not_lower_recall(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -970,6 +988,7 @@ def test_many_copies_of_one_key_do_not_lower_recall(
     assert memory.rebuilds == 1
 
 
+@pytest.mark.heavy
 def test_widths_need_not_be_enough_for_the_few_neighbours_that_a_graph_has() -> None:
     """49 of the 50 neighbours of each query are in another graph; this one is hard to search."""
     generator = torch.Generator().manual_seed(0)
@@ -993,6 +1012,7 @@ def test_widths_need_not_be_enough_for_the_few_neighbours_that_a_graph_has() -> 
     assert not widths.are_enough
 
 
+@pytest.mark.heavy
 def test_widths_are_tried_out_as_reads_search_when_much_was_deleted_meanwhile() -> None:
     """What was deleted while a graph was built counts neither as found nor as missed."""
     generator = torch.Generator().manual_seed(0)
@@ -1077,6 +1097,7 @@ def test_the_widths_of_a_graph_of_few_entries_are_its_own(tmp_path: Path) -> Non
     assert memory._graphs.graphs[0].own_widths == (600, 1_800)
 
 
+@pytest.mark.heavy
 def test_queries_that_find_less_than_others_are_answered() -> None:
     """Tight groups with few links: some nodes cannot be reached, and searches find fewer nodes."""
     generator = torch.Generator().manual_seed(0)
@@ -1110,6 +1131,7 @@ def test_queries_beyond_the_range_of_the_copies_are_outside() -> None:
         assert memory.measure_recall(queries, 20) >= 0.97
 
 
+@pytest.mark.heavy
 def test_a_bulk_of_other_data_is_found_beside_what_was_there() -> None:
     memory = make(10_000, parts=1)
     fill(memory, 5_000)
@@ -1118,6 +1140,7 @@ def test_a_bulk_of_other_data_is_found_beside_what_was_there() -> None:
     assert memory.measure_recall(other[1], 20) >= 0.97
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shift", [3, 20])
 def test_graphs_are_rebuilt_for_keys_that_drift_out_of_their_range(
     monkeypatch: pytest.MonkeyPatch, shift: int
@@ -1132,6 +1155,7 @@ def test_graphs_are_rebuilt_for_keys_that_drift_out_of_their_range(
     assert memory.measure_recall(shift + draw(100, 51), 20) >= 0.97
 
 
+@pytest.mark.heavy
 def test_a_low_target_is_reached_again_after_a_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies in bfloat16 are too coarse far away from where they were taken, however wide."""
     monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query
@@ -1153,6 +1177,7 @@ def test_a_low_target_is_reached_again_after_a_drift(monkeypatch: pytest.MonkeyP
     assert memory.measure_recall(draw_around(100, 200), 20) >= 0.8
 
 
+@pytest.mark.heavy
 def test_deleted_copies_of_a_key_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths were tried out while the copies were among the answers."""
     monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query

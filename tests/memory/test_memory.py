@@ -71,6 +71,7 @@ def test_the_contract_holds_for_keys_of_every_precision(dtype: torch.dtype) -> N
     check_memory(lambda capacity, key_dim: ExactMemory(capacity, key_dim, dtype=dtype))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -175,6 +176,7 @@ def test_any_sequence_of_calls_agrees_with_a_list(examples: int) -> None:
     )
 
 
+@pytest.mark.heavy
 @given(
     capacity=st.integers(1, 7),
     before=st.lists(SMALL_KEYS, max_size=10),

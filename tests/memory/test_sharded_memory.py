@@ -63,6 +63,7 @@ CALLS = st.one_of(
 )
 
 
+@pytest.mark.heavy
 @settings(
     max_examples=25,
     deadline=None,
@@ -125,6 +126,7 @@ def test_a_history_gives_the_neighbours_of_one_memory_to_the_bit(
     assert processes.call("__len__") == [len(single)] * len(processes.pids)
 
 
+@pytest.mark.heavy
 def test_many_entries_are_searched_in_shares_and_give_the_same_neighbours(
     processes: Processes,
 ) -> None:
@@ -257,6 +259,7 @@ def test_without_a_group_the_error_says_what_to_do() -> None:
         mbpa.ShardedMemory(10, 2)
 
 
+@pytest.mark.heavy
 def test_a_group_of_one_fulfils_the_contract_of_a_memory(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -265,6 +268,7 @@ def test_a_group_of_one_fulfils_the_contract_of_a_memory(tmp_path: Path) -> None
         dist.destroy_process_group()
 
 
+@pytest.mark.heavy
 def test_the_example_in_the_docs_runs_with_torchrun(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "memories.md").read_text("utf-8")
     code = text.split("<!-- torchrun -->\n```python\n")[1].split("```")[0]

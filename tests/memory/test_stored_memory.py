@@ -45,6 +45,7 @@ def make(tmp_path: Path) -> Callable[[int, int], SqliteMemory]:
     )
 
 
+@pytest.mark.heavy
 def test_a_stored_memory_fulfils_the_contract(make: Callable[[int, int], SqliteMemory]) -> None:
     check_memory(make, attach=attach)
 
@@ -77,6 +78,7 @@ class NeverLooksAgain(SqliteMemory):
         self._is_unsure = False
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("backend", "part"),
     [
@@ -204,6 +206,7 @@ while True:
 """
 
 
+@pytest.mark.heavy
 def test_writers_that_are_killed_leave_whole_entries_in_order(tmp_path: Path) -> None:
     """Keys and values say which id an entry got, so an entry under another's id would show."""
     path, acknowledged = tmp_path / "m", 0

@@ -68,6 +68,7 @@ def milvus_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.stop()
 
 
+@pytest.mark.heavy
 def test_it_fulfils_the_contract(make: Make) -> None:
     def attach(memory: Any, read_only: bool) -> StoredMemory:
         return make(

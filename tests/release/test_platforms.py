@@ -77,6 +77,7 @@ print("done")
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(sys.platform == "win32", reason="here it is the real thing")
 def test_nothing_that_windows_lacks_is_needed() -> None:
     trials = str(Path(__file__).parent)

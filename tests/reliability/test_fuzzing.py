@@ -60,6 +60,7 @@ def run_target(target: Target, *, cases: int, seed: int = 0, **options) -> Summa
         return Fuzzer(target, check, seed=seed, **options).run(cases=cases)
 
 
+@pytest.mark.heavy
 def test_a_planted_defect_is_found_because_of_coverage(planted):
     letters = tuple(bytes([code]) for code in range(65, 91))
     target = make_target(planted, ["planted_parser.py"], tokens=letters)
@@ -171,6 +172,7 @@ def test_what_reads_files_withstands_bad_ones(target):
     assert len(summary.outcomes) > 4, "inputs must get past the first check"
 
 
+@pytest.mark.heavy
 def test_requests_that_make_no_sense_are_refused_and_change_nothing():
     summary = run_target(request_target.REQUESTS, cases=120)
     assert summary.findings == []

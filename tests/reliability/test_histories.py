@@ -328,6 +328,7 @@ def test_broken_services_are_caught(mutation):
 # Our service
 
 
+@pytest.mark.heavy
 def test_histories_of_the_service_are_linearizable(tmp_path):
     write_small_run(tmp_path / "run")
     with (

@@ -119,6 +119,7 @@ class Swapping(Classifier):
         ]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", [Remembering, Repeating, Drifting, Swapping])
 def test_broken_services_are_caught_and_the_way_there_is_shrunk(kind):
     found = find_mismatch(kind)

@@ -19,17 +19,20 @@ except PostgresMissingError as error:
 from reliability import replicas
 
 
+@pytest.mark.heavy
 def test_nothing_is_lost_when_replicas_writers_and_the_database_are_killed() -> None:
     found = replicas.kill_replicas(8, seed=3)
     assert found["kills"] == sum(found["by_kind"].values()) == 8
     assert found["acknowledged_lessons"] > 10
 
 
+@pytest.mark.heavy
 def test_histories_across_replicas_are_linearizable() -> None:
     found = replicas.check_histories(2, seed=1, clients=4, operations=12)
     assert found["verdicts"] == {"linearizable": 2}
 
 
+@pytest.mark.heavy
 def test_a_replica_survives_cuts_of_the_network() -> None:
     found = replicas.cut_network(2, seed=1)
     assert found["lessons 503"] > 0

@@ -65,6 +65,7 @@ def test_an_approximate_memory_answers_like_an_exact_one() -> None:
     assert ((answers[0] - answers[1]).abs().amax(1) < 1e-4).double().mean() > 0.9
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("graph_of_few")
 def test_recall_is_known_of_a_graph_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recall, "MEASURING_SHARE", 1e9)  # measure every query
@@ -79,6 +80,7 @@ def test_recall_is_known_of_a_graph_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert model.recall > 0.9
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("graph_of_few")
 def test_forgotten_examples_leave_no_trace_in_the_content() -> None:
     keys, named = draw(1500, 1)

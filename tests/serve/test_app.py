@@ -144,6 +144,7 @@ def test_a_batch_is_answered_as_its_parts_are(client):
         assert len(answer["top"]) == 2
 
 
+@pytest.mark.heavy
 def test_a_batch_that_takes_too_long_at_once_is_answered_in_parts(untaught, tmp_path, client):
     shutil.copytree(untaught, tmp_path / "run")
     with (
@@ -740,6 +741,7 @@ def test_unknown_paths_get_a_json_answer(client):
 
 
 # The server runs in a thread of this process, and what it draws looks as if a strategy drew it.
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
 def test_the_service_keeps_to_its_description(tmp_path):
     """Cases that schemathesis draws from the OpenAPI description, good ones and bad ones."""
@@ -779,6 +781,7 @@ def test_the_numbers_in_the_documents_are_those_of_the_benchmarks(document, resu
 # What it survives
 
 
+@pytest.mark.heavy
 def test_whatever_happens_at_once_is_explained_by_an_order(client):
     """Lessons are taught and forgotten, and every answer is that of some number of whole calls: no
     fewer than were acknowledged when it was asked, and no more than were sent when it came."""
@@ -845,6 +848,7 @@ def get_probabilities(client: httpx.Client) -> dict[str, float]:
     return {each["label"]: each["probability"] for each in top}
 
 
+@pytest.mark.heavy
 def test_too_much_at_once_is_turned_away_and_it_recovers(untaught, tmp_path):
     shutil.copytree(untaught, tmp_path / "run")
     with Classifier.load(tmp_path / "run") as classifier:
@@ -1293,6 +1297,7 @@ LARGE = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("path", "body"), LARGE.values(), ids=LARGE)
 def test_beside_a_large_request_a_small_one_is_answered_soon(slow, path, body):
     client, _ = slow
@@ -1350,6 +1355,7 @@ def test_for_a_client_that_is_gone_nothing_more_is_computed(slow, path, body):
     assert "new" not in labels(client)
 
 
+@pytest.mark.heavy
 def test_beside_a_request_of_large_pictures_a_small_one_is_answered_soon(tmp_path):
     pictures = pytest.importorskip("PIL.Image")
     file = io.BytesIO()

@@ -97,6 +97,7 @@ def test_what_a_killed_service_left_in_its_log_is_in_the_backup(run, tmp_path):
         assert "logged" in classifier.labels
 
 
+@pytest.mark.heavy
 def test_backups_under_load_hold_what_was_acknowledged_and_whole_calls(run, tmp_path):
     before = len(KEYS)
     with Classifier.load(run) as classifier, running(create_app(classifier)) as url:
@@ -143,6 +144,7 @@ def test_backups_under_load_hold_what_was_acknowledged_and_whole_calls(run, tmp_
         assert not (run / "journal.sqlite-backup").exists()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("rounds", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_kill_during_a_backup_leaves_a_run_that_serves_and_no_copy(tmp_path, rounds):
     run = tmp_path / "run"
@@ -173,6 +175,7 @@ def _download(url: str) -> None:
         httpx.get(f"{url}/backup", timeout=30)
 
 
+@pytest.mark.heavy
 def test_a_killed_command_leaves_no_half_backup(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out" / "run.tar"
     out.parent.mkdir()

@@ -119,6 +119,7 @@ def test_answers_do_not_depend_on_the_order_of_teaching(fresh, seed):
     assert list(first.labels) == list(second.labels)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "predictor",
     [
@@ -624,6 +625,7 @@ def test_readers_see_a_lesson_whole_or_not_at_all(fresh):
         assert lessons_seen == sorted(lessons_seen)
 
 
+@pytest.mark.heavy
 def test_counts_are_those_of_whole_calls(fresh):
     """Readers see the state before or after a call, never within one."""
     classifier, done, seen = fresh(), threading.Event(), set()

@@ -207,6 +207,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.heavy
 def test_a_forked_process_leaves_the_files_of_its_parent_alone(tmp_path):
     """In a process of its own: a fork of this one, with its threads, might wait for ever."""
     command = [sys.executable, "-c", FORKING, str(tmp_path), *ENDS]
@@ -329,6 +330,7 @@ def test_an_emptied_or_missing_journal_of_a_run_is_noticed(tmp_path):
         Classifier.load(tmp_path / "run")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("value", [numpy.nan, numpy.inf, 1e30])
 def test_keys_that_no_key_is_like_are_named(tmp_path, value, capsys):
     write_random_run(tmp_path / "run", key_dim=4)
@@ -390,6 +392,7 @@ def test_only_the_owner_may_read_a_journal(tmp_path):
             assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", [b"caf\xe9", "ünïcode".encode(), b"a?b#c%20 d", b"//abs"])
 def test_a_run_may_be_anywhere(tmp_path, name, capsys):
     place = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name.replace(b"//", b"")))

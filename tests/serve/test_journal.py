@@ -308,6 +308,7 @@ def test_readers_see_whole_calls_while_others_write(place: Path) -> None:
 # Failures
 
 
+@pytest.mark.heavy
 def test_nothing_acknowledged_is_lost_torn_or_doubled_by_kills(place: Path) -> None:
     """`python -m reliability kills` does it ten thousand times."""
     counts = lines("kills", place / "j", 50, 0)[-1]
@@ -350,6 +351,7 @@ def _system_calls_can_fail() -> None:
         pytest.skip("needs Linux 5.5 with seccomp filters")
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("_system_calls_can_fail")
 @pytest.mark.parametrize(
     "kind",
@@ -378,6 +380,7 @@ def test_files_that_cannot_grow_lose_nothing(place: Path) -> None:
     check_failures(expected, *failures)
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("_system_calls_can_fail")
 def test_a_power_cut_at_any_moment_loses_nothing_acknowledged(place: Path) -> None:
     """Nothing, or any half of the sectors, survives of what was not flushed. The same holds after a
@@ -544,6 +547,7 @@ def test_the_log_stays_short_while_examples_are_only_taught(place: Path) -> None
         assert (place / "j").stat().st_size > 20e6
 
 
+@pytest.mark.heavy
 def test_files_stay_small_over_a_soak(place: Path) -> None:
     """Four hundred calls, 30 kept: of 22 MB that pass through, few are ever there."""
     largest = written = 0

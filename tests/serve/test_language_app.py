@@ -145,6 +145,7 @@ def test_a_completion_is_what_the_model_writes(taught: Service) -> None:
     assert taught.complete(taught.lm.encode("The heron stands")).choices[0].text == choice.text
 
 
+@pytest.mark.heavy
 def test_prompts_and_copies_are_numbered_in_order(taught: Service) -> None:
     prompts = ["The heron stands", "In the evening it flies"]
     alone = [taught.complete(each).choices[0].text for each in prompts]
@@ -224,6 +225,7 @@ def test_a_prompt_alone_is_scored(taught: Service) -> None:
     assert taught.complete("The", max_tokens=0).choices[0].text == ""
 
 
+@pytest.mark.heavy
 def test_a_stop_string_may_span_tokens(taught: Service) -> None:
     whole = taught.complete(max_tokens=12).choices[0].text
     assert whole.startswith(" in the shallow water of")
@@ -257,6 +259,7 @@ def test_a_seed_makes_answers_repeatable(untaught: Service) -> None:
     assert untaught.complete(temperature=1e-30).choices[0].text
 
 
+@pytest.mark.heavy
 def test_origins_of_tokens_come_on_request(taught: Service) -> None:
     plain = taught.complete().choices[0]
     assert "mbpa" not in plain.model_extra
@@ -596,6 +599,7 @@ def test_a_full_disk_changes_nothing(
 # Clients
 
 
+@pytest.mark.heavy
 def test_clients_at_the_same_time_get_their_own_answers(taught: Service) -> None:
     prompts = ["The heron stands", "In the evening", "The river", "Then the water"]
     alone = {each: taught.complete(each).choices[0].text for each in prompts}
@@ -695,6 +699,7 @@ def teach_and_forget(client: httpx.Client, teacher: int, done: dict[str, bool]) 
             done[name] = False
 
 
+@pytest.mark.heavy
 def test_a_killed_server_loses_nothing_that_it_acknowledged(run: Path) -> None:
     def score(client: httpx.Client) -> Any:
         answer = client.post("/score", json={"text": TEXT, "origins": 1})

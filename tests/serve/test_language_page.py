@@ -66,6 +66,7 @@ class Visit:
         return self.page.locator("#figures tr").nth(1).locator("td").all_inner_texts()
 
 
+@pytest.mark.heavy
 def test_a_document_is_added_seen_and_forgotten(chromium: Browser, lm: MemoryLM) -> None:
     with running(create_language_app(lm)) as url:
         visit = Visit(chromium, url)

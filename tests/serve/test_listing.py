@@ -346,6 +346,7 @@ def words(draw: random.Random, label: str, count: int) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["taught.csv", "taught.jsonl"])
 def test_an_export_taught_again_answers_the_same(tmp_path, name):
     draw, encoder = random.Random(0), WordEncoder()

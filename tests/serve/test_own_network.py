@@ -32,6 +32,7 @@ def spreadsheet(tmp_path: Path) -> str:
     return "data.csv"
 
 
+@pytest.mark.heavy
 def test_a_network_is_taught_and_served_as_an_encoder(module, spreadsheet, tmp_path, capsys):
     name = f"{module(LETTERS + 'def make(): return Letters()')}:make"
     assert cli.main(["teach", spreadsheet, "--encoder", name, "--no-progress"]) == 0
@@ -49,6 +50,7 @@ def test_a_network_is_taught_and_served_as_an_encoder(module, spreadsheet, tmp_p
         assert answer["label"] == "omega"
 
 
+@pytest.mark.heavy
 def test_a_run_of_ones_own_encoder_needs_that_encoder(module, spreadsheet, tmp_path, capsys):
     name = f"{module(LETTERS + 'def make(): return Letters()')}:make"
     assert cli.main(["teach", spreadsheet, "--encoder", name, "--no-progress"]) == 0
@@ -74,6 +76,7 @@ def test_a_run_of_ones_own_encoder_needs_that_encoder(module, spreadsheet, tmp_p
         Classifier.load(tmp_path / "run", encoder=BrightnessEncoder())
 
 
+@pytest.mark.heavy
 def test_keys_of_an_encoder_class_must_have_norm_1(module, spreadsheet, capsys):
     name = module(
         "from tests.runs import WordEncoder\n"
@@ -243,6 +246,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path):
 # Saved
 
 
+@pytest.mark.heavy
 def test_a_saved_model_is_served_and_keeps_what_it_is_taught(module, tmp_path, capsys):
     name = f"{module(LETTERS + 'def make(): return Letters()')}:make"
     make_model(6).save("saved")

@@ -51,6 +51,7 @@ def run(command: str, folder: Path) -> str:
     return printed
 
 
+@pytest.mark.heavy
 def test_a_vision_network_is_trained_saved_served_and_taught(folder: Path) -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     image = pytest.importorskip("PIL.Image")
@@ -130,6 +131,7 @@ def ask(server: Server, texts: list[str]) -> list[dict[str, float]]:
     return [{each["label"]: each["probability"] for each in answer["top"]} for answer in answers]
 
 
+@pytest.mark.heavy
 def test_a_hugging_face_classifier_is_served_and_taught(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     fine_tune(folder)
@@ -154,6 +156,7 @@ def test_a_hugging_face_classifier_is_served_and_taught(folder: Path) -> None:
         assert ask(server, ["new post today", "reset pin"]) == taught
 
 
+@pytest.mark.heavy
 def test_a_hugging_face_classifier_is_the_encoder_of_a_run(folder: Path) -> None:
     fine_tune(folder)
     *_, teach, serve = read_commands()

@@ -47,6 +47,8 @@ from mbpa.serve.journal import InputError, Journal
 from mbpa.serve.labelled_images import read_labelled_images
 from mbpa.serve.run_info import JOURNAL_FILE
 
+pytestmark = pytest.mark.heavy  # runs are made of pictures, and an encoder sees each
+
 Image = pytest.importorskip("PIL.Image")
 KNOWN, NEW = NAMES[:8], NAMES[8:]
 JSON = {"content-type": "application/json"}

@@ -79,6 +79,7 @@ class Expected:
                 classifier.learn([lesson])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(12))
 def test_answers_are_those_of_a_run_that_had_the_names_from_the_start(tmp_path, seed):
     draw, run = random.Random(seed), tmp_path / "run"
@@ -122,6 +123,7 @@ def test_answers_are_those_of_a_run_that_had_the_names_from_the_start(tmp_path, 
         require_equal(classifier, expected, run, tmp_path / "fresh", draw)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("size", "norm"), [(384, 1.0096), pytest.param(2118, 1.0, marks=pytest.mark.slow)]
 )

@@ -86,6 +86,7 @@ def operate(classifier: Classifier, draw: random.Random) -> None:
         pass  # there is no such label, or the new one exists
 
 
+@pytest.mark.heavy
 def test_replicas_at_one_position_answer_equally_to_the_bit(
     load: Callable[..., Classifier], shared: str, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_sums_of_positions_do_not_overflow(
     assert get_answers(one) == get_answers(other)
 
 
+@pytest.mark.heavy
 def test_a_follower_logs_what_it_did_not_expect_and_goes_on(
     load: Callable[..., Classifier],
     monkeypatch: pytest.MonkeyPatch,
@@ -175,6 +177,7 @@ def test_a_follower_logs_what_it_did_not_expect_and_goes_on(
     assert "nobody expected this" in caplog.text
 
 
+@pytest.mark.heavy
 def test_a_replica_that_is_slow_to_load_does_not_load_for_ever(
     load: Callable[..., Classifier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +212,7 @@ def test_a_change_of_label_sees_what_others_have_written(load: Callable[..., Cla
     assert get_answers(one) == get_answers(other)
 
 
+@pytest.mark.heavy
 def test_a_new_model_reaches_all_replicas(load: Callable[..., Classifier], tmp_path: Path) -> None:
     one, other = load(), load()
     for label in ("new", "trained 0"):
@@ -230,6 +234,7 @@ def test_a_new_model_reaches_all_replicas(load: Callable[..., Classifier], tmp_p
     assert get_answers(one) == get_answers(other)
 
 
+@pytest.mark.heavy
 def test_a_replica_loads_everything_anew_after_a_fail_over_that_lost_a_tail(
     run: Path, tmp_path: Path
 ) -> None:
@@ -319,6 +324,7 @@ def test_what_one_service_learns_the_other_knows(services: list[httpx.Client]) -
         assert line in metrics
 
 
+@pytest.mark.heavy
 def test_a_position_that_is_not_reached_is_refused(services: list[httpx.Client]) -> None:
     one, _ = services
     found = one.get("/labels", headers={POSITION_HEADER: "1000"})
@@ -331,6 +337,7 @@ def test_a_position_that_is_not_reached_is_refused(services: list[httpx.Client])
         assert "must be a position or 'latest'" in found.json()["error"]
 
 
+@pytest.mark.heavy
 def test_the_client_reads_what_it_wrote_elsewhere(services: list[httpx.Client]) -> None:
     one, other = (str(each.base_url) for each in services)
     client = ServiceClient(one)
@@ -343,6 +350,7 @@ def test_the_client_reads_what_it_wrote_elsewhere(services: list[httpx.Client]) 
         assert f"new {number}" in labels
 
 
+@pytest.mark.heavy
 def test_a_backup_of_a_replica_is_a_run(
     services: list[httpx.Client], load: Callable[..., Classifier], tmp_path: Path
 ) -> None:
@@ -366,6 +374,7 @@ def test_training_and_renaming_over_http_reach_all_replicas(services: list[httpx
     assert one.post("/predict", json=query).json() == other.post("/predict", json=query).json()
 
 
+@pytest.mark.heavy
 def test_check_lists_replicas(
     services: list[httpx.Client],
     run: Path,
@@ -398,6 +407,7 @@ def proxied(
         yield proxy, serve(stack, load(url))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mode", ["cut", "hold"])
 def test_a_replica_without_its_database_answers_and_says_how_old_its_state_is(
     proxied: tuple[Proxy, httpx.Client], load: Callable[..., Classifier], mode: Any
@@ -438,6 +448,7 @@ def test_a_replica_without_its_database_answers_and_says_how_old_its_state_is(
     assert [each["text"] for each in listed] == ["before", "meanwhile"]
 
 
+@pytest.mark.heavy
 def test_a_slow_network_delays_and_nothing_else(proxied: tuple[Proxy, httpx.Client]) -> None:
     proxy, client = proxied
     proxy.delay_s = 0.1
@@ -446,6 +457,7 @@ def test_a_slow_network_delays_and_nothing_else(proxied: tuple[Proxy, httpx.Clie
     assert client.get("/stats").json()["examples"] == 27
 
 
+@pytest.mark.heavy
 def test_killed_backends_are_replaced(
     services: list[httpx.Client],
     postgres: PostgresServer,  # noqa: F811
@@ -464,6 +476,7 @@ def test_killed_backends_are_replaced(
     wait_until(lambda: other.get("/stats").json()["examples"] == 27)
 
 
+@pytest.mark.heavy
 def test_a_full_disk_of_the_server_is_reported_and_nothing_is_stored(
     run: Path,
 ) -> None:

@@ -42,6 +42,7 @@ def models(run: Path) -> list[str]:
     return sorted(each.name for each in run.iterdir() if each.is_dir())
 
 
+@pytest.mark.heavy
 def test_a_retrained_run_answers_as_one_that_was_made_from_everything(tmp_path):
     draw, encoder = random.Random(0), WordEncoder()
     words = {label: [f"{label}{i}" for i in range(6)] for label in "abcdef"}
@@ -79,6 +80,7 @@ def test_a_retrained_run_answers_as_one_that_was_made_from_everything(tmp_path):
         assert classifier.predict(queries) == before
 
 
+@pytest.mark.heavy
 def test_what_is_taught_forgotten_and_renamed_while_it_trains_is_kept(run):
     with Classifier.load(run) as classifier:
         snapshot = classifier.take_snapshot()
@@ -104,6 +106,7 @@ def test_what_is_taught_forgotten_and_renamed_while_it_trains_is_kept(run):
         assert len(models(run)) == 1, "the model that was not used is removed"
 
 
+@pytest.mark.heavy
 def test_a_run_that_gets_a_learner_takes_keys_of_norm_one_from_then_on(tmp_path):
     write_random_run(tmp_path / "run", learns=False)
     long = [Lesson("long", "text", 2 * NEW[0])]
@@ -126,6 +129,7 @@ def test_a_run_that_gets_a_learner_takes_keys_of_norm_one_from_then_on(tmp_path)
         assert classifier.predict(keys=QUERIES) == answers
 
 
+@pytest.mark.heavy
 def test_what_cannot_be_trained_is_said_in_a_line(run, capsys):
     with Classifier.load(run) as classifier:
         for label in list(classifier.labels)[1:]:
@@ -144,6 +148,7 @@ def test_what_cannot_be_trained_is_said_in_a_line(run, capsys):
     assert RunInfo.read(run) == before
 
 
+@pytest.mark.heavy
 def test_a_service_changes_over_and_every_answer_is_of_one_of_the_two(run, tmp_path, capsys):
     with Classifier.load(run) as classifier, running(create_app(classifier)) as url:
         asked = {"embeddings": [QUERIES[0].tolist()], "top": 9}
@@ -221,6 +226,7 @@ with Classifier.load(run) as classifier:
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("rounds", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_kill_while_training_or_changing_over_leaves_a_run_that_serves(run, rounds):
     draw = random.Random(0)
@@ -245,6 +251,7 @@ def test_a_kill_while_training_or_changing_over_leaves_a_run_that_serves(run, ro
     assert len(answers) <= 2, "training with the same examples gives the same head"
 
 
+@pytest.mark.heavy
 def test_a_killed_service_leaves_a_run_that_serves(run):
     with Server(run) as server:
         before = server.client.post("/predict", json={"embeddings": QUERIES.tolist()}).json()

@@ -223,6 +223,7 @@ def test_a_label_can_be_added_to_it(taught):
         assert not any(answer.label == "new" for answer in answers)
 
 
+@pytest.mark.heavy
 def test_teaching_twice_gives_the_same(taught, tmp_path):
     _, made, data = taught
     again = teaching.teach(data, WordEncoder())
@@ -494,6 +495,7 @@ def shares_by_hand(task: Rehearsal, choice: Choice) -> tuple[float, float]:
     return float(right[task.answers >= old].mean()), float(right[task.answers < old].mean())
 
 
+@pytest.mark.heavy
 def test_rehearsals_choose_for_new_labels_as_long_as_old_ones_are_kept():
     task = confusable_task()
     choice = selection.choose([task], max_lost_fraction=0.02)
@@ -514,6 +516,7 @@ def test_the_learner_is_kept_in_the_run(taught):
     assert all(torch.equal(kept[name], given[name]) for name in given)
 
 
+@pytest.mark.heavy
 def test_what_is_answered_out_of_scope_can_be_limited(taught, taught_few, tmp_path):
     _, made, data = taught
     careful = teaching.teach(data, WordEncoder(), max_answered_out_of_scope=0.01)

@@ -449,6 +449,7 @@ def compare_histories(steps: Sequence[Any], order: random.Random, learner: Learn
     assert classifier.explain(QUERIES[:2]) == fresh.explain(QUERIES[:2])
 
 
+@pytest.mark.heavy
 @settings(max_examples=60, deadline=None)
 @given(**HISTORY)
 def test_answers_depend_only_on_the_examples_present(steps, order, learner) -> None:
@@ -497,6 +498,7 @@ def test_a_saved_learner_answers_the_same(learner: Learner, tmp_path: Path) -> N
         Learner.from_tensors(nn.Linear(3, KNOWN), saved["learner"])
 
 
+@pytest.mark.heavy
 def test_fitting_is_deterministic(learner: Learner) -> None:
     again = fit_learner(KEYS, KEY_LABELS, learner.head, train)
     assert again is not None

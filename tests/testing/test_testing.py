@@ -100,6 +100,7 @@ def test_a_backend_that_keeps_the_contract_passes(backend: type[mbpa.Memory]) ->
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.heavy
 def test_an_approximate_backend_passes_as_approximate_only() -> None:
     for backend in (Approximate, DictMemory):
         check_memory(lambda capacity, key_dim, b=backend: b(capacity, key_dim), exact=False)
@@ -308,6 +309,7 @@ class Nesterov(mbpa.Rule):
         return {n: p - 0.1 * (0.9 * speed[n] + grads[n]) for n, p in params.items()}, speed
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "rule",
     [

@@ -21,6 +21,8 @@ import pytest
 from website import dialect, reference
 from website.draw_method import FIGURES, draw_all
 
+pytestmark = pytest.mark.heavy  # the site is built
+
 ROOT = Path(__file__).parents[2]
 LOADING = {"img": "src", "script": "src", "link": "href", "iframe": "src", "source": "src"}
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")

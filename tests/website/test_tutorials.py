@@ -105,6 +105,7 @@ class Reader:
         return out.getvalue()
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("default")  # of the libraries that a tutorial shows
 @pytest.mark.parametrize(
     ("name", "outputs"),
