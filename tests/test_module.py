@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -763,15 +764,64 @@ def test_a_copy_remembers_what_its_keys_were_computed_with() -> None:
             COPIERS[copier](model)(QUERIES)
 
 
-def test_looking_for_stale_keys_takes_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model = make_watched()
-    model.write(*draw(40))
-    looks = []
-    look = model._watch._look
-    monkeypatch.setattr(model._watch, "_look", lambda: looks.append(1) or look())
-    for _ in range(60):
-        model(QUERIES[:1])
-    assert len(looks) < 30
+class Clock:
+    """A clock that the test sets."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock by which the embedding is looked at."""
+    clock = Clock()
+    monkeypatch.setattr(key_watch, "time", clock)
+    return clock
+
+
+def make_watch(
+    clock: Clock, weight: Tensor, memory: mbpa.Memory, durations_s: Iterable[float]
+) -> key_watch.KeyWatch:
+    """Return a watch over a weight, of which each look takes so long."""
+    durations = iter(durations_s)
+
+    def list_weights() -> list[Tensor]:
+        clock.now_s += next(durations)
+        return [weight]
+
+    return key_watch.KeyWatch(list_weights, memory)
+
+
+def test_looking_for_stale_keys_takes_a_hundredth_of_the_time(clock: Clock) -> None:
+    looks = itertools.count()
+    durations_s = (0.05 for _ in looks)
+    watch = make_watch(clock, torch.randn(8, 8), mbpa.ExactMemory(99, D), durations_s)
+    for _ in range(10_000):
+        clock.now_s += 0.1
+        assert not watch.finds_stale_keys()
+        watch.note_write()
+    assert 0.008 * clock.now_s < 0.05 * next(looks) < 0.011 * clock.now_s
+
+
+@pytest.mark.parametrize("slow_look", range(4))
+def test_what_is_written_while_training_is_not_missed_after_a_slow_look(
+    clock: Clock, slow_look: int
+) -> None:
+    weight, memory = torch.randn(8, 8), mbpa.ExactMemory(99, D)
+    durations_s = itertools.chain([1e-4] * slow_look, [0.05], itertools.repeat(1e-4))
+    watch = make_watch(clock, weight, memory, durations_s)
+    for _ in range(20):  # 2 seconds; after looks of 0.05 s there would be pauses of 5
+        clock.now_s += 0.1
+        weight += 0.1 * torch.randn(8, 8)
+        memory.write(torch.randn(1, D), [0])
+        watch.note_write()
+    clock.now_s += 10
+    assert not watch.finds_stale_keys()
+    weight *= 3
+    clock.now_s += 10
+    assert watch.finds_stale_keys()
 
 
 @pytest.mark.usefixtures("_impatient")

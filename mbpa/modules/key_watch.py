@@ -8,6 +8,7 @@ a movement since the last write that is several times as large is a sign that ke
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,9 +38,11 @@ class KeyWatch:
 
     _content: tuple[int, int]
     """What the memory held at the last look."""
+    _last_look_took_s = math.inf
 
     def __init__(self, list_weights: Callable[[], Iterable[Tensor]], memory: Memory) -> None:
         self._list_weights, self._memory = list_weights, memory
+        self._look()  # so that the duration of the next one is not that of a first call
         self.start_over()
 
     def start_over(self) -> None:
@@ -105,7 +108,11 @@ class KeyWatch:
                 samples = [each.cpu() for each in samples]
             numbers = torch.cat(samples).double().cpu() if samples else torch.empty(0)
         now = time.monotonic()
-        self._next_look_s = now + (now - start) / TIME_SHARE
+        # One look may take long because the machine is busy. After a long pause, a network that
+        # learnt and wrote by turns would seem to have changed after the last write.
+        took_s = now - start
+        self._next_look_s = now + min(took_s, self._last_look_took_s) / TIME_SHARE
+        self._last_look_took_s = took_s
         return _Seen([len(each) for each in samples], numbers)
 
 
