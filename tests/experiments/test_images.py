@@ -97,9 +97,8 @@ def test_half_of_the_classes_are_known_and_what_is_scored_is_never_trained_on(
 
 @pytest.mark.heavy
 def test_images_are_held_out_where_they_are_scored(context: Context, tmp_path: Path) -> None:
-    pretraining = replace(SMOKE.pretraining, epochs=0)
-    config = replace(SMOKE, part="validation", pretraining=pretraining)
-    task = make_image_task(config, replace(context, cache=tmp_path), 1)
+    own = replace(context, workspace=Workspace(tmp_path / "work"), cache=tmp_path / "cache")
+    task = make_image_task(replace(SMOKE, part="validation"), own, 1)
     assert task.train_labels.bincount().tolist() == [400] * 6
     assert task.validation_labels.bincount().tolist() == [100] * 6
     seen = {row.numpy().tobytes() for row in task.train}
