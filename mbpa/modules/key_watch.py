@@ -22,9 +22,10 @@ from mbpa.memory import Memory
 
 NUMBERS_PER_WEIGHT = 32
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-TIME_SHARE = 0.01  # of the time between two looks that a look may take
+TIME_SHARE = 0.01  # of the time until the next look, for the shorter of the last two looks
 MIN_CHANGE = 0.05  # of a weight matrix, relative to its norm
 MARGIN = 4.0  # by which a change exceeds those between writes
+FIRST_WRITES = 8  # at which the embedding is looked at, however long that takes
 FADING = 0.9  # of the largest change between writes, at each further write
 
 
@@ -39,16 +40,17 @@ class KeyWatch:
     _content: tuple[int, int]
     """What the memory held at the last look."""
     _last_look_took_s = math.inf
+    _first_writes_seen = 0
 
     def __init__(self, list_weights: Callable[[], Iterable[Tensor]], memory: Memory) -> None:
         self._list_weights, self._memory = list_weights, memory
-        self._look()  # so that the duration of the next one is not that of a first call
+        self._look()  # the first one of a process takes longer than all others
         self.start_over()
 
     def start_over(self) -> None:
         """Take the keys in the memory for those of the embedding as it is now."""
         self._usual_change, self._has_told = 0.0, False
-        self._next_look_s = 0.0
+        self._next_look_s, self._first_writes_seen = 0.0, 0
         self._remember(self._look())
 
     @contextmanager
@@ -60,9 +62,15 @@ class KeyWatch:
             self._content = self._get_content()
 
     def note_write(self) -> None:
-        """Remember that keys of the current embedding were written just now."""
+        """Remember that keys of the current embedding were written just now.
+
+        The first writes are all looked at. Otherwise a training that wrote a few times could be
+        over before the next look, and would seem to have followed the last write.
+        """
         self._content = self._get_content()
-        if self._seen.counts and time.monotonic() >= self._next_look_s:
+        is_early = self._first_writes_seen < FIRST_WRITES
+        if self._seen.counts and (is_early or time.monotonic() >= self._next_look_s):
+            self._first_writes_seen += is_early
             before, now = self._seen, self._look()
             self._usual_change = max(before.compare(now), FADING * self._usual_change)
             self._remember(now)
