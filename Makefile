@@ -75,7 +75,7 @@ CORES := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 MEMORY_DIR := $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 4000000 {print "TMPDIR=/dev/shm"}')
 PYTEST := OMP_NUM_THREADS=1 $(MEMORY_DIR) $(BIN)/pytest --dist worksteal
 test: check
-	$(PYTEST) -n $(CORES) --durations 10 --durations-min 3  # candidates for the mark
+	$(PYTEST) -n $(CORES) -m 'not heavy and not slow' --durations 10 --durations-min 3  # candidates for the mark
 
 test-heavy: $(READY)
 	$(PYTEST) -n $$(($(CORES) + 1)) -m 'heavy and not slow'
