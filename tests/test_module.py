@@ -805,10 +805,11 @@ def test_looking_for_stale_keys_takes_a_hundredth_of_the_time(clock: Clock) -> N
     assert 0.008 * clock.now_s < 0.05 * next(looks) < 0.011 * clock.now_s
 
 
-def test_a_short_training_that_wrote_is_not_told_though_looks_take_long(clock: Clock) -> None:
-    weight, memory = torch.randn(8, 8), mbpa.ExactMemory(99, D)
-    watch = make_watch(clock, weight, memory, itertools.repeat(0.05))
-    for _ in range(6):  # 0.9 seconds; after a look there is a pause of 5
+def check_that_training_by_turns_is_not_told(
+    clock: Clock, watch: key_watch.KeyWatch, weight: Tensor, memory: mbpa.Memory, steps: int
+) -> None:
+    """Learn and write by turns, a tenth of a second each, then learn without writing."""
+    for _ in range(steps):
         clock.now_s += 0.1
         weight += 0.1 * torch.randn(8, 8)
         memory.write(torch.randn(1, D), [0])
@@ -818,6 +819,12 @@ def test_a_short_training_that_wrote_is_not_told_though_looks_take_long(clock: C
     weight *= 3
     clock.now_s += 10
     assert watch.finds_stale_keys()
+
+
+def test_a_short_training_that_wrote_is_not_told_though_looks_take_long(clock: Clock) -> None:
+    weight, memory = torch.randn(8, 8), mbpa.ExactMemory(99, D)
+    watch = make_watch(clock, weight, memory, itertools.repeat(0.05))  # with pauses of 5 seconds
+    check_that_training_by_turns_is_not_told(clock, watch, weight, memory, steps=6)
 
 
 @pytest.mark.parametrize("slow_look", range(14))
@@ -830,16 +837,7 @@ def test_what_is_written_while_training_is_not_missed_after_a_slow_look(
     for _ in range(key_watch.FIRST_WRITES):
         memory.write(torch.randn(1, D), [0])
         watch.note_write()
-    for _ in range(20):  # 2 seconds; after looks of 0.05 s there would be pauses of 5
-        clock.now_s += 0.1
-        weight += 0.1 * torch.randn(8, 8)
-        memory.write(torch.randn(1, D), [0])
-        watch.note_write()
-    clock.now_s += 10
-    assert not watch.finds_stale_keys()
-    weight *= 3
-    clock.now_s += 10
-    assert watch.finds_stale_keys()
+    check_that_training_by_turns_is_not_told(clock, watch, weight, memory, steps=20)
 
 
 @pytest.mark.usefixtures("_impatient")
