@@ -125,17 +125,18 @@ def _sizes_matter_for_new(evidence: Evidence) -> Outcome:
 
 def _size_saturates(evidence: Evidence) -> Outcome:
     full = evidence.config(SENSITIVITY)["capacity"]
-    checks, told = [], []
+    thirds, bests = [], []
     for epochs in EPOCHS[1:]:
         by_size = _group_by_setting(evidence, "capacity", MBPA, NOVEL, epochs)
         third = max(size for size in by_size if size <= ENOUGH_ENTRIES * full)
-        best = max(by_size.values(), key=lambda each: each.mean)
-        checks.append((best - by_size[third]).mean <= MARGIN)
-        told.append(
-            f"{by_size[third].format()}% with {third:,.0f} entries, {best.format()}% at best, "
-            f"at {epochs:g} epochs"
-        )
-    return decide(checks, "new classes: " + "; ".join(told))
+        thirds.append(by_size[third])
+        bests.append(max(by_size.values(), key=lambda each: each.mean))
+    seen = (
+        f"new classes: {format_all(thirds)}% with {third:,.0f} entries, {format_all(bests)}% at "
+        "best, after 1 / 3 epochs"
+    )
+    pairs = zip(bests, thirds, strict=True)
+    return decide([(best - some).mean <= MARGIN for best, some in pairs], seen)
 
 
 def _more_neighbours(evidence: Evidence) -> Outcome:

@@ -205,10 +205,12 @@ def _wider_gap(evidence: Evidence) -> Outcome:
     balanced = _find_last_epoch(evidence, INCREMENTAL)
     before = _measure_lead(evidence, NOVEL, balanced, INCREMENTAL)
     long = _find_last_epoch(evidence, UNBALANCED)
-    one = score_long_run(evidence, MBPA, NOVEL, long) - score_long_run(evidence, LAYER, NOVEL, long)
+    later = score_long_run(evidence, MBPA, NOVEL, long) - score_long_run(
+        evidence, LAYER, NOVEL, long
+    )
     seen = (
         f"lead on new classes {here.format()} points; with all images {before.format()} after "
-        f"{balanced:g} epochs, {one.format()} over the layer after {long:g} in one split"
+        f"{balanced:g} epochs, {later.format()} over the layer after {long:g}"
     )
     return decide([here.mean > before.mean], seen)
 
