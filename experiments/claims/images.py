@@ -30,7 +30,7 @@ WORDS = {NOVEL: "new", OLD: "old", ALL: "all"}
 EPOCHS = (0.1, 1.0, 3.0)
 """The epochs of table 1."""
 MARGIN = 1.0
-"""Points that count as a difference in one split: two standard errors with 10,000 images."""
+"""Points of accuracy that count as a difference, in the criteria and where there is one split."""
 KEPT = 0.9
 """Share of the accuracy on old classes that counts as preserved."""
 IN_EPOCHS = "after 0.1 / 1 / 3 epochs"

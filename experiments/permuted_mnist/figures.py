@@ -246,7 +246,7 @@ def _gains_on_der(scores: Scores) -> list[Table]:
             assert theirs
             pairs = zip(ours.values, theirs.values, strict=True)
             gain = Spread(tuple(a - b for a, b in pairs))
-            least = f", at least {min(gain.values):+.2f}" if gain.values[1:] else ""
+            least = f", least {min(gain.values):+.2f}" if gain.values[1:] else ""
             cells.append(f"{gain.mean:+.2f} ± {gain.deviation:.2f}{least}")
         rows.append(cells)
     note = (

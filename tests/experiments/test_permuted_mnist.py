@@ -550,7 +550,7 @@ def test_the_report_is_made_of_records_alone(records: list[Record]) -> None:
         )
         for method in ("DER++", "MbPA + DER++ (logits)")
     )
-    assert gains.rows[1][1].startswith(f"{100 * (both - alone):+.2f} ± 0.00, at least ")
+    assert gains.rows[1][1].startswith(f"{100 * (both - alone):+.2f} ± 0.00, least ")
     stored = {row[0]: float(row[1]) for row in parts[1].tables[0].rows}
     network = 4 * (784 * 24 + 24 + 24 * 24 + 24 + 240 + 10) / 1e6
     assert stored["EWC as published, parameters and Fisher of every task"] == pytest.approx(
