@@ -821,10 +821,11 @@ def check_that_training_by_turns_is_not_told(
     assert watch.finds_stale_keys()
 
 
-def test_a_short_training_that_wrote_is_not_told_though_looks_take_long(clock: Clock) -> None:
+@pytest.mark.parametrize("steps", [6, 12, 50, 90])
+def test_a_training_that_wrote_is_not_told_though_looks_take_long(clock: Clock, steps: int) -> None:
     weight, memory = torch.randn(8, 8), mbpa.ExactMemory(99, D)
     watch = make_watch(clock, weight, memory, itertools.repeat(0.05))  # with pauses of 5 seconds
-    check_that_training_by_turns_is_not_told(clock, watch, weight, memory, steps=6)
+    check_that_training_by_turns_is_not_told(clock, watch, weight, memory, steps)
 
 
 @pytest.mark.parametrize("slow_look", range(14))

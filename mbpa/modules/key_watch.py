@@ -37,10 +37,13 @@ class KeyWatch:
         memory: the memory that holds the keys.
     """
 
+    _seen: _Seen
     _content: tuple[int, int]
     """What the memory held at the last look."""
     _last_look_took_s = math.inf
     _first_writes_seen = 0
+    _unseen_writes = 0
+    """Writes since the last look at a write."""
 
     def __init__(self, list_weights: Callable[[], Iterable[Tensor]], memory: Memory) -> None:
         self._list_weights, self._memory = list_weights, memory
@@ -72,8 +75,11 @@ class KeyWatch:
         if self._seen.counts and (is_early or time.monotonic() >= self._next_look_s):
             self._first_writes_seen += is_early
             before, now = self._seen, self._look()
-            self._usual_change = max(before.compare(now), FADING * self._usual_change)
+            change = before.compare(now) / math.sqrt(1 + self._unseen_writes)
+            self._usual_change = max(change, FADING * self._usual_change)
             self._remember(now)
+        else:
+            self._unseen_writes += 1
 
     def finds_stale_keys(self) -> bool:
         """Return whether the embedding has changed much since the last write; `True` only once.
@@ -83,7 +89,13 @@ class KeyWatch:
         if self._has_told or not self._seen.counts or time.monotonic() < self._next_look_s:
             return False
         now = self._look()
-        if self._seen.compare(now) <= max(MIN_CHANGE, MARGIN * self._usual_change):
+        # In n steps, a weight that wanders moves √n times as far as in one, one that drifts n times
+        # as far. Estimating by √n and allowing for n is safe for both.
+        usual = self._usual_change * (1 + self._unseen_writes)
+        if self._seen.compare(now) <= max(MIN_CHANGE, MARGIN * usual):
+            if self._unseen_writes:
+                self._seen = now  # the change may all have come before those writes
+                self._unseen_writes = 0
             return False
         if self._content != self._get_content():
             self.start_over()  # others have written, or replaced keys: their own affair
@@ -105,6 +117,7 @@ class KeyWatch:
 
     def _remember(self, seen: _Seen) -> None:
         self._seen = seen
+        self._unseen_writes = 0
         self._content = self._get_content()
 
     def _look(self) -> _Seen:
