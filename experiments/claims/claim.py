@@ -91,12 +91,20 @@ class Measured:
 
     def __sub__(self, other: Measured) -> Measured:
         """Return the differences, seed by seed."""
+        return Measured({seed: x - y for seed, x, y in self._pair(other)})
+
+    def __truediv__(self, other: Measured) -> Measured:
+        """Return the ratios, seed by seed."""
+        return Measured({seed: x / y for seed, x, y in self._pair(other)})
+
+    def _pair(self, other: Measured) -> list[tuple[int | None, float, float]]:
+        """Return every seed with both values."""
         if self.by_seed.keys() != other.by_seed.keys():
             raise ExperimentError(
                 "methods can be compared only with the same seeds, got "
                 f"{list(self.by_seed)} and {list(other.by_seed)}"
             )
-        return Measured({seed: x - other.by_seed[seed] for seed, x in self.by_seed.items()})
+        return [(seed, x, other.by_seed[seed]) for seed, x in self.by_seed.items()]
 
     def is_above(self, other: Measured, margin: float) -> bool:
         """Return whether this is clearly above the other.

@@ -100,7 +100,7 @@ def _corrects_less(evidence: Evidence) -> Outcome:
                 evidence.measure(SENSITIVITY, name, method=method, subset=subset, epochs=each)
                 for each in (min(long), max(long))
             )
-            ratios.append(last.mean / first.mean)
+            ratios.append((last / first).mean)
         checks += [ratio < 1 for ratio in ratios]
         told.append(f"{words} by {100 * (1 - max(ratios)):.0f} to {100 * (1 - min(ratios)):.0f}%")
     seen = f"from {min(long):g} to {max(long):g} epochs smaller: {', '.join(told)}"

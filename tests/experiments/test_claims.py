@@ -181,6 +181,13 @@ def test_other_seeds_are_not_compared() -> None:
         make_measured(1, 2).is_above(make_measured(1), 0)
 
 
+def test_a_ratio_is_taken_seed_by_seed() -> None:
+    ratio = make_measured(1, 9) / make_measured(2, 10)
+    assert ratio.by_seed == pytest.approx({0: 0.5, 1: 0.9})  # that of the means would be 0.83
+    with pytest.raises(ExperimentError, match="only with the same seeds"):
+        make_measured(1, 2) / make_measured(1)
+
+
 def test_checks_are_all_some_or_none() -> None:
     verdicts = [decide(checks, "").verdict for checks in ([True, True], [True, False], [False])]
     assert verdicts == [Verdict.HOLDS, Verdict.IN_PART, Verdict.FAILS]
