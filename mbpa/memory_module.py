@@ -69,7 +69,7 @@ class MemoryModule(nn.Module):
         self._watch = KeyWatch(self._embedding.weights, memory)
         self._postponed: list[Callable[[], None]] | None = None  # while `load_state_dict` runs
         self._is_reloaded = False  # whether entries were loaded, but not yet the submodules
-        self.register_load_state_dict_post_hook(_finish_loading)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_finish_loading)  # type: ignore[no-untyped-call]  # torch's
 
     def _use_head(self, head: Head) -> None:
         self._head = head
@@ -122,7 +122,7 @@ class MemoryModule(nn.Module):
         with memory.lock, self._watch.follow_conversion(), memory.undo_on_error():
             if dtype is not None or wanted.device != memory.device:
                 memory.to(wanted.device, dtype=dtype)
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
             self._renew_copies()
         return self
 
@@ -252,12 +252,12 @@ class MemoryModule(nn.Module):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
         del state["_replayer"]
         return {**state, "_modules": dict(state["_modules"])}  # so that a copy can grow by itself
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self._replayer = Replayer()
 
 

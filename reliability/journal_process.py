@@ -23,13 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+# This file is run by its path, so the imports below need `sys.path` first (E402).
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from reliability import system_calls  # noqa: E402
 from reliability.disk import Disk, restore  # noqa: E402
 from reliability.system_calls import KILL, SHORT, Call, Verdict  # noqa: E402
 
-if __name__ == "__main__":  # stub packages, to avoid their imports
+if __name__ == "__main__":  # stub packages before the import below, to avoid theirs
     for name in ("mbpa", "mbpa.serve"):
         package = types.ModuleType(name)
         package.__path__ = [str(HERE.parent.joinpath(*name.split(".")))]

@@ -28,7 +28,7 @@ except ImportError as error:
 __all__ = ["MbPAClassifier", "MbPARegressor"]
 
 
-class MbPAClassifier(ClassifierMixin, MemoryEstimator):  # type: ignore[misc]
+class MbPAClassifier(ClassifierMixin, MemoryEstimator):  # type: ignore[misc]  # sklearn has no types
     """A classifier that learns new examples and new classes at once, and can forget them.
 
     `fit` trains a small network on standardised features. `partial_fit` writes examples to a
@@ -178,7 +178,7 @@ class MbPAClassifier(ClassifierMixin, MemoryEstimator):  # type: ignore[misc]
         return head
 
 
-class MbPARegressor(RegressorMixin, MemoryEstimator):  # type: ignore[misc]
+class MbPARegressor(RegressorMixin, MemoryEstimator):  # type: ignore[misc]  # sklearn has no types
     """A regressor that learns new examples at once, and can forget them.
 
     It works like `MbPAClassifier`, with squared error, and takes one target or several.

@@ -140,6 +140,7 @@ def find_head(classifier: nn.Module) -> str:
         for name, layer in classifier.named_modules()
         if isinstance(layer, nn.Linear) and not name.startswith(inside)
     }
+    # As an attribute of a module, `config` has the type of a tensor or a module.
     labels = int(classifier.config.num_labels)  # type: ignore[union-attr,arg-type]
     found = [name for name, size in linear.items() if size == labels]
     if len({name.split(".")[0] for name in found}) != 1:
@@ -219,6 +220,7 @@ def load_memory(
     """
     embed, head = _split(classifier, at, pooled)
     where, parts = Path(directory) / MEMORY_FOLDER, {"memory": memory, "predictor": predictor}
+    # In `parts`, the memory and the predictor have one type for both.
     return MbPA.load(where, embed, head, engine=engine, **parts)  # type: ignore[arg-type]
 
 
@@ -332,6 +334,8 @@ class MemoryTrainerMixin:
     callback_handler: Any
     _prepare_inputs: Any
 
+    # Types are ignored where `super()` is the Trainer, which a mixin does not know.
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         # Train; if training resumes from a checkpoint, restore the memory from there, too.
         callback = self._memory_callback
@@ -388,7 +392,7 @@ class MemoryTrainerMixin:
         return found[0]
 
 
-class MemoryTrainer(MemoryTrainerMixin, Trainer):  # type: ignore[misc]
+class MemoryTrainer(MemoryTrainerMixin, Trainer):  # type: ignore[misc]  # not followed
     """A `Trainer` whose `MemoryCallback` fills a memory, and that evaluates with the memory.
 
     The arguments are those of `transformers.Trainer`; one of the `callbacks` must be a

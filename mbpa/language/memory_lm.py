@@ -342,7 +342,8 @@ class MemoryLM:
         named[-1] = replace(named[-1], text=named[-1].text + reader.flush())
         return Score(tuple(named), bytes=sum(len(token.text.encode()) for token in named))
 
-    @overload  # a text is a sequence of texts, too, but the first form that fits counts
+    # A text is a sequence of texts, too, but the first form that fits counts.
+    @overload
     def generate(  # type: ignore[overload-overlap]
         self, prompt: str, **options: Unpack[_GenerationOptions]
     ) -> Generation: ...

@@ -295,6 +295,7 @@ class GraphMemory(Memory):
         described = read_description(directory)
         memory = cls.__new__(cls)
         memory._saved = read_saved(directory, described, mmap=mmap)
+        # The constructor is called by hand, since it continues from what was saved.
         memory.__init__(**parse_schema(described["schema"]), **described["settings"])  # type: ignore[misc]
         return memory
 

@@ -324,7 +324,7 @@ class Graph:
 def require_usearch() -> None:
     """Raise `MissingExtraError` if usearch is not installed."""
     try:
-        import usearch.index  # noqa: F401
+        import usearch.index  # noqa: F401 (checks that it is installed)
     except ImportError as error:
         raise MissingExtraError("usearch", "graph") from error
 

@@ -255,7 +255,7 @@ def use_avalanche() -> None:
     user would have to replace; the trial needs nothing of it.
     """
     try:
-        import torchvision  # noqa: F401
+        import torchvision  # noqa: F401 (checks that it works)
     except RuntimeError as error:
         sys.path.insert(0, str(Path(__file__).parents[1]))
         from torchvision_stand_in import import_avalanche

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from databases import database, postgres  # noqa: F401
+from databases import database, postgres  # noqa: F401 (fixtures: arguments repeat them, F811)
 from runs import write_word_run
 
 from mbpa.cli import main

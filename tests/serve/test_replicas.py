@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from databases import database, postgres  # noqa: F401
+from databases import database, postgres  # noqa: F401 (fixtures: arguments repeat them, F811)
 from servers import open_client, running
 
 from mbpa.cli import main
