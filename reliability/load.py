@@ -216,8 +216,10 @@ async def open_connections(
     callers = []
     try:
         for _ in range(count):
-            make = lambda: Caller(on_answer)  # noqa: E731
-            callers.append((await loop.create_connection(make, server.host, server.port))[1])
+            _, caller = await loop.create_connection(
+                lambda: Caller(on_answer), server.host, server.port
+            )
+            callers.append(caller)
         yield callers
     finally:
         for caller in callers:

@@ -392,7 +392,8 @@ class MemoryTrainerMixin:
         return found[0]
 
 
-class MemoryTrainer(MemoryTrainerMixin, Trainer):  # type: ignore[misc]  # not followed
+# mypy does not follow transformers.
+class MemoryTrainer(MemoryTrainerMixin, Trainer):  # type: ignore[misc]
     """A `Trainer` whose `MemoryCallback` fills a memory, and that evaluates with the memory.
 
     The arguments are those of `transformers.Trainer`; one of the `callbacks` must be a
